@@ -192,6 +192,24 @@ def test_a_unit_that_is_withdrawn_while_it_is_asked() -> None:
     run(test)
 
 
+def test_a_late_answer_does_not_count_after_a_later_question_has_failed() -> None:
+    async def test() -> None:
+        async with routed(1) as fleets:
+            [engine] = fleets.engines
+            now, late = engine.answers, asyncio.Event()
+            engine.answers = late
+            asking = asyncio.create_task(fleets.router.admit("a"))
+            await turns()
+            engine.answers, engine.down = now, True
+            await fleets.router.admit("a")
+            engine.down = False
+            late.set()
+            await asking
+            assert fleets.router.services == {"a": "down"}
+
+    run(test)
+
+
 def test_calls_that_fail_together_ask_once_whether_the_unit_lives() -> None:
     async def test() -> None:
         async with routed(2) as fleets:

@@ -98,7 +98,7 @@ class Router:
         session = self.sessions.get(request)
         if session is not None:
             await session.abort(choice)
-            self._waiting.tell_one(request)
+            self._waiting.tell_one(session.model, request)
 
     async def abort_all(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -175,7 +175,7 @@ class Router:
     @property
     def waiting(self) -> dict[str, int]:
         """Requests that nobody can answer yet, by model."""
-        return {model: count for model, count in self._waiting.waiting.items() if count}
+        return self._waiting.waiting
 
     def withdraw(self, unit: str) -> None:
         """Gives the unit no new request, though it may answer: it is about to end. What runs there goes

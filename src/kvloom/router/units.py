@@ -44,11 +44,11 @@ class Units(Mapping[str, Unit]):
         clock: Clock,
         *,
         index: PrefixIndex,
-        changed: Callable[[], None],
+        changed: Callable[[Iterable[str]], None],
         link: FleetLink | None = None,
     ) -> None:
-        """engines: the units' clients, if there is no link to a controller; changed: called when a unit is
-        up, or is not to be waited for any more."""
+        """engines: the units' clients, if there is no link to a controller; changed: called with
+        models for which a unit is up, or is not to be waited for any more."""
         self._clock = clock
         self._index = index
         self._changed = changed
@@ -195,7 +195,7 @@ class Units(Mapping[str, Unit]):
             if self._tasks is not None:
                 self._watch(unit, self._tasks)
         if spec.edition > 1 or spec.removed:
-            unit.keep_only([] if spec.removed else [model.name for model in spec.engine.models])
+            unit.keep_only(set() if spec.removed else {model.name for model in spec.engine.models})
         life = process.generation, process.serial
         problem = Unavailable(process.problem) if process.problem else None
         stands = outlook(spec, process)
@@ -216,7 +216,7 @@ class Units(Mapping[str, Unit]):
     def _drop(self, name: str) -> None:
         unit = self._units.pop(name)
         self._unwatch(name)
-        unit.keep_only([])
+        unit.keep_only(set())
         unit.stand("away", drained=False, life=None, problem=None)
         self._late.discard(unit)
         if asked := self._asked.pop(unit, None):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import reduce
 from typing import Final
 
@@ -19,34 +18,39 @@ class WaitingRoom:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         """The longest time that a request waits."""
-        self.waiting: Counter[str] = Counter()
-        """The number of requests that wait now, by model."""
-        self._bells: dict[str, asyncio.Event] = {}  # by request
+        self._bells: dict[str, dict[str, asyncio.Event]] = {}  # by model and by request
 
-    def tell(self) -> None:
-        """Wakes all requests that wait, because something has changed that may end their wait."""
-        for bell in self._bells.values():
-            bell.set()
+    @property
+    def waiting(self) -> dict[str, int]:
+        """Returns the number of requests that wait now, by model."""
+        return {model: len(bells) for model, bells in self._bells.items()}
 
-    def tell_one(self, request: str) -> None:
+    def tell(self, models: Iterable[str]) -> None:
+        """Wakes the requests for these models, because something has changed that may end their wait."""
+        for model in models:
+            for bell in self._bells.get(model, {}).values():
+                bell.set()
+
+    def tell_one(self, model: str, request: str) -> None:
         """Wakes this request, if it waits."""
-        if request in self._bells:
-            self._bells[request].set()
+        if bell := self._bells.get(model, {}).get(request):
+            bell.set()
 
     async def wait_while(self, needed: Callable[[], bool], model: str, request: str) -> None:
         """Waits as long as `needed` holds. Raises TimeoutError if that is longer than the room's seconds."""
         if not needed():
             return
-        self.waiting[model] += 1
-        bell = self._bells[request] = asyncio.Event()
+        bells = self._bells.setdefault(model, {})
+        bell = bells[request] = asyncio.Event()
         try:
             async with asyncio.timeout(self.seconds):
                 while needed():
                     await bell.wait()
                     bell.clear()
         finally:
-            del self._bells[request]
-            self.waiting[model] -= 1
+            del bells[request]
+            if not bells:
+                del self._bells[model]
 
 
 PERIOD: Final = 0.5  # seconds between an answer and the next time the unit is asked
