@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from kvloom.cluster.models import AddModel, Apply, Wanted, differences, with_model
+from kvloom.cluster.models import AddModel, Apply, Wanted, differences, units_to_serve
 from kvloom.cluster.state import FleetSpec, UnitSpec
 from kvloom.types.errors import BadRequest, Conflict, Unavailable, UnknownModel
 from kvloom.types.service import GroupSpec, Scale, Steps
@@ -191,8 +191,8 @@ def test_replicas_get_a_model_together_and_it_goes_where_there_is_most_room() ->
 
     units = {"a": unit("a", 30, "m"), "b": unit("b", 50, "m", "n", "o"), "c": unit("c", 30, "m")}
     fleet = FleetSpec(units=units, groups={"g": GroupSpec(("a", "c"), Scale(1, 2))})
-    assert [*with_model(fleet, AddModel(model=OTHER))] == ["a", "c"]
-    assert [*with_model(fleet, AddModel(model=OTHER, unit="b"))] == ["b"]
+    assert units_to_serve(fleet, AddModel(model=OTHER)) == ("a", "c")
+    assert units_to_serve(fleet, AddModel(model=OTHER, unit="b")) == ("b",)
 
 
 def test_a_config_is_told_first_and_then_applied() -> None:

@@ -188,7 +188,7 @@ def test_what_an_earlier_process_says_late_does_not_count(late: bool) -> None:
             ManualClock(),
             admit=lambda *_: None,
             lost=lambda _: None,
-            changed=lambda: None,
+            changed=lambda _: None,
         )
         first = asyncio.create_task(unit.ask())
         await turns()

@@ -40,10 +40,10 @@ class Unit:
         cards: Sequence[ModelCard] = (),
     ) -> None:
         """admit: called with the cards each time that the unit tells what it serves, and raises KvloomError
-        if it must stay out; lost: called each time that the unit goes down; changed: called with
-        the models for which the unit is up, or is not to be waited for any more; emptied: called when the last call there has ended; managed:
-        whether there is a controller, which starts what has died again; cards: what the unit serves, as far
-        as anyone knows."""
+        if it must stay out; lost: called each time that the unit goes down; changed: called with the models
+        for which the unit is up, or is not to be waited for any more; emptied: called when the last call
+        there has ended; managed: whether there is a controller, which starts what has died again; cards: what
+        the unit serves, as far as anyone knows."""
         self.name = name
         self.client = client
         self.replicas = {card.name: Replica(self, card) for card in cards}
@@ -158,8 +158,8 @@ class Unit:
                 pause = min(2 * pause, LONGEST_PAUSE)
 
     async def ask(self) -> None:
-        """Learns what it serves. It is up if it answers, unless it is withdrawn. What comes of a question does
-        not count once a later one was answered or has failed: another process may have answered this one."""
+        """Learns what it serves. It is up if it answers, unless it is withdrawn. What comes of a question
+        does not count once a later one was answered or has failed: another process may have answered it."""
         life = self._come
         self._questions += 1
         question = self._questions
