@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace as with_fields
+from enum import Enum
 from typing import Final, Protocol
 
 from msgspec.structs import replace
@@ -20,7 +21,7 @@ from kvloom.types.client import Frames
 from kvloom.types.clock import Clock, together
 from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable, UnknownModel
 from kvloom.types.request import Event, Made, StartGenerate
-from kvloom.types.verbs import Pin, PrepRecv, RemoteSend, Sent
+from kvloom.types.verbs import Pin, PrepRecv, Sent
 
 DEATHS: Final = 3  # of engines with one request between two of its tokens; it may be what they die of
 _LONGEST_ID: Final = 190  # characters of the request's own, of 200 that an id may have
@@ -167,32 +168,28 @@ class Session:
         is kept alive meanwhile. If there is nothing to send, nobody is asked."""
         first, last = resolve(begin, len(self.prompt), "begin"), resolve(end, len(self.prompt), "end")
         order = spot.order(self.name, first, last, self.body.priority)
-        sent = Sent(cached=0, computed=0)
         try:
-            if order is not None and order.end is not None:
-                self.is_to_compute(source, 0, order.end)  # what goes before is not sent, but attended to
-                sent = await self._sent(source, spot, order)
-                self.fleet.note(self.prompt[: order.end], source)
-                self.computed += sent.computed
+            if order is None or order.end is None:
+                return Sent(cached=0, computed=0)
+            self.is_to_compute(source, 0, order.end)  # what goes before is not sent, but attended to
+            async with together() as group:
+                renewing = group.create_task(self.held.renew(spot.replica, order.request, spot.given.lease))
+                async with self.held.asking(source, "work", order.request):
+                    sent = await source.unit.client.remote_send(order)
+                renewing.cancel()
         finally:
             self.held.is_to_compute(source, 0)
-        return sent
-
-    async def _sent(self, source: Replica, spot: PeerReservation, order: RemoteSend) -> Sent:
-        async with together() as group:
-            renewing = group.create_task(self.held.renew(spot.replica, order.request, spot.given.lease))
-            async with self.held.asking(source, "work", order.request):
-                sent = await source.unit.client.remote_send(order)
-            renewing.cancel()
         self.held.let_go(source, "work", order.request)
+        self.fleet.note(self.prompt[: order.end], source)
+        self.computed += sent.computed
         return sent
 
     async def pin(self, replica: Replica, end: int | None = None) -> int:
         """Keeps what `replica` has cached of prompt[:end], until the request is over. Returns how many tokens
         that are: none if nothing is cached, or if the replica has promised too much. A second pin at a
         replica takes the first one's place."""
-        prompt = self.prompt[: resolve(end, len(self.prompt), "end")]
         name = self.name
+        prompt = self.prompt[: resolve(end, len(self.prompt), "end")]
         body = Pin(model=self.model, request=name, prompt=prompt)
         try:
             async with self.held.asking(replica, "pin", name):
@@ -284,9 +281,27 @@ class Session:
             await following.aclose()
 
 
+class LegState(Enum):
+    """The states of a leg."""
+
+    UNASKED = "unasked"
+    """The engine has not been asked for anything yet."""
+    STREAMING = "streaming"
+    """The engine was asked, and its stream has not ended."""
+    CONTINUED = "continued"
+    """The request goes on with the next leg."""
+    OVER = "over"
+    """Nothing comes any more."""
+
+
 class Leg:
     """The part of a session's stream that one engine, `replica`, generates, which knows the request as
     `name`. After a migration the frames of the next leg follow from the same iterator."""
+
+    _frames: Frames
+    """The engine's stream, once it was asked."""
+    _next: Leg
+    """The leg with which the request goes on."""
 
     def __init__(
         self,
@@ -305,50 +320,57 @@ class Leg:
         self._begin_at = begin
         self._made = made
         self._computed = session.computed if begin else 0
-        self._frames: Frames | None = None
+        self._state = LegState.UNASKED
         self._new = True  # until its first event has come
-        self._let_in = self._over = False
+        self._let_in = False
         self._failure: str | None = None  # why nothing comes any more, though the request is not over
-        self._then: Leg | None = None
 
     def __aiter__(self) -> Leg:
         return self
 
     async def __anext__(self) -> list[Event]:
-        session = self._session
-        if self._frames is None and not self._over:
-            if self._made is None and session.progress.unwanted:  # aborted while nobody generated
-                ends = session.progress.end_unwanted()
-                self._over = session.progress.over
+        if self._state is LegState.UNASKED:
+            progress = self._session.progress
+            if self._made is None and progress.unwanted:  # aborted while nobody generated
+                ends = progress.end_unwanted()
+                self._state = LegState.OVER if progress.over else LegState.UNASKED
                 return ends
-            self._frames = self._begin()
-        if self._then is None:
-            if self._over or self._frames is None:
-                raise StopAsyncIteration
-            try:
-                if self._failure is not None:
-                    await self.replica.unit.check()  # it may be about to end
-                    raise Lost(f"{self.replica.name}: {self._failure}")
-                frame = await anext(self._frames)
-                if self._new:
-                    self._has_come(frame)
-                seen, self._failure = session.progress.take(
-                    frame,
-                    behind=self._made is not None,
-                    moved=session.following is not None,
-                    computed=self._computed,
-                )
-                return seen
-            except StopAsyncIteration:
-                if self._end(let_go=True):
-                    self._then = await session.next_leg()
-            except BaseException as error:  # noqa: BLE001 -- raised again, perhaps with the unit's name
-                await self._fail(self._frames, error)
-        if self._then is None:
-            raise StopAsyncIteration
-        return await anext(self._then)
+            self._ask()
+        if self._state is LegState.STREAMING:
+            frame = await self._told()
+            if frame is not None:
+                return frame
+        if self._state is LegState.CONTINUED:
+            return await anext(self._next)
+        raise StopAsyncIteration
 
-    def _begin(self) -> Frames:
+    async def _told(self) -> list[Event] | None:
+        """Returns what the caller is told of the engine's next frame; None if there is no further one."""
+        session = self._session
+        try:
+            if self._failure is not None:
+                await self.replica.unit.check()  # it may be about to end
+                raise Lost(f"{self.replica.name}: {self._failure}")
+            frame = await anext(self._frames)
+            if self._new:
+                self._has_come(frame)
+            seen, self._failure = session.progress.take(
+                frame,
+                behind=self._made is not None,
+                moved=session.following is not None,
+                computed=self._computed,
+            )
+            return seen
+        except StopAsyncIteration:
+            if self._end(let_go=True) and (following := await session.next_leg()):
+                self._next, self._state = following, LegState.CONTINUED
+            return None
+        except BaseException as error:
+            await self._fail(error)
+            raise
+
+    def _ask(self) -> None:
+        """Asks the engine for its stream, of which nothing comes before the first frame is awaited."""
         session, replica = self._session, self.replica
         made = session.progress.made if self._made is None else self._made
         body = session.rest(self.name, self._begin_at, made)
@@ -357,7 +379,7 @@ class Leg:
         session.is_to_compute(replica, begin, len(body.prompt))
         session.fleet.note(body.prompt, replica)
         replica.unit.report.sent(arriving(body))
-        return replica.unit.client.start_generate(body)
+        self._frames, self._state = replica.unit.client.start_generate(body), LegState.STREAMING
 
     def _has_come(self, frame: list[Event]) -> None:
         """Notes the first frame, which says that the engine has let the request in, and the first event,
@@ -374,14 +396,13 @@ class Leg:
             self._new = False
             session.held.is_to_compute(self.replica, 0)
 
-    async def _fail(self, frames: Frames, error: BaseException) -> None:
-        """Ends the leg, and raises its error, an Unavailable one with the unit's name."""
+    async def _fail(self, error: BaseException) -> None:
+        """Ends the leg after its error. Raises an Unavailable one with the unit's name."""
         session = self._session
         try:
-            await frames.aclose()
+            await self._frames.aclose()
             if isinstance(error, Unavailable):
                 raise await self.replica.missed(error) from error
-            raise error
         finally:
             if isinstance(error, KvloomError) and (not self._begin_at or session.progress.begun):
                 session.refused.add(self.replica)
@@ -390,11 +411,11 @@ class Leg:
 
     async def aclose(self) -> None:
         """Ends the request where it is, if it has not ended."""
-        if self._then is not None:
-            await self._then.aclose()
-        elif self._frames is None:
-            self._over = True
-        elif not self._over:
+        if self._state is LegState.CONTINUED:
+            await self._next.aclose()
+        elif self._state is LegState.UNASKED:
+            self._state = LegState.OVER
+        elif self._state is LegState.STREAMING:
             closed = False
             try:
                 await self._frames.aclose()
@@ -406,7 +427,7 @@ class Leg:
     def _end(self, *, let_go: bool) -> bool:
         """Ends the leg. Returns whether the request ran here."""
         session = self._session
-        self._over, ran = True, session.running is self
+        self._state, ran = LegState.OVER, session.running is self
         if ran:
             session.running = None
         session.progress.tell()
