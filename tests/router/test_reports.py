@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from kvloom.engine.freeness import Arrival
 from kvloom.lab.reproduce.llumnix.setup import infaas_by_reports
 from kvloom.router import units
-from kvloom.router.waiting import LINGER, PERIOD, LoadReport
+from kvloom.router.replicas import LINGER, PERIOD, LoadReport
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import Level
 from tests.cluster.loads import model, unit

@@ -8,9 +8,9 @@ from contextlib import aclosing
 
 import pytest
 
+from kvloom.router.candidates import DEATHS
 from kvloom.router.programs import PROGRAMS
 from kvloom.router.progress import RequestProgress
-from kvloom.router.session import DEATHS
 from kvloom.types.errors import KvloomError, Unavailable
 from kvloom.types.request import EndEvent, Event, StartGenerate, TokenEvent
 from tests.router.fleets import Answer, Fleets, ManualClock, ask, ask_well, body, routed, run, turns

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from kvloom.router.waiting import WaitingRoom
+from kvloom.router.candidates import WaitingRoom
 from tests.router.fleets import run, turns
 
 

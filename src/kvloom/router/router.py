@@ -10,13 +10,13 @@ from typing import Self
 
 from msgspec.structs import replace
 
+from kvloom.router.candidates import WaitingRoom
 from kvloom.router.migration import Migration
 from kvloom.router.prefix_index import PrefixIndex
 from kvloom.router.program import Program
 from kvloom.router.replicas import Fleet, arriving
 from kvloom.router.session import Session
 from kvloom.router.units import FleetLink, Units
-from kvloom.router.waiting import WaitingRoom
 from kvloom.types.client import EngineClient, Frames
 from kvloom.types.clock import Clock
 from kvloom.types.errors import BadRequest, ConfigError, Unavailable, UnknownModel
@@ -118,7 +118,7 @@ class Router:
             raise BadRequest(f"request {request} cannot go to {to}: {where}", param="to")
         if not target.up:
             raise BadRequest(f"request {request} cannot go to {to}: it takes no requests", param="to")
-        if target.card.context_length < session.needs:
+        if target.card.context_length < session.candidates.needs:
             raise BadRequest(f"request {request} may not fit {to}: its contexts are shorter", param="to")
         if session.migrating or session.following:
             raise BadRequest(f"request {request} moves already", param="request")

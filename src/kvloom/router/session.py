@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
-from dataclasses import replace as with_fields
 from enum import Enum
 from typing import Final, Protocol
 
 from msgspec.structs import replace
 
+from kvloom.router.candidates import Candidates, Lost, WaitingRoom
 from kvloom.router.held import REFUSALS, PeerReservation, SessionHeld
 from kvloom.router.progress import RequestProgress
 from kvloom.router.replicas import Fleet, Replica, arriving
-from kvloom.router.waiting import WaitingRoom
 from kvloom.types.address import resolve
 from kvloom.types.client import Frames
 from kvloom.types.clock import Clock, together
-from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable, UnknownModel
+from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable
 from kvloom.types.request import Event, Made, StartGenerate
 from kvloom.types.verbs import Pin, PrepRecv, Sent
 
-DEATHS: Final = 3  # of engines with one request between two of its tokens; it may be what they die of
 _LONGEST_ID: Final = 190  # characters of the request's own, of 200 that an id may have
-
-_log = logging.getLogger(__name__)
-
-
-class Lost(KvloomError):
-    """The engine has ended all that was left of a request with an error: another may go on."""
-
-
-_ELSEWHERE: Final = (Unavailable, QueueFull, OutOfBlocks, Lost)  # what one replica says, another may not
 
 
 class Strategy(Protocol):
@@ -72,10 +60,6 @@ class Session:
         self.migrating = False
         self.running: Leg | None = None
         """Who has let the request in and generates it."""
-        self.needs = 0
-        """Tokens of context that the replica which took the request first has promised; 0 before."""
-        self.refused: set[Replica] = set()
-        """Replicas that would not, or could not, generate."""
         self.held = SessionHeld(clock, tasks)
         self.following: Leg | None = None
         """Who goes on once `running` has told all it has, if the request has been handed over."""
@@ -85,11 +69,6 @@ class Session:
         self._room = room
         self._legs: list[Leg] = []
         self._attempts = 1
-
-    @property
-    def let_in(self) -> bool:
-        """Whether a replica has let the request in."""
-        return self.needs > 0
 
     async def frames(
         self, program: Strategy, sessions: dict[str, Session]
@@ -101,8 +80,8 @@ class Session:
         request = self.body.request
         if request in sessions:
             raise BadRequest(f"request id {request} is in use", param="request")
-        self.fleet = self._serving()
-        candidates = Candidates(self, self.fleet, self._serving, self._room)
+        candidates = Candidates(self.body, self.progress, self.held, self._serving, self._room)
+        self.candidates, self.fleet = candidates, candidates.fleet
         # What is received has K and V but no logits: who wants the prompt's has it computed in one place.
         plain = self.body.sampling.prompt_logprobs is not None
         sessions[request] = self
@@ -249,7 +228,7 @@ class Session:
         it in or the request has gone on otherwise."""
         if not target.up:  # Room is not counted as a call, so the target may have been drained.
             raise Unavailable(f"{target.name} takes no requests any more")
-        refused = target in self.refused
+        refused = target in self.candidates.refused
         leg = Leg(self, target, name, made=made)
         try:
             if await anext(leg, None) is None:
@@ -262,7 +241,7 @@ class Session:
             await leg.aclose()
             self.held.let_go(target, "work", name)  # also if it was cancelled before it was let in
             if not refused:
-                self.refused.discard(target)  # full for a migration is not full for good
+                self.candidates.refused.discard(target)  # full for a migration is not full for good
             raise
         self.following, self.name = leg, name
 
@@ -384,14 +363,13 @@ class Leg:
     def _has_come(self, frame: list[Event]) -> None:
         """Notes the first frame, which says that the engine has let the request in, and the first event,
         which says that it has computed the prompt."""
-        session, body = self._session, self._session.body
+        session = self._session
         if not self._let_in:
             self._let_in = True
             if self._made is None:
                 session.running = self
             session.held.let_go(self.replica, "room", self.name)  # the engine has taken it over
-            most = len(body.prompt) + body.sampling.max_tokens
-            session.needs = session.needs or min(most, self.replica.card.context_length)
+            session.candidates.let_in(self.replica)
         if frame:
             self._new = False
             session.held.is_to_compute(self.replica, 0)
@@ -405,7 +383,7 @@ class Leg:
                 raise await self.replica.missed(error) from error
         finally:
             if isinstance(error, KvloomError) and (not self._begin_at or session.progress.begun):
-                session.refused.add(self.replica)
+                session.candidates.refused.add(self.replica)
             if self._end(let_go=isinstance(error, REFUSALS)):
                 await session.drop_following()
 
@@ -435,93 +413,3 @@ class Leg:
         if let_go:
             session.held.let_go(self.replica, "work", self.name)
         return ran
-
-
-class Candidates:
-    """The replicas that may be asked for one request, from its arrival to its end."""
-
-    def __init__(self, session: Session, fleet: Fleet, now: Callable[[], Fleet], room: WaitingRoom) -> None:
-        self.fleet = fleet
-        """The replicas that may still be asked."""
-        self._session = session
-        self._now = now
-        self._room = room
-        self._seen: set[Replica] = set(fleet.replicas)
-        self._tokens = 0
-        self._deaths = 0
-
-    def go_on_after(self, error: KvloomError) -> None:
-        """Raises `error` if nobody is left to ask."""
-        session = self._session
-        self.fleet = fleet = self._less(self._with_newcomers(), error)
-        over = session.held.aborted and session.let_in  # its ends are told next
-        if not (over or (self._may_go_on(error) and (fleet.up or self._awaited(fleet)))):
-            raise error
-        if not over:
-            whither = "goes elsewhere" if fleet.up else "waits for a restart"
-            _log.warning("request %s: %s; it %s", session.body.request, error.message, whither)
-
-    def _may_go_on(self, error: KvloomError) -> bool:
-        """Counts a failure. Returns whether a plain start_generate elsewhere may still give the rest: it is
-        not the request itself that a replica has refused."""
-        session = self._session
-        if session.progress.tokens > self._tokens:
-            self._tokens, self._deaths = session.progress.tokens, 0
-        if isinstance(error, Unavailable | Lost):
-            self._deaths += session.let_in
-        if session.held.aborted or self._deaths > DEATHS:
-            return False
-        return isinstance(error, _ELSEWHERE) or not (session.refused or session.progress.begun)
-
-    def _less(self, fleet: Fleet, error: KvloomError) -> Fleet:
-        """Returns the fleet without two kinds of replicas: those that have refused the request, unless
-        they are awaited, and those whose context is shorter than what the replica that let it in has
-        promised. If the connection to that one broke, its process may be another by now, so refusals are
-        forgotten; `DEATHS` bounds how often."""
-        session = self._session
-        if session.let_in and isinstance(error, Unavailable):
-            session.refused.clear()
-        refused = {one for one in session.refused if not self._awaits(one)}
-        short = {one for one in fleet.replicas if one.card.context_length < session.needs}
-        return fleet.without(refused | short)
-
-    def _awaits(self, replica: Replica) -> bool:
-        """Returns whether the replica will be up again, and is worth waiting for: if it died, only for a
-        request that had been let in."""
-        return replica.awaited or (self._session.let_in and replica.unit.lost)
-
-    def _awaited(self, fleet: Fleet) -> list[Replica]:
-        return [replica for replica in fleet.replicas if self._awaits(replica)]
-
-    async def until_somebody_is_up(self) -> None:
-        """Waits until a replica is up, or none will be soon. Raises Unavailable if that takes too long."""
-        try:
-            await self._room.wait_while(self._nobody_yet, self._session.model, self._session.body.request)
-        except TimeoutError:
-            names = ", ".join(replica.name for replica in self._awaited(self.fleet))
-            raise Unavailable(
-                f"no unit that serves {self._session.model} is up; {names} is being started, which takes "
-                f"longer than the {self._room.seconds:g} s that requests wait",
-                retry_after=1,
-            ) from None
-
-    def _nobody_yet(self) -> bool:
-        session, fleet = self._session, self._with_newcomers()
-        return bool(
-            self._awaited(fleet)
-            and not fleet.up
-            and not session.held.aborted
-            and not (session.let_in and session.progress.unwanted)
-        )
-
-    def _with_newcomers(self) -> Fleet:
-        """Returns the fleet with the replicas that were not there when the request came, but for those of
-        shorter contexts than it was promised: units come and go while a request waits."""
-        found: list[Replica] = []
-        with suppress(UnknownModel):  # by now nobody may serve it any more
-            found = [one for one in self._now().replicas if one not in self._seen]
-        if found:
-            self._seen.update(found)
-            fit = [one for one in found if one.card.context_length >= self._session.needs]
-            self.fleet = with_fields(self.fleet, replicas=(*self.fleet.replicas, *fit))
-        return self.fleet

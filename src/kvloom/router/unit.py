@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Final
 
 from kvloom.cluster.state import Outlook
-from kvloom.router.replicas import Replica
-from kvloom.router.waiting import LoadReport
+from kvloom.router.replicas import LoadReport, Replica
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
 from kvloom.types.errors import ConfigError, KvloomError, Unavailable
