@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from msgspec.structs import replace
@@ -143,13 +143,13 @@ class Controller:
         self._put(name, heard(report, before, self.spec, self._clock.now(), self._timing))
         if isinstance(report, Ended) and is_gateway(name):
             self._counts.pop(name, None)
-            self._recount()
+            self._recount(self._asked)
         self._wake.set()
 
     def count(self, gateway: str, counted: Counted) -> None:
         """Takes in how many requests a gateway has at the units that get no new ones."""
         self._counts[gateway] = counted
-        self._recount()
+        self._recount(self._asked)
         self._wake.set()
 
     # -- what it does -----------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ class Controller:
             case BeginServing():
                 self.status = replace(self.status, opened=True)
                 launcher.tell(name, self.snapshot)
-                self._recount()
+                self._recount(self._asked)
             case StopProcess():
                 launcher.stop(name)
             case Kill():
@@ -334,13 +334,14 @@ class Controller:
         counted = is_counted(self.spec.units.get(name), process)
         if counted and name not in self._asked:
             self._asked[name] = self._seq + 1
-            self._recount()
+            self._recount([name])
         elif not counted and self._asked.pop(name, None) is not None:
             self._count_at(name, None)
 
-    def _recount(self) -> None:
+    def _recount(self, names: Iterable[str]) -> None:
         begun = [name for name, one in self.status.processes.items() if is_gateway(name) and one.begun]
-        for name, asked in self._asked.items():
+        for name in names:
+            asked = self._asked[name]
             said = [self._counts.get(gateway) for gateway in begun]
             if all(one is not None and one.seq >= asked for one in said):
                 self._count_at(name, sum(one.calls.get(name, 0) for one in said if one is not None))

@@ -153,7 +153,7 @@ class Units(Mapping[str, Unit]):
         )
 
     def replicas(self, model: str) -> tuple[Replica, ...]:
-        return tuple(unit.replicas[model] for unit in self.values() if model in unit.replicas)
+        return tuple(unit.replicas[model] for unit in self._units.values() if model in unit.replicas)
 
     @property
     def models(self) -> list[str]:
@@ -253,17 +253,20 @@ class Units(Mapping[str, Unit]):
             watch.cancel()
 
     def _admit(self, newcomer: Unit, cards: Sequence[ModelCard]) -> None:
-        """Raises ConfigError if the unit would answer for a model with another's tokens."""
+        """Raises ConfigError if the unit would answer for a model with another's tokens. One other replica
+        speaks for all, because they were admitted in the same way."""
         for card in cards:
-            for other in self.replicas(card.name):
-                if other.name == newcomer.name:
-                    continue
-                for field in _SPOKEN:
-                    if getattr(card, field) != getattr(other.card, field):
-                        raise ConfigError(
-                            f"{card.name} differs in {field} between {other.name} and {newcomer.name}; "
-                            "replicas of one model, or models of two names, are right"
-                        )
+            others = (unit for unit in self._units.values() if unit is not newcomer)
+            other = next((unit for unit in others if card.name in unit.replicas), None)
+            if other is None:
+                continue
+            known = other.replicas[card.name].card
+            for field in _SPOKEN:
+                if getattr(card, field) != getattr(known, field):
+                    raise ConfigError(
+                        f"{card.name} differs in {field} between {other.name} and {newcomer.name}; "
+                        "replicas of one model, or models of two names, are right"
+                    )
 
     def _lost(self, unit: Unit) -> None:
         self._index.forget(unit.name)
