@@ -22,7 +22,7 @@ GONE = Curt(fails=lambda _: Unavailable("the engine cannot be reached"))
 def bring(router: Router, name: str, state: Service, stack: ExitStack) -> None:
     unit = router.units[name]
     if state in ("draining", "drained"):
-        router.withdraw(name)
+        router.units[name].withdraw()
     if state == "draining":
         unit.begin_call()
         stack.callback(unit.end_call)

@@ -146,7 +146,7 @@ def test_a_target_that_is_drained_meanwhile_gets_nothing() -> None:
             real = w.units[1].engine.prep_recv
 
             async def withdrawn(asked: PrepRecv) -> Prepared:
-                w.router.withdraw("unit-1")
+                w.router.units["unit-1"].withdraw()
                 return await real(asked)
 
             w.units[1].engine.prep_recv = withdrawn  # type: ignore[method-assign, assignment]

@@ -164,6 +164,9 @@ def test_one_that_dies_or_speaks_another_way_is_not_added() -> None:
     run(test)
 
 
+Said = list[ModelCard] | Unavailable
+
+
 class TwiceAsked:
     """Satisfies `EngineClient` as far as it is asked: each answer of `models` is given by the test."""
 
@@ -174,11 +177,23 @@ class TwiceAsked:
         self.asked.append(asyncio.get_running_loop().create_future())
         return await self.asked[-1]
 
+    def say(self, question: int, said: Said) -> None:
+        if isinstance(said, Unavailable):
+            self.asked[question].set_exception(said)
+        else:
+            self.asked[question].set_result(said)
 
-@pytest.mark.parametrize("late", [True, False])
-def test_what_an_earlier_process_says_late_does_not_count(late: bool) -> None:
-    """It was asked, and is replaced by a process with other models, which answers first. late: it answers
-    after that, or its connection breaks."""
+
+BROKEN = Unavailable("the connection broke")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [([card("old"), card("new")], [card("new")]), (BROKEN, [card("new")]), ([card("old")], BROKEN)],
+    ids=["answers after an answer", "fails after an answer", "answers after a failure"],
+)
+def test_what_comes_of_an_earlier_question_late_does_not_count(first: Said, second: Said) -> None:
+    """An earlier process was asked, and is replaced by one with other models, which is heard of first."""
 
     async def test() -> None:
         client = TwiceAsked()
@@ -190,19 +205,12 @@ def test_what_an_earlier_process_says_late_does_not_count(late: bool) -> None:
             lost=lambda _: None,
             changed=lambda _: None,
         )
-        first = asyncio.create_task(unit.ask())
+        asking = [asyncio.create_task(unit.ask()), asyncio.create_task(unit.ask())]
         await turns()
-        second = asyncio.create_task(unit.ask())
-        await turns()
-        before, after = client.asked
-        after.set_result([card("new")])
-        await second
-        if late:
-            before.set_result([card("old"), card("new")])
-        else:
-            before.set_exception(Unavailable("the connection broke"))
-        await first
-        assert list(unit.replicas) == ["new"]
-        assert unit.up
+        for question, said in ((1, second), (0, first)):
+            client.say(question, said)
+            await asking[question]
+        assert list(unit.replicas) == ([] if second is BROKEN else ["new"])
+        assert unit.up == (second is not BROKEN)
 
     run(test)

@@ -180,12 +180,12 @@ def test_freest_sends_nothing_to_a_unit_that_drains_or_is_down() -> None:
             await reported(fleets, *[unit(model())] * 3)
             fleets.engines[0].draining = True
             await fleets.clock.advance(PERIOD)
-            fleets.router.withdraw("b")
+            fleets.router.units["b"].withdraw()
             assert fleets.router.units["b"].report.expected() is None  # it may come back as another
             for _ in range(4):
                 await ask_well(fleets.router, body())
             assert {call.unit for call in fleets.journal} == {"c"}
-            await fleets.router.admit("b")
+            await fleets.router.units["b"].admit()
             await fleets.clock.advance(PERIOD)
             fleets.journal.clear()
             for _ in range(4):

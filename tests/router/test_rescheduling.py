@@ -40,7 +40,7 @@ async def three_at_the_first(
         tasks.append(w.ask(generate(prompt(length, first=length), request=f"r{length}", **params)))
     for length in lengths:
         await w.until(f"r{length}", 2)
-    await w.router.admit("unit-1")
+    await w.router.units["unit-1"].admit()
     return tasks
 
 
@@ -114,7 +114,7 @@ def test_a_draining_source_may_fill_the_destination() -> None:
         async with world(2) as w:
             tasks = await three_at_the_first(w)
             async with Rescheduler(w.router, WallClock()) as rescheduler:
-                w.router.withdraw("unit-0")
+                w.router.units["unit-0"].withdraw()
                 await rescheduler.pair(pairs(THERE, floor=1e9))
                 await asyncio.gather(*tasks)
                 assert (rescheduler.moved, rescheduler.stayed) == (3, 0)
@@ -129,7 +129,7 @@ def test_a_request_that_moves_is_not_offered_again_to_another() -> None:
         async with world(3) as w:
             w.router.units["unit-2"].withdraw()
             tasks = await three_at_the_first(w, (8,))
-            await w.router.admit("unit-2")
+            await w.router.units["unit-2"].admit()
             engine, gate, copying = w.units[1].engine, asyncio.Event(), asyncio.Event()
             prep_recv = engine.prep_recv
 
@@ -214,7 +214,7 @@ def test_a_scheduler_empties_a_unit_that_drains_and_no_other(why: str | None) ->
                 if why == "a restart":
                     w.router.units["unit-0"].stand("restarting", drained=False, life=None, problem=None)
                 elif drained:
-                    w.router.withdraw("unit-0")
+                    w.router.units["unit-0"].withdraw()
                 scheduler = FleetScheduler(rescheduler, WallClock(), thresholds=Thresholds(0, 0))
                 period = await scheduler.step()
                 assert period.pairs == ((THERE,) if drained else ())
@@ -332,7 +332,7 @@ def test_who_waits_where_the_first_finds_no_room_goes_first_and_nothing_is_copie
             ]
             tasks = [w.ask(body) for body in bodies]
             await until_waiting(w.units[0], 2)
-            await w.router.admit("unit-1")
+            await w.router.units["unit-1"].admit()
             load, offer = await w.units[1].engine.load(), w.units[0].engine.offer
             assert (await offer(Offer(destination=load))).request == "r1"
             assert (await offer(Offer(destination=load, besides=["r1"]))).request == "r0"

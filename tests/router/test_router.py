@@ -126,7 +126,7 @@ def test_a_lost_unit_is_asked_ever_more_slowly() -> None:
                 await ask(fleets.router, body())
             assert error.value.retry_after
             engine.down = False
-            await fleets.router.admit("a")
+            await fleets.router.units["a"].admit()
             await ask_well(fleets.router, body())
 
     run(test)
@@ -156,7 +156,7 @@ def test_a_withdrawn_unit_finishes_and_gets_nothing_new() -> None:
             running = asyncio.create_task(ask_well(fleets.router, body()))
             await turns()
             assert first.streams
-            fleets.router.withdraw("a")
+            fleets.router.units["a"].withdraw()
             for _ in range(3):
                 await ask_well(fleets.router, body())
             assert {call.unit for call in fleets.journal[1:]} == {"b"}
@@ -164,7 +164,7 @@ def test_a_withdrawn_unit_finishes_and_gets_nothing_new() -> None:
             assert fleets.router.services == {"a": "draining", "b": "up"}
             first.gate.set()
             await running
-            await fleets.router.admit("a")
+            await fleets.router.units["a"].admit()
             await ask_well(fleets.router, body())
             assert fleets.journal[-1].unit == "a"
 
@@ -179,33 +179,15 @@ def test_a_unit_that_is_withdrawn_while_it_is_asked() -> None:
             for down in (False, True):
                 engine.down, engine.answers = down, may_answer
                 may_answer.clear()
-                asking = asyncio.create_task(fleets.router.admit("a"))
+                asking = asyncio.create_task(fleets.router.units["a"].admit())
                 await turns()
-                fleets.router.withdraw("a")
+                fleets.router.units["a"].withdraw()
                 may_answer.set()
                 await asking
                 asked.clear()
                 await fleets.clock.advance(60)
                 assert not asked
                 assert fleets.router.services == {"a": "drained", "b": "up"}
-
-    run(test)
-
-
-def test_a_late_answer_does_not_count_after_a_later_question_has_failed() -> None:
-    async def test() -> None:
-        async with routed(1) as fleets:
-            [engine] = fleets.engines
-            now, late = engine.answers, asyncio.Event()
-            engine.answers = late
-            asking = asyncio.create_task(fleets.router.admit("a"))
-            await turns()
-            engine.answers, engine.down = now, True
-            await fleets.router.admit("a")
-            engine.down = False
-            late.set()
-            await asking
-            assert fleets.router.services == {"a": "down"}
 
     run(test)
 
@@ -233,7 +215,7 @@ def test_models_that_a_unit_no_longer_serves() -> None:
         async with Router(world.engines, load_program("data_parallel"), ManualClock()) as router:
             await ask_well(router, body(model="old"))
             engine.cards = (card("m", context_length=7), card("new"))
-            await router.admit("a")
+            await router.units["a"].admit()
             assert [(one.name, one.context_length) for one in await router.models()] == [
                 ("m", 7),
                 ("new", 512),
@@ -259,7 +241,7 @@ def test_a_unit_that_comes_back_has_nothing_cached() -> None:
             await ask_well(fleets.router, body(40))
             home = fleets.journal[0].unit
             assert fleets.router._index.match("m", body(40).prompt) == {home: 32}
-            await fleets.router.admit(home)
+            await fleets.router.units[home].admit()
             assert fleets.router._index.match("m", body(40).prompt) == {}
 
     run(test)

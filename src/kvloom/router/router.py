@@ -177,17 +177,6 @@ class Router:
         """Requests that nobody can answer yet, by model."""
         return self._waiting.waiting
 
-    def withdraw(self, unit: str) -> None:
-        """Gives the unit no new request, though it may answer: it is about to end. What runs there goes
-        on."""
-        self._units[unit].withdraw()
-
-    async def admit(self, unit: str) -> None:
-        """Lets the unit serve again, perhaps as a new process. It is asked until it answers."""
-        await self._units[unit].admit()
-
-    # -- units ------------------------------------------------------------------------------------------
-
     def _serving(self, body: StartGenerate) -> Fleet:
         """Returns the replicas of the request's model as they are now. Raises UnknownModel if there are
         none."""
