@@ -13,7 +13,7 @@ from kvloom.types.errors import BadRequest, Conflict, Unavailable, UnknownModel
 from kvloom.types.service import GroupSpec, Scale, Steps
 from kvloom.types.spec import ModelSpec, ProgramSpec
 from tests.cluster.histories import engine
-from tests.router.fleets import ask, ask_well, body, turns
+from tests.router.fleets import ask, ask_well, begin, body, turns
 from tests.router.managed import managed, spec
 
 OTHER = ModelSpec(name="other", path="/other")
@@ -42,14 +42,11 @@ async def test_requests_of_a_model_that_is_removed_end_first_and_no_new_ones_com
         played.done.clear()
         [unit] = played.fleets.engines
         unit.gate.clear()
-        running = asyncio.create_task(ask_well(played.router, body(model="other")))
-        await turns()
-        removing = asyncio.create_task(played.orders.remove_model("other"))
-        await turns()
+        running = await begin(ask_well(played.router, body(model="other")))
+        removing = await begin(played.orders.remove_model("other"))
         with pytest.raises(UnknownModel):
             await ask(played.router, body(model="other"))
-        waiting = asyncio.create_task(ask_well(played.router, body()))
-        await turns()
+        waiting = await begin(ask_well(played.router, body()))
         assert (played.done, removing.done(), waiting.done()) == ([], False, False)
         unit.gate.set()
         await asyncio.gather(running, removing, waiting)
@@ -126,10 +123,8 @@ async def test_a_removal_ends_if_the_unit_is_started_meanwhile() -> None:
         played.processes.starts.set()
         await played.orders.add(replace(spec("z"), models=(OTHER,)))
         played.fleets.engines[-1].gate.clear()
-        running = asyncio.create_task(ask_well(played.router, body(model="other")))
-        await turns()
-        removing = asyncio.create_task(played.orders.remove_model("other"))
-        await turns()
+        running = await begin(ask_well(played.router, body(model="other")))
+        removing = await begin(played.orders.remove_model("other"))
         await played.orders.start("z")
         with pytest.raises(Conflict, match="z was started again"):
             await removing

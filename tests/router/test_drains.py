@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvloom.types.errors import Conflict, Unavailable
-from tests.router.fleets import ask_well, body, turns
+from tests.router.fleets import ask_well, begin, body, turns
 from tests.router.managed import LONG, SHORT, Managed, managed
 
 
@@ -20,10 +20,8 @@ async def test_a_drain_ends_with_the_last_request() -> None:
     async with managed(2) as played:
         router, (first, _) = played.fleets.router, played.fleets.engines
         first.gate.clear()
-        running = asyncio.create_task(ask_well(router, body()))
-        await turns()
-        draining = asyncio.create_task(played.orders.drain("a"))
-        await turns()
+        running = await begin(ask_well(router, body()))
+        draining = await begin(played.orders.drain("a"))
         assert not draining.done()
         assert played.states() == {"a": "draining", "b": "up"}
         assert played.state("a").calls == 1
@@ -49,8 +47,7 @@ async def test_a_drain_waits_no_longer_than_it_is_told(asked: float | None) -> N
     async with managed(1, seconds=SHORT if asked is None else LONG) as played:
         [engine] = played.fleets.engines
         engine.gate.clear()
-        running = asyncio.create_task(ask_well(played.fleets.router, body()))
-        await turns()
+        running = await begin(ask_well(played.fleets.router, body()))
         state = await played.orders.drain("a", asked)
         assert (state.state, state.calls) == ("draining", 1)
         engine.gate.set()
@@ -65,10 +62,8 @@ async def test_a_drain_that_waits_ends_when_its_unit_is_admitted() -> None:
     async with managed(1) as played:
         [engine] = played.fleets.engines
         engine.gate.clear()
-        running = asyncio.create_task(ask_well(played.fleets.router, body()))
-        await turns()
-        first = asyncio.create_task(played.orders.drain("a"))
-        await turns()
+        running = await begin(ask_well(played.fleets.router, body()))
+        first = await begin(played.orders.drain("a"))
         admitting = asyncio.create_task(played.orders.admit("a"))
         await turns(1)
         second = asyncio.create_task(played.orders.drain("a"))
@@ -86,10 +81,8 @@ async def test_a_restart_loses_no_request() -> None:
     async with managed(2) as played:
         router, (first, _) = played.fleets.router, played.fleets.engines
         first.gate.clear()
-        running = asyncio.create_task(ask_well(router, body()))
-        await turns()
-        restarting = asyncio.create_task(played.orders.restart("a"))
-        await turns()
+        running = await begin(ask_well(router, body()))
+        restarting = await begin(played.orders.restart("a"))
         assert not played.done
         assert played.states() == {"a": "restarting", "b": "up"}
         first.gate.set()
@@ -109,11 +102,9 @@ async def test_what_runs_for_too_long_does_not_hold_a_restart_up() -> None:
     async with managed(1, seconds=SHORT) as played:
         [engine] = played.fleets.engines
         engine.gate.clear()
-        running = asyncio.create_task(ask_well(played.fleets.router, body(tokens=9)))
-        await turns()
+        running = await begin(ask_well(played.fleets.router, body(tokens=9)))
         played.processes.starts.set()
-        restarting = asyncio.create_task(played.orders.restart("a"))
-        await turns()
+        restarting = await begin(played.orders.restart("a"))
         assert not played.done
         await played.fleets.clock.advance(SHORT)
         assert (await restarting).state == "up"
@@ -127,8 +118,7 @@ async def test_one_thing_at_a_time() -> None:
         drains = played.orders
         await drains.drain("a")
         first = asyncio.create_task(drains.restart("a"))
-        second = asyncio.create_task(drains.restart("a"))
-        await turns()
+        second = await begin(drains.restart("a"))
         for order in (drains.drain, drains.admit):
             with pytest.raises(Conflict, match="a is being restarted"):
                 await order("a")
@@ -162,8 +152,7 @@ async def test_orders_are_given_up_with_their_gateway_and_go_on() -> None:
     """Whoever gave them at it learns that it ends; the controller carries them out."""
     async with managed(2) as played:
         played.fleets.engines[0].gate.clear()
-        running = asyncio.create_task(ask_well(played.fleets.router, body()))
-        await turns()
+        running = await begin(ask_well(played.fleets.router, body()))
         orders = [
             asyncio.create_task(order) for order in (played.orders.drain("a"), played.orders.restart("b"))
         ]

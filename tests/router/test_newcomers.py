@@ -13,7 +13,7 @@ from kvloom.types.client import EngineClient
 from kvloom.types.errors import BadRequest, Conflict, QueueFull, Unavailable, UnknownModel
 from kvloom.types.request import ModelCard
 from kvloom.types.service import Scale
-from tests.router.fleets import ManualClock, ask, ask_well, body, turns
+from tests.router.fleets import ManualClock, ask, ask_well, begin, body, turns
 from tests.router.ledger import card
 from tests.router.managed import managed, spec
 
@@ -25,8 +25,7 @@ async def test_a_newcomer_whose_contexts_are_shorter_is_not_gone_on_at() -> None
     async with managed(1, scale=TO_ZERO) as played:
         router, [first] = played.fleets.router, played.fleets.engines
         first.gate.clear()
-        running = asyncio.create_task(ask_well(router, body(40, tokens=9)))
-        await turns()
+        running = await begin(ask_well(router, body(40, tokens=9)))
         await played.orders.stop("a", 0.0)
         first.gate.set()
         await turns()
@@ -45,10 +44,8 @@ async def test_newcomers_answer_who_waits_already() -> None:
     async with managed(1) as played:
         router = played.fleets.router
         await played.orders.stop("a")
-        waiting = asyncio.create_task(ask_well(router, body()))
-        await turns()
-        adding = asyncio.create_task(played.orders.add(spec("z")))
-        await turns()
+        waiting = await begin(ask_well(router, body()))
+        adding = await begin(played.orders.add(spec("z")))
         assert played.states() == {"a": "away", "z": "starting"}
         assert played.state("z").models == ("m",)  # it has told of none yet
         played.processes.starts.set()
@@ -70,8 +67,7 @@ async def test_a_newcomer_is_asked_where_all_others_refuse() -> None:
         played.processes.starts.set()
         first.refusal = QueueFull("the queue is full")
         first.refusing.clear()
-        asking = asyncio.create_task(ask_well(router, body()))
-        await turns()
+        asking = await begin(ask_well(router, body()))
         await played.orders.add(spec("z"))
         first.refusing.set()
         await asking

@@ -10,7 +10,7 @@ import pytest
 from kvloom.router import Call, Fleet, Frames
 from kvloom.router.program import Program
 from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable
-from tests.router.fleets import Fleets, ask_well, body, routed, turns
+from tests.router.fleets import Fleets, ask_well, begin, body, routed, turns
 
 PROMPT = 40
 
@@ -37,12 +37,11 @@ async def test_a_pin_lasts_as_long_as_its_request() -> None:
         first, second = fleets.engines
         second.gate.clear()
         request = body(PROMPT)
-        task = asyncio.create_task(ask_well(fleets.router, request))
-        await turns()
+        task = await begin(ask_well(fleets.router, request))
         assert first.pins == {request.request: 36}
         await fleets.clock.advance(10.5)
         assert first.renewals == 10  # three in a lease of 3 s
-        assert fleets.router._units["a"].replicas["m"].calls == 1
+        assert fleets.router.units["a"].replicas["m"].calls == 1
         second.gate.set()
         await task
         assert not first.pins
@@ -143,8 +142,7 @@ async def test_a_pin_whose_lease_is_lost_is_no_error() -> None:
         await warm(fleets)
         first, second = fleets.engines
         second.gate.clear()
-        task = asyncio.create_task(ask_well(fleets.router, body(PROMPT)))
-        await turns()
+        task = await begin(ask_well(fleets.router, body(PROMPT)))
         first.pins.clear()
         await fleets.clock.advance(5)
         second.gate.set()

@@ -10,7 +10,7 @@ import pytest
 from kvloom.router import Call, Fleet, Frames
 from kvloom.router.program import Program, load_program
 from kvloom.types.errors import OutOfBlocks
-from tests.router.fleets import Fleets, ask_well, body, routed, turns
+from tests.router.fleets import Fleets, ask_well, begin, body, routed, turns
 
 
 def queues(fleets: Fleets) -> dict[str, int]:
@@ -86,8 +86,7 @@ async def test_a_refused_reservation_is_nobodys_queue(program: Program) -> None:
     async with routed(2, program) as fleets:
         fleets.engines[1].free = 0
         fleets.engines[0].gate.clear()  # where it goes instead
-        task = asyncio.create_task(ask_well(fleets.router, body(100)))
-        await turns()
+        task = await begin(ask_well(fleets.router, body(100)))
         assert [call.verb for call in fleets.journal] == ["prep_recv", "start_generate"]
         assert queues(fleets) == {"a": 0, "b": 0}
         fleets.engines[0].gate.set()

@@ -13,7 +13,7 @@ from kvloom.router.program import Program
 from kvloom.router.programs import PROGRAMS
 from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable
 from kvloom.types.request import Event, StartGenerate
-from tests.router.fleets import Fleets, ask, ask_well, body, routed, turns
+from tests.router.fleets import Fleets, ask, ask_well, begin, body, routed, turns
 from tests.router.ledger import Called
 
 FAULTS = [
@@ -209,8 +209,7 @@ async def test_an_abort_reaches_an_engine_beside_one_that_does_not_answer(
         request = body(PROMPT)
         task = await fleets.begin_send(request, pace=500)
         monkeypatch.setattr(receiver, "abort", late)
-        aborting = asyncio.create_task(fleets.router.abort(request.request))
-        await turns()
+        aborting = await begin(fleets.router.abort(request.request))
         assert sender.aborts
         answers.set()
         await aborting
@@ -295,7 +294,7 @@ async def test_a_program_with_a_bug() -> None:
 
 async def test_the_sides_of_a_send_differ_in_form() -> None:
     async with routed(2, "disaggregate") as fleets:
-        replica = fleets.router._units["a"].replicas["m"]
+        replica = fleets.router.units["a"].replicas["m"]
         assert replica.card.form is not None
         unlike = type(replica.card.form)(
             layers=1, kv_heads=1, head_dim=8, dtype="float16", block_bytes=256, tokens_per_block=8

@@ -15,7 +15,7 @@ from kvloom.router.replicas import LINGER, PERIOD, LoadReport
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import Level
 from tests.cluster.loads import model, unit
-from tests.router.fleets import Fleets, ManualClock, ask_well, body, routed, turns
+from tests.router.fleets import Fleets, ManualClock, ask_well, begin, body, routed, turns
 
 
 class Asked:
@@ -212,11 +212,9 @@ async def test_loads_are_those_of_the_moment_of_the_question(monkeypatch: pytest
         engine, asked = fleets.engines[1], Asked(unit())
         asked.leave.clear()
         monkeypatch.setattr(engine, "load", asked)
-        earlier = asyncio.create_task(fleets.router.loads())
-        await turns()
+        earlier = await begin(fleets.router.loads())
         asked.load = unit(model(2, 320))
-        later = asyncio.create_task(fleets.router.loads())
-        await turns()
+        later = await begin(fleets.router.loads())
         asked.leave.set()
         assert (await later)["b"] == asked.load
         await earlier

@@ -9,7 +9,7 @@ import pytest
 
 from kvloom.router.programs import PROGRAMS
 from kvloom.types.errors import Unavailable
-from tests.router.fleets import Answer, ask, ask_well, body, turns
+from tests.router.fleets import Answer, ask, ask_well, begin, body, turns
 from tests.router.managed import SHORT, Managed, managed
 
 
@@ -40,8 +40,7 @@ async def test_who_waits_has_no_frame_yet_and_then_all_of_them() -> None:
     async with managed(1) as played:
         await begin_restarts(played, "a")
         stream = played.fleets.router.start_generate(body())
-        first = asyncio.create_task(anext(stream))
-        await turns()
+        first = await begin(anext(stream))
         assert not first.done()
         played.processes.starts.set()
         answer = Answer()
@@ -55,12 +54,9 @@ async def test_what_runs_while_its_unit_drains_does_not_wait_and_the_next_does()
     async with managed(1) as played:
         [engine] = played.fleets.engines
         engine.gate.clear()
-        running = asyncio.create_task(ask_well(played.fleets.router, body()))
-        await turns()
-        restarting = asyncio.create_task(played.orders.restart("a"))
-        await turns()
-        waiting = asyncio.create_task(ask_well(played.fleets.router, body()))
-        await turns()
+        running = await begin(ask_well(played.fleets.router, body()))
+        restarting = await begin(played.orders.restart("a"))
+        waiting = await begin(ask_well(played.fleets.router, body()))
         assert (played.state("a").calls, len(played.fleets.journal), played.done) == (1, 1, [])
         engine.gate.set()
         await running
@@ -75,10 +71,8 @@ async def test_what_the_old_process_did_not_begin_to_answer_the_new_one_does() -
     async with managed(1, seconds=SHORT) as played:
         [engine] = played.fleets.engines
         engine.answering.clear()
-        asking = asyncio.create_task(ask_well(played.fleets.router, body()))
-        await turns()
-        restarting = asyncio.create_task(played.orders.restart("a"))
-        await turns()
+        asking = await begin(ask_well(played.fleets.router, body()))
+        restarting = await begin(played.orders.restart("a"))
         await played.fleets.clock.advance(SHORT)
         await played.processes.ended.wait()
         engine.answering.set()  # it finds that its process has gone
@@ -93,8 +87,7 @@ async def test_another_unit_that_comes_up_ends_the_wait() -> None:
     async with managed(2) as played:
         await played.orders.drain("b")
         await begin_restarts(played, "a")
-        waiting = asyncio.create_task(ask_well(played.fleets.router, body()))
-        await turns()
+        waiting = await begin(ask_well(played.fleets.router, body()))
         await played.orders.admit("b")
         await waiting
         assert [call.unit for call in played.fleets.journal] == ["b"]
@@ -111,8 +104,7 @@ async def test_a_new_process_that_dies_is_tried_again_and_requests_wait_for_that
     async with managed(1) as played:
         played.processes.problem = "ended with exit code 3"
         [restarting] = await begin_restarts(played, "a")
-        waiting = asyncio.create_task(ask_well(played.fleets.router, body()))
-        await turns()
+        waiting = await begin(ask_well(played.fleets.router, body()))
         played.processes.starts.set()
         with pytest.raises(Unavailable, match="exit code 3"):
             await restarting
@@ -128,8 +120,7 @@ async def test_whoever_leaves_waits_no_more(way: str) -> None:
     async with managed(1) as played:
         await begin_restarts(played, "a")
         request = body()
-        waiting = asyncio.create_task(ask(played.fleets.router, request))
-        await turns()
+        waiting = await begin(ask(played.fleets.router, request))
         if way == "cancelled":
             waiting.cancel()
         else:
@@ -159,12 +150,10 @@ async def test_requests_wait_for_a_unit_that_has_died_the_new_ones_too() -> None
     async with managed(1) as played:
         [engine] = played.fleets.engines
         engine.gate.clear()
-        running = asyncio.create_task(ask_well(played.fleets.router, body()))
-        await turns()
+        running = await begin(ask_well(played.fleets.router, body()))
         played.processes.die("a")
         engine.gate.set()
-        new = asyncio.create_task(ask_well(played.fleets.router, body()))
-        await turns()
+        new = await begin(ask_well(played.fleets.router, body()))
         assert (played.states(), running.done(), new.done()) == ({"a": "down"}, False, False)
         assert played.router.waiting == {"m": 2}
         played.processes.starts.set()
@@ -178,8 +167,7 @@ async def test_one_choice_that_is_aborted_while_the_request_waits_ends_and_the_o
         played.processes.die("a")
         await turns()
         request = body(n=2)
-        waiting = asyncio.create_task(ask(played.fleets.router, request))
-        await turns()
+        waiting = await begin(ask(played.fleets.router, request))
         await played.fleets.router.abort(request.request, 0)
         await turns()
         assert not waiting.done()
@@ -210,10 +198,8 @@ async def test_requests_wait_where_the_controller_has_yet_to_hear_of_the_death()
         [engine] = played.fleets.engines
         engine.restart()
         engine.down = True
-        asking = asyncio.create_task(ask_well(played.fleets.router, body()))
-        await turns()
-        later = asyncio.create_task(ask_well(played.fleets.router, body()))
-        await turns()
+        asking = await begin(ask_well(played.fleets.router, body()))
+        later = await begin(ask_well(played.fleets.router, body()))
         assert not asking.done()
         engine.down = False
         await played.fleets.clock.advance(1)

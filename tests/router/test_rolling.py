@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from kvloom.cluster.launcher import Change
 from kvloom.types.errors import Conflict
-from tests.router.fleets import turns
+from tests.router.fleets import begin, turns
 from tests.router.ledger import card
 from tests.router.managed import GATEWAY, Managed, managed
 
@@ -24,8 +22,7 @@ def restarted(*components: str) -> list[tuple[str, str]]:
 async def test_every_component_in_turn() -> None:
     async with managed(2, scheduler=True) as played:
         await played.orders.roll()
-        hearing = asyncio.create_task(told(played))
-        await turns()
+        hearing = await begin(told(played))
         assert played.done == ["stop a", "start a"]
         assert played.states() == {"a": "restarting", "b": "up"}
         with pytest.raises(Conflict, match="under way, at a"):
@@ -106,8 +103,7 @@ async def test_a_gateway_that_finds_no_successor_serves_on() -> None:
 async def test_it_waits_for_a_restart_that_somebody_else_has_asked_for() -> None:
     """No more units are out of service at once than its budget says."""
     async with managed(3) as played:
-        asking = asyncio.create_task(played.orders.restart("c"))
-        await turns()
+        asking = await begin(played.orders.restart("c"))
         await played.orders.roll()
         await turns()
         assert played.done == ["stop c", "start c"]
@@ -122,8 +118,7 @@ async def test_units_that_come_and_go_are_left_alone() -> None:
         played.processes.starts.set()
         await played.orders.stop("b")
         played.processes.ends.clear()
-        stopping = asyncio.create_task(played.orders.stop("a"))
-        await turns()
+        stopping = await begin(played.orders.stop("a"))
         await played.orders.roll()
         await turns()
         played.processes.ends.set()

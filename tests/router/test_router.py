@@ -13,7 +13,7 @@ from kvloom.router.programs import PROGRAMS
 from kvloom.router.router import Router
 from kvloom.types.errors import BadRequest, Unavailable, UnknownModel
 from kvloom.types.request import EndEvent, TokenEvent
-from tests.router.fleets import ManualClock, ask, ask_well, body, routed, turns
+from tests.router.fleets import ManualClock, ask, ask_well, begin, body, routed, turns
 from tests.router.ledger import LedgerEngine, World, card
 
 
@@ -134,8 +134,7 @@ async def test_a_withdrawn_unit_finishes_and_gets_nothing_new() -> None:
     async with routed(2) as fleets:
         first, _ = fleets.engines
         first.gate.clear()
-        running = asyncio.create_task(ask_well(fleets.router, body()))
-        await turns()
+        running = await begin(ask_well(fleets.router, body()))
         assert first.streams
         fleets.router.units["a"].withdraw()
         for _ in range(3):
@@ -157,8 +156,7 @@ async def test_a_unit_that_is_withdrawn_while_it_is_asked() -> None:
         for down in (False, True):
             engine.down, engine.answers = down, may_answer
             may_answer.clear()
-            asking = asyncio.create_task(fleets.router.units["a"].admit())
-            await turns()
+            asking = await begin(fleets.router.units["a"].admit())
             fleets.router.units["a"].withdraw()
             may_answer.set()
             await asking

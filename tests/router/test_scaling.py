@@ -10,7 +10,7 @@ from kvloom.cluster.scheduler import FleetScheduler
 from kvloom.types.errors import Conflict, Unavailable
 from kvloom.types.service import Scale, Steps
 from tests.cluster.loads import model
-from tests.router.fleets import ask, ask_well, body, turns
+from tests.router.fleets import ask, ask_well, begin, body, turns
 from tests.router.managed import Managed, managed
 
 TO_ZERO = Scale(least=0, most=2, idle=30)
@@ -26,10 +26,8 @@ async def test_a_unit_goes_when_what_runs_there_has_ended() -> None:
     async with managed(2, scale=TO_ZERO) as played:
         first = played.fleets.engines[0]
         first.gate.clear()
-        running = asyncio.create_task(ask_well(played.fleets.router, body()))
-        await turns()
-        going = asyncio.create_task(played.orders.stop("a"))
-        await turns()
+        running = await begin(ask_well(played.fleets.router, body()))
+        going = await begin(played.orders.stop("a"))
         assert (played.states(), played.done) == ({"a": "draining", "b": "up"}, [])
         await ask_well(played.fleets.router, body())
         first.gate.set()
@@ -68,8 +66,7 @@ async def test_a_model_without_a_unit_is_still_served() -> None:
 async def test_a_scheduler_that_was_lost_starts_nothing_twice() -> None:
     async with managed(2, scale=TO_ZERO) as played:
         await gone(played, "a", "b")
-        asking = asyncio.create_task(ask_well(played.fleets.router, body()))
-        await turns()
+        asking = await begin(ask_well(played.fleets.router, body()))
         for _ in range(3):
             await FleetScheduler(played.rescheduler, played.fleets.clock).step()
             await turns()
@@ -96,12 +93,9 @@ async def test_one_that_is_to_go_is_called_back() -> None:
     async with managed(1, scale=TO_ZERO) as played:
         [engine] = played.fleets.engines
         engine.gate.clear()
-        running = asyncio.create_task(ask_well(played.fleets.router, body()))
-        await turns()
-        going = asyncio.create_task(played.orders.stop("a"))
-        await turns()
-        waiting = asyncio.create_task(ask_well(played.fleets.router, body()))
-        await turns()
+        running = await begin(ask_well(played.fleets.router, body()))
+        going = await begin(played.orders.stop("a"))
+        waiting = await begin(ask_well(played.fleets.router, body()))
         await FleetScheduler(played.rescheduler, played.fleets.clock).step()
         await turns()
         with pytest.raises(Conflict, match="started again"):
@@ -124,13 +118,10 @@ async def test_one_that_ends_already_is_started_once_it_has() -> None:
     async with managed(1, scale=TO_ZERO) as played:
         played.processes.ends.clear()
         played.processes.starts.set()
-        going = asyncio.create_task(played.orders.stop("a"))
-        await turns()
-        asking = asyncio.create_task(ask_well(played.fleets.router, body()))
-        await turns()
+        going = await begin(played.orders.stop("a"))
+        asking = await begin(ask_well(played.fleets.router, body()))
         await FleetScheduler(played.rescheduler, played.fleets.clock).step()  # it cannot be started now
-        coming = asyncio.create_task(played.orders.start("a"))
-        await turns()
+        coming = await begin(played.orders.start("a"))
         assert played.done == ["stop a"]
         played.processes.ends.set()
         await asyncio.gather(going, coming, asking)
@@ -144,8 +135,7 @@ async def test_a_start_that_fails_is_told_and_tried_again_later() -> None:
         scheduler = FleetScheduler(played.rescheduler, clock)
         played.processes.problem = "ended with exit code 3"
         played.processes.starts.set()
-        waiting = asyncio.create_task(ask(router, body()))
-        await turns()
+        waiting = await begin(ask(router, body()))
         await scheduler.step()
         with pytest.raises(Unavailable, match=r"is up \(of a, which failed to start\)"):
             await waiting
@@ -154,8 +144,7 @@ async def test_a_start_that_fails_is_told_and_tried_again_later() -> None:
         assert played.done == ["stop a", "start a"]
         played.processes.problem = ""
         await clock.advance(11)
-        asking = asyncio.create_task(ask_well(router, body()))
-        await turns()
+        asking = await begin(ask_well(router, body()))
         await scheduler.step()
         await asking
         assert played.done == ["stop a", "start a", "start a"]
@@ -182,10 +171,8 @@ async def test_who_still_has_a_process_comes_back_first() -> None:
         router = played.fleets.router
         await gone(played, "a")
         played.fleets.engines[1].gate.clear()
-        running = asyncio.create_task(ask_well(router, body()))
-        await turns()
-        leaving = asyncio.create_task(played.orders.stop("b"))
-        await turns()
+        running = await begin(ask_well(router, body()))
+        leaving = await begin(played.orders.stop("b"))
         assert played.rescheduler.groups["g"].away == ("b", "a")
         await played.orders.start("b")
         played.fleets.engines[1].gate.set()
@@ -195,8 +182,7 @@ async def test_who_still_has_a_process_comes_back_first() -> None:
 async def test_what_does_not_end_in_time_goes_on_elsewhere() -> None:
     async with managed(2, scale=TO_ZERO) as played:
         played.fleets.engines[0].gate.clear()
-        running = asyncio.create_task(ask_well(played.fleets.router, body()))
-        await turns()
+        running = await begin(ask_well(played.fleets.router, body()))
         await played.orders.stop("a", 0.0)
         played.fleets.engines[0].gate.set()
         await running
@@ -206,10 +192,8 @@ async def test_what_does_not_end_in_time_goes_on_elsewhere() -> None:
 async def test_another_gateway_finds_them_on_their_way_with_the_time_that_is_left() -> None:
     async with managed(2, scale=TO_ZERO) as played:
         played.fleets.engines[0].gate.clear()
-        running = asyncio.create_task(ask_well(played.fleets.router, body()))
-        await turns()
-        stopping = asyncio.create_task(played.orders.stop("a", 5.0))
-        await turns()
+        running = await begin(ask_well(played.fleets.router, body()))
+        stopping = await begin(played.orders.stop("a", 5.0))
         async with played.another_gateway() as (router, _):
             assert router.services == {"a": "drained", "b": "up"}
             await played.fleets.clock.advance(4.0)
@@ -225,10 +209,8 @@ async def test_what_runs_at_a_gateway_that_another_one_has_replaced_is_waited_fo
     """The present one cannot see it."""
     async with managed(2) as played, played.another_gateway() as (router, _):
         played.fleets.engines[0].gate.clear()
-        running = asyncio.create_task(ask_well(router, body()))
-        await turns()
-        stopping = asyncio.create_task(played.orders.stop("a"))
-        await turns()
+        running = await begin(ask_well(router, body()))
+        stopping = await begin(played.orders.stop("a"))
         assert (played.states(), played.done) == ({"a": "drained", "b": "up"}, [])
         played.fleets.engines[0].gate.set()
         await running
@@ -238,8 +220,7 @@ async def test_what_runs_at_a_gateway_that_another_one_has_replaced_is_waited_fo
 
 async def test_what_is_under_way_is_left_alone() -> None:
     async with managed(2, scale=TO_ZERO) as played:
-        restarting = asyncio.create_task(played.orders.restart("a"))
-        await turns()
+        restarting = await begin(played.orders.restart("a"))
         with pytest.raises(Conflict, match="being started"):
             await played.orders.stop("a")
         await played.orders.scale(Steps(stop=("a", "nobody"), start=("b", "nobody")))

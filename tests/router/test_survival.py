@@ -13,7 +13,7 @@ from kvloom.router.programs import PROGRAMS
 from kvloom.router.progress import RequestProgress
 from kvloom.types.errors import KvloomError, Unavailable
 from kvloom.types.request import EndEvent, Event, StartGenerate, TokenEvent
-from tests.router.fleets import Answer, Fleets, ManualClock, ask, ask_well, body, routed, turns
+from tests.router.fleets import Answer, Fleets, ManualClock, ask, ask_well, begin, body, routed, turns
 from tests.router.ledger import LedgerEngine, said
 
 TOKENS = 6
@@ -48,8 +48,7 @@ async def test_it_goes_on_wherever_it_stood(program: str, n: int) -> None:
     async with routed(4, program) as fleets:
         for engine in fleets.engines:
             engine.gate.clear()
-        asking = asyncio.create_task(ask_well(fleets.router, body(20, n=n, tokens=TOKENS)))
-        await turns()
+        asking = await begin(ask_well(fleets.router, body(20, n=n, tokens=TOKENS)))
         for _ in range(3):
             running = await until_it_runs(fleets)
             running.down = True
@@ -107,8 +106,7 @@ async def test_a_choice_that_nobody_wants_ends_while_it_waits() -> None:
             async for frame in fleets.router.start_generate(request):
                 answer.take(frame)
 
-        task = asyncio.create_task(reading())
-        await turns()
+        task = await begin(reading())
         engine.down = True
         engine.gate.set()
         await turns()

@@ -13,7 +13,7 @@ from kvloom.router import Call, Fleet, Frames
 from kvloom.router.program import Program
 from kvloom.types.errors import KvloomError, QueueFull, Unavailable
 from kvloom.types.request import EndEvent, Event, StartGenerate
-from tests.router.fleets import Answer, Fleets, ask, ask_well, body, routed, turns
+from tests.router.fleets import Answer, Fleets, ask, ask_well, begin, body, routed, turns
 from tests.router.ledger import said
 
 TOKENS = 6
@@ -28,8 +28,7 @@ async def begun(fleets: Fleets, request: StartGenerate) -> tuple[Answer, asyncio
         async for frame in fleets.router.start_generate(request):
             answer.take(frame)
 
-    task = asyncio.create_task(reading())
-    await turns()
+    task = await begin(reading())
     assert answer.tokens
     return answer, task
 
@@ -99,8 +98,7 @@ async def test_an_engine_that_stops_gently_loses_nothing() -> None:
             return replace(await load(), draining=stopping)
 
         engine.start_generate, engine.load = ending, loads  # type: ignore[method-assign,assignment]
-        asking = asyncio.create_task(ask_well(fleets.router, body(20, tokens=TOKENS)))
-        await turns()
+        asking = await begin(ask_well(fleets.router, body(20, tokens=TOKENS)))
         assert not asking.done()
         assert fleets.router.services == {"a": "down"}
         stopping = False
