@@ -8,13 +8,15 @@ from typing import cast
 import pytest
 
 from kvloom.cluster.edits import Edit, UnitEdit
+from kvloom.router.program import load_program
+from kvloom.router.router import Router
 from kvloom.router.unit import Unit
 from kvloom.types.client import EngineClient
 from kvloom.types.errors import BadRequest, Conflict, QueueFull, Unavailable, UnknownModel
 from kvloom.types.request import ModelCard
 from kvloom.types.service import Scale
 from tests.router.fleets import ManualClock, ask, ask_well, begin, body, turns
-from tests.router.ledger import card
+from tests.router.ledger import World, card
 from tests.router.managed import managed, spec
 
 TO_ZERO = Scale(least=0, most=2, idle=30)
@@ -181,3 +183,25 @@ async def test_what_comes_of_an_earlier_question_late_does_not_count(first: Said
         await asking[question]
     assert list(unit.replicas) == ([] if second is BROKEN else ["new"])
     assert unit.up == (second is not BROKEN)
+
+
+class CountedText(str):
+    """Counts how often it is compared."""
+
+    compared = 0
+
+    def __ne__(self, other: object) -> bool:
+        CountedText.compared += 1
+        return str.__ne__(self, other)
+
+    __hash__ = str.__hash__
+
+
+async def test_a_newcomer_is_compared_with_one_replica_of_each_model() -> None:
+    world = World()
+    for number in range(20):
+        world.engine(f"unit-{number}", card(tokenizer=CountedText("{}")))
+    CountedText.compared = 0
+    async with Router(world.engines, load_program("data_parallel"), ManualClock()) as router:
+        assert set(router.services.values()) == {"up"}
+    assert CountedText.compared == 19
