@@ -194,7 +194,7 @@ class Managed:
         if snapshot is not None:
             mirror.heed(self.controller.snapshot)
         async with router:
-            yield router, FleetOrders(mirror, router, seconds=LONG)
+            yield router, FleetOrders(mirror, router.units, seconds=LONG)
         self.controller.hear(Ended("gateway/2", "ended with exit code 0"))
 
     @property
@@ -240,7 +240,7 @@ async def managed(
     link = FleetLink(mirror, connect)
     running = asyncio.get_running_loop().create_task(controller.run())
     async with Router(link, load_program(program), clock, patience=patience) as router:
-        orders = FleetOrders(mirror, router, seconds=seconds, memory=1 << 30, cores=4)
+        orders = FleetOrders(mirror, router.units, seconds=seconds, memory=1 << 30, cores=4)
         made = Managed(
             Fleets(router, world, clock), controller, processes, orders, Rescheduler(router, clock, orders)
         )

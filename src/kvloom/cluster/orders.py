@@ -32,7 +32,7 @@ _GONE = ("away", "failed")
 
 
 class Seeing(Protocol):
-    """Asks the units what they serve: the gateway's router does."""
+    """Asks the units what they serve: the units of the gateway's router do."""
 
     def state(self, unit: str) -> UnitState:
         """Returns how a unit stands. Raises KeyError for one that is not known."""

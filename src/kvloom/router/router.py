@@ -22,7 +22,7 @@ from kvloom.types.clock import Clock
 from kvloom.types.errors import BadRequest, ConfigError, Unavailable, UnknownModel
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import ModelCard, StartGenerate
-from kvloom.types.service import NO_PROCESS, PATIENCE, Service, UnitState
+from kvloom.types.service import NO_PROCESS, PATIENCE, Service
 
 
 class Router:
@@ -155,14 +155,6 @@ class Router:
             for unit in self._units.values()
             if unit.service not in NO_PROCESS or (unit.service == "restarting" and unit.calls)
         )
-
-    def state(self, unit: str) -> UnitState:
-        """Returns how a unit stands."""
-        return self._units.state(unit)
-
-    async def settled(self, unit: str) -> None:
-        """Waits until a unit that is to be asked what it serves was asked."""
-        await self._units.settled(unit)
 
     @property
     def services(self) -> dict[str, Service]:
