@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from kvloom.cluster.edits import Edit, edited
 from kvloom.cluster.launcher import Change, Counted, Edited, Ended, FoundProcess, Launcher, Report, Snapshot
-from kvloom.cluster.lifecycle import adopted, after, heard
+from kvloom.cluster.lifecycle import Deed, adopted, after, heard
 from kvloom.cluster.reconcile import (
     TIMING,
     Action,
@@ -206,17 +206,7 @@ class Controller:
                 self._put(name, after(action, before, self.spec, now, self._timing))
                 self._order(action)
 
-    def _order(
-        self,
-        action: StartProcess
-        | DrainUnit
-        | CallBack
-        | RetireGateway
-        | BeginServing
-        | StopProcess
-        | Kill
-        | Forget,
-    ) -> None:
+    def _order(self, action: Deed) -> None:
         launcher, name = self._launcher, action.component
         match action:
             case StartProcess(generation=generation):
