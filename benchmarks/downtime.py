@@ -74,11 +74,11 @@ class Found:
 async def live(on: Pair, prompt: list[int], context: int = CONTEXT) -> Found:
     """Through the router, whose stream goes on. context: tokens that the model holds."""
     body, reader = body_of(prompt, context - len(prompt)), Reader()
-    on.router.withdraw("target")
+    on.router.units["target"].withdraw()
     async with asyncio.TaskGroup() as group:
         reading = group.create_task(reader.read(on.router.start_generate(body)))
         await reader.until(1)
-        await on.router.admit("target")
+        await on.router.units["target"].admit()
         found = await _moved(on, reader, lambda: on.router.move(body.request, "target"))
         reading.cancel()
     return found

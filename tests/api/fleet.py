@@ -151,7 +151,7 @@ class Anew:
             one.well = True  # while the router asks what it serves
         given = controller.spec.program or ProgramSpec("data_parallel")
         async with Router(link, load_program(given.name, given.options), clock) as router:
-            orders = FleetOrders(mirror, router, seconds=0.01, memory=1 << 30, cores=2)
+            orders = FleetOrders(mirror, router.units, seconds=0.01, memory=1 << 30, cores=2)
             engine = ScriptedEngine(says("hello world", "the quick fox"), cards=[card(), card("plain", None)])
             admin = Admin(router, orders, self._told)
             for one in self._engines.values():

@@ -26,7 +26,7 @@ GONE = Curt(fails=lambda _: Unavailable("the engine cannot be reached"))
 def bring(router: Router, name: str, state: Service, stack: ExitStack) -> None:
     found = router.units[name]
     if state in ("draining", "drained"):
-        router.withdraw(name)
+        router.units[name].withdraw()
     if state == "draining":
         found.begin_call()
         stack.callback(found.end_call)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from kvloom.router.program import Program, load_program
 from kvloom.router.router import Router
@@ -16,6 +17,7 @@ from tests.router.ledger import Called, LedgerEngine, World, said
 
 QUIET = 60  # turns of the event loop in which everything that can happen at once has happened
 _REQUESTS = itertools.count()
+T = TypeVar("T")
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -29,6 +31,13 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 async def turns(count: int = QUIET) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
+
+
+async def begin(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Begins the work, and lets everything happen that can happen at once."""
+    task = asyncio.create_task(work)
+    await turns()
+    return task
 
 
 class ManualClock:

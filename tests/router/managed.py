@@ -60,6 +60,8 @@ class Processes:
         """What has a process beside the units."""
         self.controller: Controller
         self.mirrors: dict[str, Mirror] = {}
+        self.news: list[tuple[str, News]] = []
+        """Which gateway was told what, in order."""
         self._world = world
         self._tasks = set[asyncio.Task[None]]()
         self.generations: dict[str, int] = {}
@@ -98,6 +100,7 @@ class Processes:
         self.done.append(f"forget {component}")
 
     def tell(self, component: str, news: News) -> None:
+        self.news.append((component, news))
         if component in self.mirrors:
             self.mirrors[component].heed(news)
 
@@ -193,7 +196,7 @@ class Managed:
         if snapshot is not None:
             mirror.heed(self.controller.snapshot)
         async with router:
-            yield router, FleetOrders(mirror, router, seconds=LONG)
+            yield router, FleetOrders(mirror, router.units, seconds=LONG)
         self.controller.hear(Ended("gateway/2", "ended with exit code 0"))
 
     @property
@@ -239,7 +242,7 @@ async def managed(
     link = FleetLink(mirror, connect)
     running = asyncio.get_running_loop().create_task(controller.run())
     async with Router(link, load_program(program), clock, patience=patience) as router:
-        orders = FleetOrders(mirror, router, seconds=seconds, memory=1 << 30, cores=4)
+        orders = FleetOrders(mirror, router.units, seconds=seconds, memory=1 << 30, cores=4)
         made = Managed(
             Fleets(router, world, clock), controller, processes, orders, Rescheduler(router, clock, orders)
         )

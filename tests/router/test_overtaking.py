@@ -65,46 +65,38 @@ async def over_http(folder: Path, program: Program) -> AsyncIterator[tuple[Route
 
 
 @pytest.mark.parametrize("function", [reserving, pinning])
-def test_an_abort_does_not_overtake_what_it_is_to_undo(tmp_path: Path, function: object) -> None:
+async def test_an_abort_does_not_overtake_what_it_is_to_undo(tmp_path: Path, function: object) -> None:
     """The request is cancelled while its reservation is on the wire. Nothing is held afterwards, long before
     any lease has run out."""
-
-    async def test() -> None:
-        async with over_http(tmp_path, Program("p", function, {})) as (router, engine, wire):  # type: ignore[arg-type]
-            engine.cached.append(body(40).prompt)
-            request = body(40)
-            asking = asyncio.create_task(ask(router, request))
-            await wire.held.wait()
-            asking.cancel()
-            await turns()
-            assert not engine.aborts  # it waits for its turn
-            wire.open.set()
-            with suppress(asyncio.CancelledError):
-                await asking
-            assert engine.aborts == [(request.request, None)]
-            assert not engine.rooms
-            assert not engine.pins
-            assert router.units["a"].calls == 0
-            await ask_well(router, body(40))
-
-    run(test)
+    async with over_http(tmp_path, Program("p", function, {})) as (router, engine, wire):  # type: ignore[arg-type]
+        engine.cached.append(body(40).prompt)
+        request = body(40)
+        asking = asyncio.create_task(ask(router, request))
+        await wire.held.wait()
+        asking.cancel()
+        await turns()
+        assert not engine.aborts  # it waits for its turn
+        wire.open.set()
+        with suppress(asyncio.CancelledError):
+            await asking
+        assert engine.aborts == [(request.request, None)]
+        assert not engine.rooms
+        assert not engine.pins
+        assert router.units["a"].calls == 0
+        await ask_well(router, body(40))
 
 
-def test_what_never_comes_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_never_comes_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held, "RELEASE_SECONDS", 0.01)
-
-    async def test() -> None:
-        async with over_http(tmp_path, Program("p", reserving, {})) as (router, engine, wire):
-            asking = asyncio.create_task(ask(router, body(40)))
-            await wire.held.wait()
-            asking.cancel()
-            with suppress(asyncio.CancelledError):
-                await asking
-            assert router.units["a"].calls == 0
-            wire.open.set()
-            engine.rooms.clear()  # as its lease would
-
-    run(test)
+    async with over_http(tmp_path, Program("p", reserving, {})) as (router, engine, wire):
+        asking = asyncio.create_task(ask(router, body(40)))
+        await wire.held.wait()
+        asking.cancel()
+        with suppress(asyncio.CancelledError):
+            await asking
+        assert router.units["a"].calls == 0
+        wire.open.set()
+        engine.rooms.clear()  # as its lease would
 
 
 def test_a_refusal_that_nobody_waits_for_is_no_error(tmp_path: Path) -> None:
@@ -136,22 +128,18 @@ async def failing(call: Call, fleet: Fleet) -> Frames:
     yield []
 
 
-def test_a_late_abort_of_one_attempt_spares_the_next() -> None:
+async def test_a_late_abort_of_one_attempt_spares_the_next() -> None:
     """On the wire it may arrive twice, or after the caller has stopped waiting for it."""
-
-    async def test() -> None:
-        async with routed(1, Program("p", failing, {})) as fleets:
-            [engine], request = fleets.engines, body(20)
-            engine.gate.clear()
-            asking = asyncio.create_task(ask_well(fleets.router, request))
-            while not engine.streams:
-                await turns(1)
-            assert engine.aborts == [(request.request, None)]
-            await engine.abort(request.request)
-            engine.gate.set()
-            await asking
-
-    run(test)
+    async with routed(1, Program("p", failing, {})) as fleets:
+        [engine], request = fleets.engines, body(20)
+        engine.gate.clear()
+        asking = asyncio.create_task(ask_well(fleets.router, request))
+        while not engine.streams:
+            await turns(1)
+        assert engine.aborts == [(request.request, None)]
+        await engine.abort(request.request)
+        engine.gate.set()
+        await asking
 
 
 def loses(engine: LedgerEngine, *before: Event, n: int = 1) -> None:
@@ -171,44 +159,35 @@ def loses(engine: LedgerEngine, *before: Event, n: int = 1) -> None:
 
 @pytest.mark.parametrize("program", ["data_parallel", "disaggregate"])
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_request_that_is_lost_before_its_first_token_goes_elsewhere(program: str, n: int) -> None:
-    async def test() -> None:
-        async with routed(3, program) as fleets:
-            loses(fleets.engines[0], n=n)
-            loses(fleets.engines[1], n=n)
-            for _ in range(3):
-                await ask_well(fleets.router, body(20, n=n))
-
-    run(test)
+async def test_a_request_that_is_lost_before_its_first_token_goes_elsewhere(program: str, n: int) -> None:
+    async with routed(3, program) as fleets:
+        loses(fleets.engines[0], n=n)
+        loses(fleets.engines[1], n=n)
+        for _ in range(3):
+            await ask_well(fleets.router, body(20, n=n))
 
 
-def test_where_nobody_is_left_the_client_learns_why() -> None:
-    async def test() -> None:
-        async with routed(2) as fleets:
-            for engine in fleets.engines:
-                loses(engine)
-            with pytest.raises(KvloomError, match=r"^[ab]: the engine is stopping$") as error:
-                await ask(fleets.router, body())
-            assert error.value.status == 500
-            assert sorted(call.unit for call in fleets.journal) == ["a", "b"]
-
-    run(test)
+async def test_where_nobody_is_left_the_client_learns_why() -> None:
+    async with routed(2) as fleets:
+        for engine in fleets.engines:
+            loses(engine)
+        with pytest.raises(KvloomError, match=r"^[ab]: the engine is stopping$") as error:
+            await ask(fleets.router, body())
+        assert error.value.status == 500
+        assert sorted(call.unit for call in fleets.journal) == ["a", "b"]
 
 
-def test_where_some_choices_go_on_the_lost_one_has_ended() -> None:
-    async def test() -> None:
-        async with routed(2, load_program("data_parallel")) as fleets:
-            broken = EndEvent(0, "error", message="its guide broke")
-            rest: list[Event] = [TokenEvent(1, 0, 8), EndEvent(1, "length")]
+async def test_where_some_choices_go_on_the_lost_one_has_ended() -> None:
+    async with routed(2, load_program("data_parallel")) as fleets:
+        broken = EndEvent(0, "error", message="its guide broke")
+        rest: list[Event] = [TokenEvent(1, 0, 8), EndEvent(1, "length")]
 
-            async def one_breaks(request: StartGenerate) -> AsyncIterator[list[Event]]:
-                yield []
-                yield [TokenEvent(0, 0, 7), broken]
-                yield rest
+        async def one_breaks(request: StartGenerate) -> AsyncIterator[list[Event]]:
+            yield []
+            yield [TokenEvent(0, 0, 7), broken]
+            yield rest
 
-            fleets.engines[0].start_generate = one_breaks  # type: ignore[method-assign,assignment]
-            answer = await ask(fleets.router, body(20, n=2))
-            assert answer.tokens == {0: [7], 1: [8]}
-            assert answer.ends == {0: broken, 1: EndEvent(1, "length")}
-
-    run(test)
+        fleets.engines[0].start_generate = one_breaks  # type: ignore[method-assign,assignment]
+        answer = await ask(fleets.router, body(20, n=2))
+        assert answer.tokens == {0: [7], 1: [8]}
+        assert answer.ends == {0: broken, 1: EndEvent(1, "length")}

@@ -10,7 +10,7 @@ import pytest
 from kvloom.router import Call, Fleet, Frames
 from kvloom.router.program import Program
 from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable
-from tests.router.fleets import Fleets, ask_well, body, routed, run, turns
+from tests.router.fleets import Fleets, ask_well, begin, body, routed, turns
 
 PROMPT = 40
 
@@ -31,69 +31,58 @@ async def warm(fleets: Fleets) -> None:
     fleets.engines[0].cached.append(body(PROMPT).prompt)
 
 
-def test_a_pin_lasts_as_long_as_its_request() -> None:
-    async def test() -> None:
-        async with routed(2, PROGRAM) as fleets:
-            await warm(fleets)
-            first, second = fleets.engines
-            second.gate.clear()
-            request = body(PROMPT)
-            task = asyncio.create_task(ask_well(fleets.router, request))
-            await turns()
-            assert first.pins == {request.request: 36}
-            await fleets.clock.advance(10.5)
-            assert first.renewals == 10  # three in a lease of 3 s
-            assert fleets.router._units["a"].replicas["m"].calls == 1
-            second.gate.set()
-            await task
-            assert not first.pins
-            assert first.aborts == [(request.request, None)]
-            await fleets.clock.advance(10)
-            assert first.renewals == 10
-
-    run(test)
+async def test_a_pin_lasts_as_long_as_its_request() -> None:
+    async with routed(2, PROGRAM) as fleets:
+        await warm(fleets)
+        first, second = fleets.engines
+        second.gate.clear()
+        request = body(PROMPT)
+        task = await begin(ask_well(fleets.router, request))
+        assert first.pins == {request.request: 36}
+        await fleets.clock.advance(10.5)
+        assert first.renewals == 10  # three in a lease of 3 s
+        assert fleets.router.units["a"].replicas["m"].calls == 1
+        second.gate.set()
+        await task
+        assert not first.pins
+        assert first.aborts == [(request.request, None)]
+        await fleets.clock.advance(10)
+        assert first.renewals == 10
 
 
 @pytest.mark.parametrize("units", [1, 2])
-def test_a_request_that_is_cancelled_unpins(units: int) -> None:
+async def test_a_request_that_is_cancelled_unpins(units: int) -> None:
     """At every turn of the event loop."""
-
-    async def test() -> None:
-        seen = 0
-        for turn in range(1000):
-            async with routed(units, PROGRAM) as fleets:
-                await warm(fleets)
-                task = asyncio.create_task(ask_well(fleets.router, body(PROMPT)))
-                await turns(turn)
-                seen += bool(fleets.engines[0].pins)
-                over = task.done()
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
-                await turns()
-                assert not fleets.world.held
-                renewals = fleets.engines[0].renewals
-                await fleets.clock.advance(5)
-                assert fleets.engines[0].renewals == renewals
-            if over:
-                assert seen
-                return
-
-    run(test)
+    seen = 0
+    for turn in range(1000):
+        async with routed(units, PROGRAM) as fleets:
+            await warm(fleets)
+            task = asyncio.create_task(ask_well(fleets.router, body(PROMPT)))
+            await turns(turn)
+            seen += bool(fleets.engines[0].pins)
+            over = task.done()
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            await turns()
+            assert not fleets.world.held
+            renewals = fleets.engines[0].renewals
+            await fleets.clock.advance(5)
+            assert fleets.engines[0].renewals == renewals
+        if over:
+            assert seen
+            return
 
 
-def test_a_client_that_hangs_up_unpins() -> None:
-    async def test() -> None:
-        for frames in range(1, 5):
-            async with routed(2, PROGRAM) as fleets:
-                await warm(fleets)
-                async with aclosing(fleets.router.start_generate(body(PROMPT))) as stream:
-                    for _ in range(frames):
-                        await anext(stream)
-                    assert fleets.engines[0].pins
-                assert not fleets.world.held
-
-    run(test)
+async def test_a_client_that_hangs_up_unpins() -> None:
+    for frames in range(1, 5):
+        async with routed(2, PROGRAM) as fleets:
+            await warm(fleets)
+            async with aclosing(fleets.router.start_generate(body(PROMPT))) as stream:
+                for _ in range(frames):
+                    await anext(stream)
+                assert fleets.engines[0].pins
+            assert not fleets.world.held
 
 
 @pytest.mark.parametrize(
@@ -111,25 +100,21 @@ def test_a_client_that_hangs_up_unpins() -> None:
         type(value).__name__ if isinstance(value, Exception) else "after" if value else "before"
     ),
 )
-def test_a_pin_that_fails(fault: KvloomError, after: bool) -> None:
+async def test_a_pin_that_fails(fault: KvloomError, after: bool) -> None:
     """A replica that has promised too much costs nothing but the pin; after other errors the request is
     answered as after those of any verb."""
-
-    async def test() -> None:
-        async with routed(2, PROGRAM) as fleets:
-            await warm(fleets)
-            world = fleets.world
-            world.fault, world.fault_at, world.fault_after = fault, 0, after
-            await ask_well(fleets.router, body(PROMPT))
-            assert not world.held
-            refused = isinstance(fault, OutOfBlocks | QueueFull)
-            assert [call.verb for call in fleets.journal] == ["pin", "start_generate"]
-            assert fleets.journal[1].unit == "b" or not refused
-
-    run(test)
+    async with routed(2, PROGRAM) as fleets:
+        await warm(fleets)
+        world = fleets.world
+        world.fault, world.fault_at, world.fault_after = fault, 0, after
+        await ask_well(fleets.router, body(PROMPT))
+        assert not world.held
+        refused = isinstance(fault, OutOfBlocks | QueueFull)
+        assert [call.verb for call in fleets.journal] == ["pin", "start_generate"]
+        assert fleets.journal[1].unit == "b" or not refused
 
 
-def test_a_second_pin_takes_the_first_ones_place() -> None:
+async def test_a_second_pin_takes_the_first_ones_place() -> None:
     kept: list[int] = []
 
     async def twice(call: Call, fleet: Fleet) -> Frames:
@@ -138,37 +123,27 @@ def test_a_second_pin_takes_the_first_ones_place() -> None:
         async for frame in call.start_generate(fleet.up[1]):
             yield frame
 
-    async def test() -> None:
-        async with routed(2, Program("twice", twice, {})) as fleets:
-            await warm(fleets)
-            await ask_well(fleets.router, body(PROMPT))
-            assert kept == [20, 40, 0]
-            assert not fleets.world.held
-
-    run(test)
+    async with routed(2, Program("twice", twice, {})) as fleets:
+        await warm(fleets)
+        await ask_well(fleets.router, body(PROMPT))
+        assert kept == [20, 40, 0]
+        assert not fleets.world.held
 
 
-def test_nothing_cached_is_nothing_pinned() -> None:
-    async def test() -> None:
-        async with routed(2, PROGRAM) as fleets:
-            await ask_well(fleets.router, body(PROMPT))
-            assert [call.verb for call in fleets.journal] == ["pin", "start_generate"]
-            assert not fleets.engines[0].aborts
-
-    run(test)
+async def test_nothing_cached_is_nothing_pinned() -> None:
+    async with routed(2, PROGRAM) as fleets:
+        await ask_well(fleets.router, body(PROMPT))
+        assert [call.verb for call in fleets.journal] == ["pin", "start_generate"]
+        assert not fleets.engines[0].aborts
 
 
-def test_a_pin_whose_lease_is_lost_is_no_error() -> None:
-    async def test() -> None:
-        async with routed(2, PROGRAM) as fleets:
-            await warm(fleets)
-            first, second = fleets.engines
-            second.gate.clear()
-            task = asyncio.create_task(ask_well(fleets.router, body(PROMPT)))
-            await turns()
-            first.pins.clear()
-            await fleets.clock.advance(5)
-            second.gate.set()
-            await task
-
-    run(test)
+async def test_a_pin_whose_lease_is_lost_is_no_error() -> None:
+    async with routed(2, PROGRAM) as fleets:
+        await warm(fleets)
+        first, second = fleets.engines
+        second.gate.clear()
+        task = await begin(ask_well(fleets.router, body(PROMPT)))
+        first.pins.clear()
+        await fleets.clock.advance(5)
+        second.gate.set()
+        await task

@@ -11,7 +11,7 @@ import pytest
 from kvloom.router.program import load_program
 from kvloom.router.programs import PROGRAMS
 from kvloom.types.errors import ConfigError
-from tests.router.fleets import ask_well, body, routed, run
+from tests.router.fleets import ask_well, body, routed
 
 OWN = """
 from __future__ import annotations
@@ -120,30 +120,24 @@ def test_what_cannot_be_a_program(own: Path, name: str, options: dict[str, Any],
     assert "\n" not in error.value.message
 
 
-def test_a_program_of_ones_own(own: Path) -> None:
-    async def test() -> None:
-        async with routed(2, "own_programs:mine", first="b") as fleets:
-            for _ in range(3):
-                await ask_well(fleets.router, body())
-            assert {call.unit for call in fleets.journal} == {"b"}
-
-    run(test)
-
-
-def test_an_edited_program_counts(own: Path) -> None:
-    async def test() -> None:
-        async with routed(2, "own_programs:mine", first="b") as fleets:
-            old = fleets.router.program
-            own.write_text(OWN.format(often=3), "utf-8")  # noqa: ASYNC240
-            fleets.router.set_program(load_program("own_programs:mine", {"first": "b"}))
+async def test_a_program_of_ones_own(own: Path) -> None:
+    async with routed(2, "own_programs:mine", first="b") as fleets:
+        for _ in range(3):
             await ask_well(fleets.router, body())
-            assert [call.verb for call in fleets.journal] == ["prep_recv", "prep_recv", "start_generate"]
-            fleets.journal.clear()
-            fleets.router.set_program(old)
-            await ask_well(fleets.router, body())
-            assert [call.verb for call in fleets.journal] == ["start_generate"]
+        assert {call.unit for call in fleets.journal} == {"b"}
 
-    run(test)
+
+async def test_an_edited_program_counts(own: Path) -> None:
+    async with routed(2, "own_programs:mine", first="b") as fleets:
+        old = fleets.router.program
+        own.write_text(OWN.format(often=3), "utf-8")  # noqa: ASYNC240
+        fleets.router.set_program(load_program("own_programs:mine", {"first": "b"}))
+        await ask_well(fleets.router, body())
+        assert [call.verb for call in fleets.journal] == ["prep_recv", "prep_recv", "start_generate"]
+        fleets.journal.clear()
+        fleets.router.set_program(old)
+        await ask_well(fleets.router, body())
+        assert [call.verb for call in fleets.journal] == ["start_generate"]
 
 
 def test_what_is_installed_is_not_read_anew() -> None:

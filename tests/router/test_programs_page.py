@@ -13,7 +13,7 @@ import pytest
 from kvloom.router.program import load_program
 from kvloom.router.programs import PROGRAMS
 from kvloom.router.replicas import Fleet
-from tests.router.fleets import ask_well, body, routed, run
+from tests.router.fleets import ask_well, body, routed
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "programs.md").read_text("utf-8")
@@ -44,20 +44,16 @@ def test_the_example_is_the_pages() -> None:
 
 
 @pytest.mark.parametrize("where", ["page", "example"])
-def test_the_program_runs(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_program_runs(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.dont_write_bytecode", True)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / f"own_{where}.py").write_text(
         CODE if where == "page" else EXAMPLE.read_text("utf-8"), "utf-8"
     )
-
-    async def test() -> None:
-        for units in (1, 2, 3):
-            program = load_program(f"own_{where}:long_prompts_apart", {"tokens": "20"})
-            async with routed(units, program) as fleets:
-                for length in (1, 19, 20, 40, 19):
-                    await ask_well(fleets.router, body(length))
-                sends = [call.end for call in fleets.journal if call.verb == "remote_send"]
-                assert sends[:1] == ([] if units == 1 else [19])
-
-    run(test)
+    for units in (1, 2, 3):
+        program = load_program(f"own_{where}:long_prompts_apart", {"tokens": "20"})
+        async with routed(units, program) as fleets:
+            for length in (1, 19, 20, 40, 19):
+                await ask_well(fleets.router, body(length))
+            sends = [call.end for call in fleets.journal if call.verb == "remote_send"]
+            assert sends[:1] == ([] if units == 1 else [19])

@@ -10,28 +10,24 @@ import pytest
 from kvloom.router import Call, Fleet, Frames
 from kvloom.router.program import Program, load_program
 from kvloom.types.errors import OutOfBlocks
-from tests.router.fleets import Fleets, ask_well, body, routed, run, turns
+from tests.router.fleets import Fleets, ask_well, begin, body, routed, turns
 
 
 def queues(fleets: Fleets) -> dict[str, int]:
     return {name: unit.replicas["m"].queue for name, unit in fleets.router.units.items()}
 
 
-def test_balanced_counts_what_others_are_about_to_send() -> None:
+async def test_balanced_counts_what_others_are_about_to_send() -> None:
     """Requests that come together: none of them has been sent when the last is placed."""
-
-    async def test() -> None:
-        async with routed(2, "balanced") as fleets:
-            fleets.engines[0].pace = 1000
-            tasks = [asyncio.create_task(ask_well(fleets.router, body([own] * 100))) for own in (7, 8, 9)]
-            await turns(2)
-            assert not fleets.journal
-            assert queues(fleets) == {"a": 99 + 51 + 50, "b": 1 + 49 + 50}
-            await asyncio.gather(*tasks)
-            assert [call.end for call in fleets.journal if call.verb == "prep_recv"] == [99, 51, 50]
-            assert queues(fleets) == {"a": 0, "b": 0}
-
-    run(test)
+    async with routed(2, "balanced") as fleets:
+        fleets.engines[0].pace = 1000
+        tasks = [asyncio.create_task(ask_well(fleets.router, body([own] * 100))) for own in (7, 8, 9)]
+        await turns(2)
+        assert not fleets.journal
+        assert queues(fleets) == {"a": 99 + 51 + 50, "b": 1 + 49 + 50}
+        await asyncio.gather(*tasks)
+        assert [call.end for call in fleets.journal if call.verb == "prep_recv"] == [99, 51, 50]
+        assert queues(fleets) == {"a": 0, "b": 0}
 
 
 @pytest.mark.parametrize(
@@ -43,42 +39,37 @@ def test_balanced_counts_what_others_are_about_to_send() -> None:
         (100, 0, {"a": 3, "b": 1}),  # the router knows of whole chunks
     ],
 )
-def test_a_send_counts_as_its_prefillers_queue(sender: int, receiver: int, queue: dict[str, int]) -> None:
+async def test_a_send_counts_as_its_prefillers_queue(
+    sender: int, receiver: int, queue: dict[str, int]
+) -> None:
     """With all that it has not cached, until it has arrived."""
-
-    async def test() -> None:
-        async with routed(2, "disaggregate") as fleets:
-            for engine, cached in zip(fleets.engines, (sender, receiver), strict=True):
-                context = body(cached).prompt
-                engine.cached = [context]
-                fleets.router._index.note("m", context, engine.name)
-            fleets.engines[0].pace = 1000
-            task = asyncio.create_task(ask_well(fleets.router, body(100)))
-            await turns(2)
-            assert queues(fleets) == queue
-            await turns()
-            assert queues(fleets) == queue
-            assert [unit.calls for unit in fleets.router.units.values()] == [1, 1]
-            await task
-
-    run(test)
+    async with routed(2, "disaggregate") as fleets:
+        for engine, cached in zip(fleets.engines, (sender, receiver), strict=True):
+            context = body(cached).prompt
+            engine.cached = [context]
+            fleets.router._index.note("m", context, engine.name)
+        fleets.engines[0].pace = 1000
+        task = asyncio.create_task(ask_well(fleets.router, body(100)))
+        await turns(2)
+        assert queues(fleets) == queue
+        await turns()
+        assert queues(fleets) == queue
+        assert [unit.calls for unit in fleets.router.units.values()] == [1, 1]
+        await task
 
 
-def test_who_has_nothing_to_send_has_nothing_to_compute() -> None:
-    async def test() -> None:
-        async with routed(2, "disaggregate") as fleets:
-            decoder = fleets.engines[1]
-            decoder.cached = [body(96).prompt]
-            decoder.answering.clear()
-            task = asyncio.create_task(ask_well(fleets.router, body(97)))
-            await turns(2)
-            assert queues(fleets) == {"a": 96, "b": 1}  # before it is known
-            await turns()
-            assert queues(fleets) == {"a": 0, "b": 1}
-            decoder.answering.set()
-            await task
-
-    run(test)
+async def test_who_has_nothing_to_send_has_nothing_to_compute() -> None:
+    async with routed(2, "disaggregate") as fleets:
+        decoder = fleets.engines[1]
+        decoder.cached = [body(96).prompt]
+        decoder.answering.clear()
+        task = asyncio.create_task(ask_well(fleets.router, body(97)))
+        await turns(2)
+        assert queues(fleets) == {"a": 96, "b": 1}  # before it is known
+        await turns()
+        assert queues(fleets) == {"a": 0, "b": 1}
+        decoder.answering.set()
+        await task
 
 
 async def undeterred(call: Call, fleet: Fleet) -> Frames:
@@ -91,16 +82,12 @@ async def undeterred(call: Call, fleet: Fleet) -> Frames:
 
 
 @pytest.mark.parametrize("program", [load_program("disaggregate"), Program("undeterred", undeterred, {})])
-def test_a_refused_reservation_is_nobodys_queue(program: Program) -> None:
-    async def test() -> None:
-        async with routed(2, program) as fleets:
-            fleets.engines[1].free = 0
-            fleets.engines[0].gate.clear()  # where it goes instead
-            task = asyncio.create_task(ask_well(fleets.router, body(100)))
-            await turns()
-            assert [call.verb for call in fleets.journal] == ["prep_recv", "start_generate"]
-            assert queues(fleets) == {"a": 0, "b": 0}
-            fleets.engines[0].gate.set()
-            await task
-
-    run(test)
+async def test_a_refused_reservation_is_nobodys_queue(program: Program) -> None:
+    async with routed(2, program) as fleets:
+        fleets.engines[1].free = 0
+        fleets.engines[0].gate.clear()  # where it goes instead
+        task = await begin(ask_well(fleets.router, body(100)))
+        assert [call.verb for call in fleets.journal] == ["prep_recv", "start_generate"]
+        assert queues(fleets) == {"a": 0, "b": 0}
+        fleets.engines[0].gate.set()
+        await task

@@ -8,12 +8,12 @@ from contextlib import aclosing
 
 import pytest
 
+from kvloom.router.candidates import DEATHS
 from kvloom.router.programs import PROGRAMS
 from kvloom.router.progress import RequestProgress
-from kvloom.router.session import DEATHS
 from kvloom.types.errors import KvloomError, Unavailable
 from kvloom.types.request import EndEvent, Event, StartGenerate, TokenEvent
-from tests.router.fleets import Answer, Fleets, ManualClock, ask, ask_well, body, routed, run, turns
+from tests.router.fleets import Answer, Fleets, ManualClock, ask, ask_well, begin, body, routed, turns
 from tests.router.ledger import LedgerEngine, said
 
 TOKENS = 6
@@ -43,97 +43,79 @@ def dies(engine: LedgerEngine) -> None:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("n", [1, 3])
-def test_it_goes_on_wherever_it_stood(program: str, n: int) -> None:
+async def test_it_goes_on_wherever_it_stood(program: str, n: int) -> None:
     """All units die in turn but one, each with a token more; the caller sees one stream."""
-
-    async def test() -> None:
-        async with routed(4, program) as fleets:
-            for engine in fleets.engines:
-                engine.gate.clear()
-            asking = asyncio.create_task(ask_well(fleets.router, body(20, n=n, tokens=TOKENS)))
-            await turns()
-            for _ in range(3):
-                running = await until_it_runs(fleets)
-                running.down = True
-                running.gate.set()
-            for engine in fleets.engines:
-                engine.gate.set()
-            await asking
-            assert list(fleets.router.services.values()).count("down") == 3
-
-    run(test)
-
-
-def test_where_nobody_else_serves_the_model_it_waits_for_the_restart() -> None:
-    async def test() -> None:
-        async with routed(1) as fleets:
-            [engine] = fleets.engines
+    async with routed(4, program) as fleets:
+        for engine in fleets.engines:
             engine.gate.clear()
-            asking = asyncio.create_task(ask_well(fleets.router, body(20, tokens=TOKENS)))
-            await until_it_runs(fleets)
-            engine.down = True
+        asking = await begin(ask_well(fleets.router, body(20, n=n, tokens=TOKENS)))
+        for _ in range(3):
+            running = await until_it_runs(fleets)
+            running.down = True
+            running.gate.set()
+        for engine in fleets.engines:
             engine.gate.set()
-            await turns()
-            assert not asking.done()
-            with pytest.raises(Unavailable):  # who comes now has not been let in, and hears it at once
-                await ask(fleets.router, body(20))
-            engine.down = False
-            await fleets.clock.advance(10.0)
-            await asking
-
-    run(test)
+        await asking
+        assert list(fleets.router.services.values()).count("down") == 3
 
 
-def test_it_does_not_wait_for_ever() -> None:
-    async def test() -> None:
-        async with routed(1, patience=0.0) as fleets:
-            [engine] = fleets.engines
-            stream = fleets.router.start_generate(body(tokens=TOKENS))
-            async with aclosing(stream):
-                assert [await anext(stream) for _ in range(3)][-1]
-                engine.down = True
-                with pytest.raises(Unavailable, match="longer than the 0 s"):
-                    await anext(stream)
-
-    run(test)
-
-
-def test_one_that_engines_die_of_is_given_up() -> None:
-    async def test() -> None:
-        async with routed(DEATHS + 3) as fleets:
-            for engine in fleets.engines:
-                dies(engine)
-            with pytest.raises(Unavailable):
-                await ask(fleets.router, body(20))
-            assert list(fleets.router.services.values()).count("down") == DEATHS + 1
-
-    run(test)
+async def test_where_nobody_else_serves_the_model_it_waits_for_the_restart() -> None:
+    async with routed(1) as fleets:
+        [engine] = fleets.engines
+        engine.gate.clear()
+        asking = asyncio.create_task(ask_well(fleets.router, body(20, tokens=TOKENS)))
+        await until_it_runs(fleets)
+        engine.down = True
+        engine.gate.set()
+        await turns()
+        assert not asking.done()
+        with pytest.raises(Unavailable):  # who comes now has not been let in, and hears it at once
+            await ask(fleets.router, body(20))
+        engine.down = False
+        await fleets.clock.advance(10.0)
+        await asking
 
 
-def test_a_choice_that_nobody_wants_ends_while_it_waits() -> None:
-    async def test() -> None:
-        async with routed(1) as fleets:
-            [engine] = fleets.engines
-            request, answer = body(20, n=2, tokens=TOKENS), Answer()
-            engine.gate.clear()
-
-            async def reading() -> None:
-                async for frame in fleets.router.start_generate(request):
-                    answer.take(frame)
-
-            task = asyncio.create_task(reading())
-            await turns()
+async def test_it_does_not_wait_for_ever() -> None:
+    async with routed(1, patience=0.0) as fleets:
+        [engine] = fleets.engines
+        stream = fleets.router.start_generate(body(tokens=TOKENS))
+        async with aclosing(stream):
+            assert [await anext(stream) for _ in range(3)][-1]
             engine.down = True
-            engine.gate.set()
-            await turns()
-            await fleets.router.abort(request.request, 1)
-            engine.down = False
-            await fleets.clock.advance(10.0)
-            await task
-            assert {choice: end.reason for choice, end in answer.ends.items()} == {0: "length", 1: "abort"}
-            assert answer.tokens[0] == [said(request.prompt, 0, at) for at in range(TOKENS)]
+            with pytest.raises(Unavailable, match="longer than the 0 s"):
+                await anext(stream)
 
-    run(test)
+
+async def test_one_that_engines_die_of_is_given_up() -> None:
+    async with routed(DEATHS + 3) as fleets:
+        for engine in fleets.engines:
+            dies(engine)
+        with pytest.raises(Unavailable):
+            await ask(fleets.router, body(20))
+        assert list(fleets.router.services.values()).count("down") == DEATHS + 1
+
+
+async def test_a_choice_that_nobody_wants_ends_while_it_waits() -> None:
+    async with routed(1) as fleets:
+        [engine] = fleets.engines
+        request, answer = body(20, n=2, tokens=TOKENS), Answer()
+        engine.gate.clear()
+
+        async def reading() -> None:
+            async for frame in fleets.router.start_generate(request):
+                answer.take(frame)
+
+        task = await begin(reading())
+        engine.down = True
+        engine.gate.set()
+        await turns()
+        await fleets.router.abort(request.request, 1)
+        engine.down = False
+        await fleets.clock.advance(10.0)
+        await task
+        assert {choice: end.reason for choice, end in answer.ends.items()} == {0: "length", 1: "abort"}
+        assert answer.tokens[0] == [said(request.prompt, 0, at) for at in range(TOKENS)]
 
 
 def test_a_missing_token_is_never_passed_over() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from msgspec.structs import replace
 
 from kvloom.cluster.edits import Edit, edited
 from kvloom.cluster.launcher import Change, Counted, Edited, Ended, FoundProcess, Launcher, Report, Snapshot
-from kvloom.cluster.lifecycle import adopted, after, heard
+from kvloom.cluster.lifecycle import Deed, adopted, after, heard
 from kvloom.cluster.reconcile import (
     TIMING,
     Action,
@@ -107,8 +107,8 @@ class Controller:
 
     @property
     def snapshot(self) -> Snapshot:
-        """Returns the whole fleet as it is now."""
-        status = replace(self.status, processes=dict(self.status.processes))  # It changes while this waits.
+        """Returns the whole fleet as it is now. The status changes while the snapshot waits to be sent."""
+        status = self.status.copy()
         return Snapshot(seq=self._seq, spec=self.spec, status=status)
 
     # -- what is said to it -----------------------------------------------------------------------------
@@ -143,13 +143,13 @@ class Controller:
         self._put(name, heard(report, before, self.spec, self._clock.now(), self._timing))
         if isinstance(report, Ended) and is_gateway(name):
             self._counts.pop(name, None)
-            self._recount()
+            self._recount(self._asked)
         self._wake.set()
 
     def count(self, gateway: str, counted: Counted) -> None:
         """Takes in how many requests a gateway has at the units that get no new ones."""
         self._counts[gateway] = counted
-        self._recount()
+        self._recount(self._asked)
         self._wake.set()
 
     # -- what it does -----------------------------------------------------------------------------------
@@ -206,17 +206,7 @@ class Controller:
                 self._put(name, after(action, before, self.spec, now, self._timing))
                 self._order(action)
 
-    def _order(
-        self,
-        action: StartProcess
-        | DrainUnit
-        | CallBack
-        | RetireGateway
-        | BeginServing
-        | StopProcess
-        | Kill
-        | Forget,
-    ) -> None:
+    def _order(self, action: Deed) -> None:
         launcher, name = self._launcher, action.component
         match action:
             case StartProcess(generation=generation):
@@ -229,7 +219,7 @@ class Controller:
             case BeginServing():
                 self.status = replace(self.status, opened=True)
                 launcher.tell(name, self.snapshot)
-                self._recount()
+                self._recount(self._asked)
             case StopProcess():
                 launcher.stop(name)
             case Kill():
@@ -286,8 +276,8 @@ class Controller:
         self._roll_on(component)
 
     def _tell_step(self, step: RestartStep) -> None:
-        self.status = replace(self.status, steps=(*self.status.steps, step))
-        self._fresh = replace(self._fresh, steps=self.status.steps)
+        self.status.steps.append(step)
+        self._fresh.steps.append(step)
 
     # -- what it keeps ----------------------------------------------------------------------------------
 
@@ -311,8 +301,8 @@ class Controller:
             for name in changed:
                 self._ask(name)
         if spec.rolling is not None and before.rolling is None:
-            self.status = replace(self.status, steps=())
-            self._fresh = replace(self._fresh, steps=())
+            self.status = replace(self.status, steps=[])
+            self._fresh = replace(self._fresh, rolls=True, steps=[])
         self._fresh = replace(self._fresh, spec=replace(self.spec, units={}))
 
     def _put(self, name: str, process: ComponentStatus | None) -> None:
@@ -334,13 +324,14 @@ class Controller:
         counted = is_counted(self.spec.units.get(name), process)
         if counted and name not in self._asked:
             self._asked[name] = self._seq + 1
-            self._recount()
+            self._recount([name])
         elif not counted and self._asked.pop(name, None) is not None:
             self._count_at(name, None)
 
-    def _recount(self) -> None:
+    def _recount(self, names: Iterable[str]) -> None:
         begun = [name for name, one in self.status.processes.items() if is_gateway(name) and one.begun]
-        for name, asked in self._asked.items():
+        for name in names:
+            asked = self._asked[name]
             said = [self._counts.get(gateway) for gateway in begun]
             if all(one is not None and one.seq >= asked for one in said):
                 self._count_at(name, sum(one.calls.get(name, 0) for one in said if one is not None))
@@ -359,12 +350,11 @@ class Controller:
 
     def _flush(self) -> None:
         """Tells gateways what has changed."""
-        fresh = self._fresh
-        if fresh.spec is None and not fresh.units and not fresh.processes and fresh.steps is None:
+        if self._fresh == Change(seq=0):
             return
         self._seq += 1
+        change = replace(self._fresh, seq=self._seq)
         self._fresh = Change(seq=0)
-        change = replace(fresh, seq=self._seq)
         for name, process in self.status.processes.items():
             if is_gateway(name) and process.begun:
                 self._launcher.tell(name, change)

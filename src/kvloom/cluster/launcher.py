@@ -97,8 +97,10 @@ class Change(Struct, frozen=True, kw_only=True, tag="change", omit_defaults=True
     """Units that are to be otherwise; None for those that are to be there no more."""
     processes: dict[str, ComponentStatus | None] = {}
     """Components of which something else is there; None for those of which nothing is kept."""
-    steps: tuple[RestartStep, ...] | None = None
-    """What the last rolling restart has done so far; None if that is as it was."""
+    rolls: bool = False
+    """Whether another rolling restart has begun: earlier steps are no longer told."""
+    steps: list[RestartStep] = []
+    """What the rolling restart has done since."""
 
 
 class Edited(Struct, frozen=True, tag="edited", omit_defaults=True):

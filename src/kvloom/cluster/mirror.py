@@ -110,7 +110,7 @@ class Mirror:
 
     def _take(self, snapshot: Snapshot) -> None:
         self.spec: FleetSpec = replace(snapshot.spec, units=dict(snapshot.spec.units))
-        self.status: FleetStatus = replace(snapshot.status, processes=dict(snapshot.status.processes))
+        self.status: FleetStatus = snapshot.status.copy()
         self.seq = snapshot.seq
 
     def _change(self, change: Change) -> None:
@@ -127,8 +127,9 @@ class Mirror:
                 processes[name] = process
         if change.spec is not None:
             self.spec = replace(change.spec, units=units)
-        if change.steps is not None:
-            self.status = replace(self.status, steps=change.steps)
+        if change.rolls:
+            self.status = replace(self.status, steps=[])
+        self.status.steps.extend(change.steps)
         self.seq = change.seq
 
     def _tell(self, names: Collection[str]) -> None:

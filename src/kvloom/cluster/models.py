@@ -72,8 +72,8 @@ class Differences(Struct, frozen=True, kw_only=True):
     """The same in words."""
 
 
-def with_model(spec: FleetSpec, asked: AddModel) -> dict[str, EngineSpec]:
-    """Returns the units that are to serve the model, with it: one, or all replicas of it. Raises Conflict for
+def units_to_serve(spec: FleetSpec, asked: AddModel) -> tuple[str, ...]:
+    """Returns the units that are to serve the model as well: one, or all replicas of it. Raises Conflict for
     a name that is taken and for a unit that cannot serve another model, and BadRequest for a unit that is not
     there."""
     model = asked.model
@@ -88,23 +88,16 @@ def with_model(spec: FleetSpec, asked: AddModel) -> dict[str, EngineSpec]:
     if chosen not in dict(_kept(spec)):
         units = ", ".join(name for name, _ in _kept(spec)) or "none"
         raise BadRequest(f"unit: there is no unit {chosen}; {units} are the units", param="unit")
-    found = {}
-    for name in _replicas(spec, chosen):
-        engine = spec.units[name].engine
-        if engine.weave is not None:
-            raise Conflict(f"{name} borrows from {engine.weave.cold}, for one model; another unit is right")
-        found[name] = replace(engine, models=(*engine.models, model))
+    found = _replicas(spec, chosen)
+    for name in found:
+        if (weave := spec.units[name].engine.weave) is not None:
+            raise Conflict(f"{name} borrows from {weave.cold}, for one model; another unit is right")
     return found
 
 
-def without_model(spec: FleetSpec, model: str) -> dict[str, EngineSpec | None]:
-    """Returns the units that serve the model, without it; None for those that would serve nothing. Raises
-    UnknownModel."""
-    found: dict[str, EngineSpec | None] = {}
-    for name, unit in _kept(spec):
-        left = tuple(one for one in unit.engine.models if one.name != model)
-        if left != unit.engine.models:
-            found[name] = replace(unit.engine, models=left) if left else None
+def units_that_serve(spec: FleetSpec, model: str) -> list[str]:
+    """Returns the units that are to serve the model. Raises UnknownModel."""
+    found = [name for name, unit in _kept(spec) if model in [one.name for one in unit.engine.models]]
     if not found:
         served = sorted({one.name for _, unit in _kept(spec) for one in unit.engine.models})
         raise UnknownModel(

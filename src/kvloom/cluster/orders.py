@@ -4,7 +4,7 @@ agrees."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import suppress
 from typing import Protocol
 
@@ -18,8 +18,8 @@ from kvloom.cluster.models import (
     Apply,
     ModelState,
     differences,
-    with_model,
-    without_model,
+    units_that_serve,
+    units_to_serve,
     without_units,
 )
 from kvloom.cluster.state import GATEWAY, SCHEDULER, Rolling
@@ -32,7 +32,7 @@ _GONE = ("away", "failed")
 
 
 class Seeing(Protocol):
-    """Asks the units what they serve: the gateway's router does."""
+    """Asks the units what they serve: the units of the gateway's router do."""
 
     def state(self, unit: str) -> UnitState:
         """Returns how a unit stands. Raises KeyError for one that is not known."""
@@ -218,58 +218,66 @@ class FleetOrders:
         Conflict for a name that is taken. If the unit cannot be started with the model, it serves what it
         served before, and what its process died of is raised."""
         known = False
-        for name in with_model(self.mirror.spec, asked):
+        for name in units_to_serve(self.mirror.spec, asked):
             models = self._models_of(name)
-            if models is None or asked.model.name in [model.name for model in models]:
+            if not models or asked.model.name in [model.name for model in models]:
                 continue
-            edit = self._serving(name, (*models, asked.model), self._seconds)
-            await self._edit(name, edit if known or name not in self._scaled else replace(edit, wanted=True))
-            if not self.mirror.spec.units[name].wanted:
-                continue
+            start = name in self._scaled and not known
             try:
-                await self._come(name)
-                known = True
-                if problem := self.mirror.process(name).problem:
-                    raise Conflict(problem)
+                if await self._serve(name, (*models, asked.model), self._seconds, start=start):
+                    known = True
+                    if problem := self.mirror.process(name).problem:
+                        raise Conflict(problem)
             except (Conflict, Unavailable):
-                left = [one for one in self._models_of(name) or () if one.name != asked.model.name]
-                await self._edit(name, self._serving(name, left, 0.0))
+                if left := self._models_of(name, without=asked.model.name):
+                    await self._edit(name, self._serving(name, left, 0.0))
                 raise
         added = [model for model in self.models if model.name == asked.model.name]
         if not added:
             raise Conflict(f"{asked.model.name} was removed again, or its units were, before it was served")
         return added[0]
 
-    def _models_of(self, name: str) -> tuple[ModelSpec, ...] | None:
-        """Returns what a unit is to serve now, whatever others have ordered meanwhile; None if it is gone."""
+    def _models_of(self, name: str, *, without: str | None = None) -> tuple[ModelSpec, ...]:
+        """Returns what a unit is to serve now, whatever others have ordered meanwhile: nothing if it is
+        gone."""
         unit = self.mirror.spec.units.get(name)
-        return None if unit is None or unit.removed else unit.engine.models
+        models = () if unit is None or unit.removed else unit.engine.models
+        return tuple(model for model in models if model.name != without)
 
-    def _serving(self, name: str, models: Sequence[ModelSpec], seconds: float) -> UnitEdit:
+    def _serving(self, name: str, models: tuple[ModelSpec, ...], seconds: float) -> UnitEdit:
         """Returns the edit by which a unit serves these models instead."""
         engine = self.mirror.spec.units[name].engine
-        return UnitEdit(engine=replace(engine, models=tuple(models)), seconds=seconds)
+        return UnitEdit(engine=replace(engine, models=models), seconds=seconds)
+
+    async def _serve(
+        self, name: str, models: tuple[ModelSpec, ...], seconds: float, *, start: bool = False
+    ) -> bool:
+        """Lets a unit serve these models instead, and waits until it does. Returns False if it is to have no
+        process. start: whether it is to have one in any case."""
+        edit = self._serving(name, models, seconds)
+        await self._edit(name, replace(edit, wanted=True) if start else edit)
+        if not self.mirror.spec.units[name].wanted:
+            return False
+        await self._come(name)
+        return True
 
     async def remove_model(self, model: str, seconds: float | None = None) -> ModelState:
         """Lets no unit serve the model any more, once what runs of it has ended or the time is over, and
         returns what it was. A unit that would serve nothing is removed. Raises UnknownModel."""
-        changed = without_model(self.mirror.spec, model)
+        serving = units_that_serve(self.mirror.spec, model)
         last = next(one for one in self.models if one.name == model)
         drain = self._time(seconds)
-        for name in changed:
-            left = [one for one in self._models_of(name) or () if one.name != model]
-            if left:
-                await self._edit(name, self._serving(name, left, drain))
+        for name in serving:
+            if left := self._models_of(name, without=model):
                 try:
-                    if self.mirror.spec.units[name].wanted:
-                        await self._come(name)
+                    await self._serve(name, left, drain)
                 except (Conflict, Unavailable):
-                    if self._models_of(name) is not None:
+                    if self._models_of(name):
                         raise  # Else somebody removed the whole unit meanwhile, and the model with it.
         gone = {
             name: UnitEdit(remove=True, drained=False, seconds=drain)
-            for name in changed
-            if model in [one.name for one in self._models_of(name) or ()]
+            for name in serving
+            if model in [one.name for one in self._models_of(name)]
         }
         if gone:
             await self.mirror.edit(gone, groups=without_units(self.mirror.spec.groups, gone))
@@ -322,10 +330,10 @@ class FleetOrders:
         """Yields what a rolling restart does, from its first step on, until it is over."""
         told = 0
         while told <= len(self.mirror.status.steps):
-            steps, over = self.mirror.status.steps, self.mirror.spec.rolling is None
-            for step in steps[told:]:
+            over = self.mirror.spec.rolling is None
+            for step in self.mirror.status.steps[told:]:
+                told += 1
                 yield step
-            told = len(steps)
             if over:
                 return
             seen = self.mirror.seq

@@ -156,16 +156,10 @@ def reconcile(
     spec: FleetSpec, status: FleetStatus, now: float, timing: Timing = TIMING
 ) -> tuple[Action, ...]:
     """Returns what is due at `now`: at most one action for each component, and at last at most one `Wait`."""
-    actions: list[Action] = []
-    due: float | None = None
-    for action in _all(spec, status, now, timing):
-        if not isinstance(action, Wait):
-            actions.append(action)
-        elif due is None or action.until < due:
-            due = action.until
-    if due is not None:
-        actions.append(Wait(due))
-    return tuple(actions)
+    found = list(_all(spec, status, now, timing))
+    actions = [action for action in found if not isinstance(action, Wait)]
+    waits = [action.until for action in found if isinstance(action, Wait)]
+    return (*actions, Wait(min(waits))) if waits else tuple(actions)
 
 
 def _all(spec: FleetSpec, status: FleetStatus, now: float, timing: Timing) -> Iterator[Action]:

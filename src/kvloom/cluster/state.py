@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Final, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvloom.types.service import GroupSpec, RestartStep
 from kvloom.types.spec import EngineSpec, ProgramSpec
@@ -143,10 +144,14 @@ class FleetStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The status of a fleet."""
 
     processes: dict[str, ComponentStatus] = {}
-    steps: tuple[RestartStep, ...] = ()
+    steps: list[RestartStep] = []
     """What the last rolling restart has done so far."""
     opened: bool = False
     """Whether a gateway was ever told to serve: then none waits any more for units that start."""
+
+    def copy(self) -> FleetStatus:
+        """Returns a status that later changes of this one leave as it is."""
+        return replace(self, processes=dict(self.processes), steps=self.steps[:])
 
 
 ABSENT: Final = ComponentStatus()

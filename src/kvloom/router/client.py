@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -19,6 +21,8 @@ from kvloom.types.verbs import Answer, Body, FrameParser, RemoteEngine, Verb
 
 UNIX: Final = "unix://"
 CONNECT_SECONDS = 5.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.5  # until an engine is asked again whose listener was full
+_LISTENER_FULL: Final = (errno.EAGAIN, errno.ENOTCONN)  # of a Unix socket, with uvloop and without
 KEEP_ALIVE_SECONDS = 30.0  # The engine's is longer, so that the engine never closes first.
 
 
@@ -45,7 +49,10 @@ class HttpEngineClient(RemoteEngine):
     def open(self) -> Self:
         """Makes it usable on the running event loop, until it is closed (`__aexit__`)."""
         connector: aiohttp.BaseConnector
+        self._connect_seconds: float | None = CONNECT_SECONDS
         if self._url.startswith(UNIX):
+            # Such a connection is made or refused at once; a time would bound only our own busy loop.
+            self._connect_seconds = None
             connector = aiohttp.UnixConnector(
                 self._url.removeprefix(UNIX), limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS
             )
@@ -57,7 +64,6 @@ class HttpEngineClient(RemoteEngine):
             base,
             connector=connector,
             headers=self._headers,
-            timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=CONNECT_SECONDS),
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
         )
@@ -89,9 +95,8 @@ class HttpEngineClient(RemoteEngine):
 
         The connection is closed if the answer is left before its end.
         """
-        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         try:
-            async with self._session.request(method, path, data=body, timeout=timeout) as response:
+            async with await self._begin(method, path, body, seconds) as response:
                 try:
                     if response.status >= 400:
                         raise KvloomError.from_wire(_decode(await response.read(), WireError))
@@ -102,6 +107,22 @@ class HttpEngineClient(RemoteEngine):
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             reason = str(error) or type(error).__name__
             raise Unavailable(f"the engine cannot be reached: {reason}") from error
+
+    async def _begin(
+        self, method: str, path: str, body: bytes | None, seconds: float | None
+    ) -> aiohttp.ClientResponse:
+        """Returns the answer once it has begun. While the engine's listener is full, the call waits."""
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=self._connect_seconds)
+        pause = FIRST_PAUSE
+        async with asyncio.timeout(seconds):
+            while True:
+                try:
+                    return await self._session.request(method, path, data=body, timeout=timeout)
+                except aiohttp.ClientOSError as error:
+                    if error.errno not in _LISTENER_FULL:
+                        raise
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
 
 
 class _FrameStream:

@@ -2,20 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Final, Protocol
 
 from kvloom.cluster.dispatch import Dispatch, freest, infaas
 from kvloom.engine.freeness import Arrival
 from kvloom.router.prefix_index import PrefixIndex
-from kvloom.router.waiting import LoadReport
 from kvloom.types.client import EngineClient
+from kvloom.types.clock import Clock
 from kvloom.types.errors import Unavailable
+from kvloom.types.load import UnitLoad
 from kvloom.types.request import ModelCard, StartGenerate
 
 CALL_TOKENS: Final = 128  # what a call in flight weighs, in prompt tokens
+PERIOD: Final = 0.5  # seconds between an answer and the next time the unit is asked
+LINGER: Final = 10.0  # seconds for which it is still asked when nobody wanted to know any more
+
+
+class LoadReport:
+    """Keeps a unit's load fresh. The requests that this router has sent there since the unit was asked count
+    as running already, though the unit may have told of them: for one period at most. Other routers'
+    requests, and those that end, are seen a period late."""
+
+    def __init__(self, ask: Callable[[], Awaitable[UnitLoad | None]], clock: Clock) -> None:
+        """`ask` returns the unit's load, and None if the unit does not answer."""
+        self._ask = ask
+        self._clock = clock
+        self._load: UnitLoad | None = None
+        self._reported: UnitLoad | None = None
+        self._sent: list[Arrival] = []  # since it was asked last
+        self._wanted = asyncio.Event()
+        self._until = 0.0
+
+    def expected(self) -> UnitLoad | None:
+        """Returns the unit's load by now, and None if it is not known. The unit is asked from now on."""
+        self._want()
+        return self._load
+
+    def reported(self) -> UnitLoad | None:
+        """Returns the load as the unit told it, without what was sent since."""
+        self._want()
+        return self._reported
+
+    def _want(self) -> None:
+        self._until = self._clock.now() + LINGER
+        self._wanted.set()
+
+    def sent(self, one: Arrival) -> None:
+        if self._wanted.is_set():
+            self._sent.append(one)
+            if self._load is not None:
+                self._load = one.placed(self._load)
+
+    def forget(self) -> None:
+        """Drops the load, because the unit is gone or another one."""
+        self._load = self._reported = None
+        self._sent.clear()
+
+    async def watch(self) -> None:
+        while True:
+            await self._wanted.wait()
+            while self._clock.now() < self._until:
+                self._sent.clear()
+                load = self._reported = await self._ask()
+                self._load = load and reduce(lambda had, one: one.placed(had), self._sent, load)
+                await self._clock.sleep(PERIOD)
+            self._wanted.clear()
+            self.forget()
 
 
 class ReplicaHost(Protocol):

@@ -10,19 +10,19 @@ from typing import Self
 
 from msgspec.structs import replace
 
+from kvloom.router.candidates import WaitingRoom
 from kvloom.router.migration import Migration
 from kvloom.router.prefix_index import PrefixIndex
 from kvloom.router.program import Program
 from kvloom.router.replicas import Fleet, arriving
 from kvloom.router.session import Session
 from kvloom.router.units import FleetLink, Units
-from kvloom.router.waiting import WaitingRoom
 from kvloom.types.client import EngineClient, Frames
 from kvloom.types.clock import Clock
 from kvloom.types.errors import BadRequest, ConfigError, Unavailable, UnknownModel
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import ModelCard, StartGenerate
-from kvloom.types.service import NO_PROCESS, PATIENCE, Service, UnitState
+from kvloom.types.service import NO_PROCESS, PATIENCE, Service
 
 
 class Router:
@@ -98,7 +98,7 @@ class Router:
         session = self.sessions.get(request)
         if session is not None:
             await session.abort(choice)
-            self._waiting.tell_one(request)
+            self._waiting.tell_one(session.model, request)
 
     async def abort_all(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -118,7 +118,7 @@ class Router:
             raise BadRequest(f"request {request} cannot go to {to}: {where}", param="to")
         if not target.up:
             raise BadRequest(f"request {request} cannot go to {to}: it takes no requests", param="to")
-        if target.card.context_length < session.needs:
+        if target.card.context_length < session.candidates.needs:
             raise BadRequest(f"request {request} may not fit {to}: its contexts are shorter", param="to")
         if session.migrating or session.following:
             raise BadRequest(f"request {request} moves already", param="request")
@@ -156,14 +156,6 @@ class Router:
             if unit.service not in NO_PROCESS or (unit.service == "restarting" and unit.calls)
         )
 
-    def state(self, unit: str) -> UnitState:
-        """Returns how a unit stands."""
-        return self._units.state(unit)
-
-    async def settled(self, unit: str) -> None:
-        """Waits until a unit that is to be asked what it serves was asked."""
-        await self._units.settled(unit)
-
     @property
     def services(self) -> dict[str, Service]:
         return {name: unit.service for name, unit in self._units.items()}
@@ -175,18 +167,7 @@ class Router:
     @property
     def waiting(self) -> dict[str, int]:
         """Requests that nobody can answer yet, by model."""
-        return {model: count for model, count in self._waiting.waiting.items() if count}
-
-    def withdraw(self, unit: str) -> None:
-        """Gives the unit no new request, though it may answer: it is about to end. What runs there goes
-        on."""
-        self._units[unit].withdraw()
-
-    async def admit(self, unit: str) -> None:
-        """Lets the unit serve again, perhaps as a new process. It is asked until it answers."""
-        await self._units[unit].admit()
-
-    # -- units ------------------------------------------------------------------------------------------
+        return self._waiting.waiting
 
     def _serving(self, body: StartGenerate) -> Fleet:
         """Returns the replicas of the request's model as they are now. Raises UnknownModel if there are

@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
-from dataclasses import replace as with_fields
+from enum import Enum
 from typing import Final, Protocol
 
 from msgspec.structs import replace
 
+from kvloom.router.candidates import Candidates, Lost, WaitingRoom
 from kvloom.router.held import REFUSALS, PeerReservation, SessionHeld
 from kvloom.router.progress import RequestProgress
 from kvloom.router.replicas import Fleet, Replica, arriving
-from kvloom.router.waiting import WaitingRoom
 from kvloom.types.address import resolve
 from kvloom.types.client import Frames
 from kvloom.types.clock import Clock, together
-from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable, UnknownModel
+from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable
 from kvloom.types.request import Event, Made, StartGenerate
-from kvloom.types.verbs import Pin, PrepRecv, RemoteSend, Sent
+from kvloom.types.verbs import Pin, PrepRecv, Sent
 
-DEATHS: Final = 3  # of engines with one request between two of its tokens; it may be what they die of
 _LONGEST_ID: Final = 190  # characters of the request's own, of 200 that an id may have
-
-_log = logging.getLogger(__name__)
-
-
-class Lost(KvloomError):
-    """The engine has ended all that was left of a request with an error: another may go on."""
-
-
-_ELSEWHERE: Final = (Unavailable, QueueFull, OutOfBlocks, Lost)  # what one replica says, another may not
 
 
 class Strategy(Protocol):
@@ -71,10 +60,6 @@ class Session:
         self.migrating = False
         self.running: Leg | None = None
         """Who has let the request in and generates it."""
-        self.needs = 0
-        """Tokens of context that the replica which took the request first has promised; 0 before."""
-        self.refused: set[Replica] = set()
-        """Replicas that would not, or could not, generate."""
         self.held = SessionHeld(clock, tasks)
         self.following: Leg | None = None
         """Who goes on once `running` has told all it has, if the request has been handed over."""
@@ -84,11 +69,6 @@ class Session:
         self._room = room
         self._legs: list[Leg] = []
         self._attempts = 1
-
-    @property
-    def let_in(self) -> bool:
-        """Whether a replica has let the request in."""
-        return self.needs > 0
 
     async def frames(
         self, program: Strategy, sessions: dict[str, Session]
@@ -100,8 +80,8 @@ class Session:
         request = self.body.request
         if request in sessions:
             raise BadRequest(f"request id {request} is in use", param="request")
-        self.fleet = self._serving()
-        candidates = Candidates(self, self.fleet, self._serving, self._room)
+        candidates = Candidates(self.body, self.progress, self.held, self._serving, self._room)
+        self.candidates, self.fleet = candidates, candidates.fleet
         # What is received has K and V but no logits: who wants the prompt's has it computed in one place.
         plain = self.body.sampling.prompt_logprobs is not None
         sessions[request] = self
@@ -167,32 +147,28 @@ class Session:
         is kept alive meanwhile. If there is nothing to send, nobody is asked."""
         first, last = resolve(begin, len(self.prompt), "begin"), resolve(end, len(self.prompt), "end")
         order = spot.order(self.name, first, last, self.body.priority)
-        sent = Sent(cached=0, computed=0)
         try:
-            if order is not None and order.end is not None:
-                self.is_to_compute(source, 0, order.end)  # what goes before is not sent, but attended to
-                sent = await self._sent(source, spot, order)
-                self.fleet.note(self.prompt[: order.end], source)
-                self.computed += sent.computed
+            if order is None or order.end is None:
+                return Sent(cached=0, computed=0)
+            self.is_to_compute(source, 0, order.end)  # what goes before is not sent, but attended to
+            async with together() as group:
+                renewing = group.create_task(self.held.renew(spot.replica, order.request, spot.given.lease))
+                async with self.held.asking(source, "work", order.request):
+                    sent = await source.unit.client.remote_send(order)
+                renewing.cancel()
         finally:
             self.held.is_to_compute(source, 0)
-        return sent
-
-    async def _sent(self, source: Replica, spot: PeerReservation, order: RemoteSend) -> Sent:
-        async with together() as group:
-            renewing = group.create_task(self.held.renew(spot.replica, order.request, spot.given.lease))
-            async with self.held.asking(source, "work", order.request):
-                sent = await source.unit.client.remote_send(order)
-            renewing.cancel()
         self.held.let_go(source, "work", order.request)
+        self.fleet.note(self.prompt[: order.end], source)
+        self.computed += sent.computed
         return sent
 
     async def pin(self, replica: Replica, end: int | None = None) -> int:
         """Keeps what `replica` has cached of prompt[:end], until the request is over. Returns how many tokens
         that are: none if nothing is cached, or if the replica has promised too much. A second pin at a
         replica takes the first one's place."""
-        prompt = self.prompt[: resolve(end, len(self.prompt), "end")]
         name = self.name
+        prompt = self.prompt[: resolve(end, len(self.prompt), "end")]
         body = Pin(model=self.model, request=name, prompt=prompt)
         try:
             async with self.held.asking(replica, "pin", name):
@@ -252,7 +228,7 @@ class Session:
         it in or the request has gone on otherwise."""
         if not target.up:  # Room is not counted as a call, so the target may have been drained.
             raise Unavailable(f"{target.name} takes no requests any more")
-        refused = target in self.refused
+        refused = target in self.candidates.refused
         leg = Leg(self, target, name, made=made)
         try:
             if await anext(leg, None) is None:
@@ -265,7 +241,7 @@ class Session:
             await leg.aclose()
             self.held.let_go(target, "work", name)  # also if it was cancelled before it was let in
             if not refused:
-                self.refused.discard(target)  # full for a migration is not full for good
+                self.candidates.refused.discard(target)  # full for a migration is not full for good
             raise
         self.following, self.name = leg, name
 
@@ -284,9 +260,27 @@ class Session:
             await following.aclose()
 
 
+class LegState(Enum):
+    """The states of a leg."""
+
+    UNASKED = "unasked"
+    """The engine has not been asked for anything yet."""
+    STREAMING = "streaming"
+    """The engine was asked, and its stream has not ended."""
+    CONTINUED = "continued"
+    """The request goes on with the next leg."""
+    OVER = "over"
+    """Nothing comes any more."""
+
+
 class Leg:
     """The part of a session's stream that one engine, `replica`, generates, which knows the request as
     `name`. After a migration the frames of the next leg follow from the same iterator."""
+
+    _frames: Frames
+    """The engine's stream, once it was asked."""
+    _next: Leg
+    """The leg with which the request goes on."""
 
     def __init__(
         self,
@@ -305,50 +299,57 @@ class Leg:
         self._begin_at = begin
         self._made = made
         self._computed = session.computed if begin else 0
-        self._frames: Frames | None = None
+        self._state = LegState.UNASKED
         self._new = True  # until its first event has come
-        self._let_in = self._over = False
+        self._let_in = False
         self._failure: str | None = None  # why nothing comes any more, though the request is not over
-        self._then: Leg | None = None
 
     def __aiter__(self) -> Leg:
         return self
 
     async def __anext__(self) -> list[Event]:
-        session = self._session
-        if self._frames is None and not self._over:
-            if self._made is None and session.progress.unwanted:  # aborted while nobody generated
-                ends = session.progress.end_unwanted()
-                self._over = session.progress.over
+        if self._state is LegState.UNASKED:
+            progress = self._session.progress
+            if self._made is None and progress.unwanted:  # aborted while nobody generated
+                ends = progress.end_unwanted()
+                self._state = LegState.OVER if progress.over else LegState.UNASKED
                 return ends
-            self._frames = self._begin()
-        if self._then is None:
-            if self._over or self._frames is None:
-                raise StopAsyncIteration
-            try:
-                if self._failure is not None:
-                    await self.replica.unit.check()  # it may be about to end
-                    raise Lost(f"{self.replica.name}: {self._failure}")
-                frame = await anext(self._frames)
-                if self._new:
-                    self._has_come(frame)
-                seen, self._failure = session.progress.take(
-                    frame,
-                    behind=self._made is not None,
-                    moved=session.following is not None,
-                    computed=self._computed,
-                )
-                return seen
-            except StopAsyncIteration:
-                if self._end(let_go=True):
-                    self._then = await session.next_leg()
-            except BaseException as error:  # noqa: BLE001 -- raised again, perhaps with the unit's name
-                await self._fail(self._frames, error)
-        if self._then is None:
-            raise StopAsyncIteration
-        return await anext(self._then)
+            self._ask()
+        if self._state is LegState.STREAMING:
+            frame = await self._told()
+            if frame is not None:
+                return frame
+        if self._state is LegState.CONTINUED:
+            return await anext(self._next)
+        raise StopAsyncIteration
 
-    def _begin(self) -> Frames:
+    async def _told(self) -> list[Event] | None:
+        """Returns what the caller is told of the engine's next frame; None if there is no further one."""
+        session = self._session
+        try:
+            if self._failure is not None:
+                await self.replica.unit.check()  # it may be about to end
+                raise Lost(f"{self.replica.name}: {self._failure}")
+            frame = await anext(self._frames)
+            if self._new:
+                self._has_come(frame)
+            seen, self._failure = session.progress.take(
+                frame,
+                behind=self._made is not None,
+                moved=session.following is not None,
+                computed=self._computed,
+            )
+            return seen
+        except StopAsyncIteration:
+            if self._end(let_go=True) and (following := await session.next_leg()):
+                self._next, self._state = following, LegState.CONTINUED
+            return None
+        except BaseException as error:
+            await self._fail(error)
+            raise
+
+    def _ask(self) -> None:
+        """Asks the engine for its stream, of which nothing comes before the first frame is awaited."""
         session, replica = self._session, self.replica
         made = session.progress.made if self._made is None else self._made
         body = session.rest(self.name, self._begin_at, made)
@@ -357,44 +358,42 @@ class Leg:
         session.is_to_compute(replica, begin, len(body.prompt))
         session.fleet.note(body.prompt, replica)
         replica.unit.report.sent(arriving(body))
-        return replica.unit.client.start_generate(body)
+        self._frames, self._state = replica.unit.client.start_generate(body), LegState.STREAMING
 
     def _has_come(self, frame: list[Event]) -> None:
         """Notes the first frame, which says that the engine has let the request in, and the first event,
         which says that it has computed the prompt."""
-        session, body = self._session, self._session.body
+        session = self._session
         if not self._let_in:
             self._let_in = True
             if self._made is None:
                 session.running = self
             session.held.let_go(self.replica, "room", self.name)  # the engine has taken it over
-            most = len(body.prompt) + body.sampling.max_tokens
-            session.needs = session.needs or min(most, self.replica.card.context_length)
+            session.candidates.let_in(self.replica)
         if frame:
             self._new = False
             session.held.is_to_compute(self.replica, 0)
 
-    async def _fail(self, frames: Frames, error: BaseException) -> None:
-        """Ends the leg, and raises its error, an Unavailable one with the unit's name."""
+    async def _fail(self, error: BaseException) -> None:
+        """Ends the leg after its error. Raises an Unavailable one with the unit's name."""
         session = self._session
         try:
-            await frames.aclose()
+            await self._frames.aclose()
             if isinstance(error, Unavailable):
                 raise await self.replica.missed(error) from error
-            raise error
         finally:
             if isinstance(error, KvloomError) and (not self._begin_at or session.progress.begun):
-                session.refused.add(self.replica)
+                session.candidates.refused.add(self.replica)
             if self._end(let_go=isinstance(error, REFUSALS)):
                 await session.drop_following()
 
     async def aclose(self) -> None:
         """Ends the request where it is, if it has not ended."""
-        if self._then is not None:
-            await self._then.aclose()
-        elif self._frames is None:
-            self._over = True
-        elif not self._over:
+        if self._state is LegState.CONTINUED:
+            await self._next.aclose()
+        elif self._state is LegState.UNASKED:
+            self._state = LegState.OVER
+        elif self._state is LegState.STREAMING:
             closed = False
             try:
                 await self._frames.aclose()
@@ -406,7 +405,7 @@ class Leg:
     def _end(self, *, let_go: bool) -> bool:
         """Ends the leg. Returns whether the request ran here."""
         session = self._session
-        self._over, ran = True, session.running is self
+        self._state, ran = LegState.OVER, session.running is self
         if ran:
             session.running = None
         session.progress.tell()
@@ -414,93 +413,3 @@ class Leg:
         if let_go:
             session.held.let_go(self.replica, "work", self.name)
         return ran
-
-
-class Candidates:
-    """The replicas that may be asked for one request, from its arrival to its end."""
-
-    def __init__(self, session: Session, fleet: Fleet, now: Callable[[], Fleet], room: WaitingRoom) -> None:
-        self.fleet = fleet
-        """The replicas that may still be asked."""
-        self._session = session
-        self._now = now
-        self._room = room
-        self._seen: set[Replica] = set(fleet.replicas)
-        self._tokens = 0
-        self._deaths = 0
-
-    def go_on_after(self, error: KvloomError) -> None:
-        """Raises `error` if nobody is left to ask."""
-        session = self._session
-        self.fleet = fleet = self._less(self._with_newcomers(), error)
-        over = session.held.aborted and session.let_in  # its ends are told next
-        if not (over or (self._may_go_on(error) and (fleet.up or self._awaited(fleet)))):
-            raise error
-        if not over:
-            whither = "goes elsewhere" if fleet.up else "waits for a restart"
-            _log.warning("request %s: %s; it %s", session.body.request, error.message, whither)
-
-    def _may_go_on(self, error: KvloomError) -> bool:
-        """Counts a failure. Returns whether a plain start_generate elsewhere may still give the rest: it is
-        not the request itself that a replica has refused."""
-        session = self._session
-        if session.progress.tokens > self._tokens:
-            self._tokens, self._deaths = session.progress.tokens, 0
-        if isinstance(error, Unavailable | Lost):
-            self._deaths += session.let_in
-        if session.held.aborted or self._deaths > DEATHS:
-            return False
-        return isinstance(error, _ELSEWHERE) or not (session.refused or session.progress.begun)
-
-    def _less(self, fleet: Fleet, error: KvloomError) -> Fleet:
-        """Returns the fleet without two kinds of replicas: those that have refused the request, unless
-        they are awaited, and those whose context is shorter than what the replica that let it in has
-        promised. If the connection to that one broke, its process may be another by now, so refusals are
-        forgotten; `DEATHS` bounds how often."""
-        session = self._session
-        if session.let_in and isinstance(error, Unavailable):
-            session.refused.clear()
-        refused = {one for one in session.refused if not self._awaits(one)}
-        short = {one for one in fleet.replicas if one.card.context_length < session.needs}
-        return fleet.without(refused | short)
-
-    def _awaits(self, replica: Replica) -> bool:
-        """Returns whether the replica will be up again, and is worth waiting for: if it died, only for a
-        request that had been let in."""
-        return replica.awaited or (self._session.let_in and replica.unit.lost)
-
-    def _awaited(self, fleet: Fleet) -> list[Replica]:
-        return [replica for replica in fleet.replicas if self._awaits(replica)]
-
-    async def until_somebody_is_up(self) -> None:
-        """Waits until a replica is up, or none will be soon. Raises Unavailable if that takes too long."""
-        try:
-            await self._room.wait_while(self._nobody_yet, self._session.model, self._session.body.request)
-        except TimeoutError:
-            names = ", ".join(replica.name for replica in self._awaited(self.fleet))
-            raise Unavailable(
-                f"no unit that serves {self._session.model} is up; {names} is being started, which takes "
-                f"longer than the {self._room.seconds:g} s that requests wait",
-                retry_after=1,
-            ) from None
-
-    def _nobody_yet(self) -> bool:
-        session, fleet = self._session, self._with_newcomers()
-        return bool(
-            self._awaited(fleet)
-            and not fleet.up
-            and not session.held.aborted
-            and not (session.let_in and session.progress.unwanted)
-        )
-
-    def _with_newcomers(self) -> Fleet:
-        """Returns the fleet with the replicas that were not there when the request came, but for those of
-        shorter contexts than it was promised: units come and go while a request waits."""
-        found: list[Replica] = []
-        with suppress(UnknownModel):  # by now nobody may serve it any more
-            found = [one for one in self._now().replicas if one not in self._seen]
-        if found:
-            self._seen.update(found)
-            fit = [one for one in found if one.card.context_length >= self._session.needs]
-            self.fleet = with_fields(self.fleet, replicas=(*self.fleet.replicas, *fit))
-        return self.fleet

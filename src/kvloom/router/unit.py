@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Final
 
 from kvloom.cluster.state import Outlook
-from kvloom.router.replicas import Replica
-from kvloom.router.waiting import LoadReport
+from kvloom.router.replicas import LoadReport, Replica
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
 from kvloom.types.errors import ConfigError, KvloomError, Unavailable
@@ -34,16 +33,16 @@ class Unit:
         *,
         admit: Callable[[Unit, Sequence[ModelCard]], None],
         lost: Callable[[Unit], None],
-        changed: Callable[[], None],
+        changed: Callable[[Iterable[str]], None],
         emptied: Callable[[], None] = lambda: None,
         managed: bool = False,
         cards: Sequence[ModelCard] = (),
     ) -> None:
         """admit: called with the cards each time that the unit tells what it serves, and raises KvloomError
-        if it must stay out; lost: called each time that the unit goes down; changed: called when the unit is
-        up, or is not to be waited for any more; emptied: called when the last call there has ended; managed:
-        whether there is a controller, which starts what has died again; cards: what the unit serves, as far
-        as anyone knows."""
+        if it must stay out; lost: called each time that the unit goes down; changed: called with the models
+        for which the unit is up, or is not to be waited for any more; emptied: called when the last call
+        there has ended; managed: whether there is a controller, which starts what has died again; cards: what
+        the unit serves, as far as anyone knows."""
         self.name = name
         self.client = client
         self.replicas = {card.name: Replica(self, card) for card in cards}
@@ -67,7 +66,7 @@ class Unit:
         self._come: object = None  # One that is here, and is to be asked.
         self._to_be_asked = asyncio.Event()
         self._questions = 0  # How often it was asked what it serves.
-        self._answered = 0  # The number of the last of these that it has answered.
+        self._settled = 0  # The last of these questions that was answered, or failed.
         self._checking = asyncio.Lock()
         self._answered_at = clock.now()
         self._idle_since = clock.now()
@@ -126,6 +125,7 @@ class Unit:
                 self._withdraw()
             return not asked
         self._come = None
+        waited_for = self.awaited or self.lost
         if outlook == "failed" and self.outlook != "failed":
             self._failed_at = self._clock.now()
         elif outlook != "failed":
@@ -137,7 +137,8 @@ class Unit:
         if self._takes:
             return admitted
         self._withdraw()
-        self._changed()
+        if waited_for and not self.awaited:
+            self._changed(self.replicas)
         return False
 
     @property
@@ -156,32 +157,33 @@ class Unit:
                 pause = min(2 * pause, LONGEST_PAUSE)
 
     async def ask(self) -> None:
-        """Learns what it serves. It is up if it answers, unless it is withdrawn. What comes after the answer
-        to a later question does not count: another process may have given it."""
+        """Learns what it serves. It is up if it answers, unless it is withdrawn. What comes of a question
+        does not count once a later one was answered or has failed: another process may have answered it."""
         life = self._come
         self._questions += 1
         question = self._questions
+        failure: Exception | None = None
+        cards: Sequence[ModelCard] = ()
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 cards = await self.client.models()
-            if question < self._answered:
-                return
             self._admit(self, cards)
         except (KvloomError, TimeoutError) as error:
-            if question > self._answered:
-                self._arrive(life)
-                self._lose(error)
+            failure = error
+        if question < self._settled:
             return
-        self._answered = question
+        self._settled = question
+        self._arrive(life)
+        if failure is not None:
+            self._lose(failure)
+            return
         for card in cards:
             known = self.replicas.setdefault(card.name, Replica(self, card))
             known.card = card
-        for gone in self.replicas.keys() - {card.name for card in cards}:
-            del self.replicas[gone]
-        self._arrive(life)
+        self.keep_only({card.name for card in cards})
         self.up, self.problem = self._takes, None
         self._to_be_asked.clear()
-        self._changed()
+        self._changed(self.replicas)
 
     def _arrive(self, life: object) -> None:
         """The process that was asked is the one that is here, if it was told of."""
@@ -235,10 +237,12 @@ class Unit:
         self._lost(self)
         await self.ask()
 
-    def keep_only(self, models: Sequence[str]) -> None:
+    def keep_only(self, models: Set[str]) -> None:
         """Lets the unit serve no other models from now on; what runs there goes on."""
-        for gone in self.replicas.keys() - set(models):
-            del self.replicas[gone]
+        gone = self.replicas.keys() - models
+        for model in gone:
+            del self.replicas[model]
+        self._changed(gone)
 
     def _withdraw(self) -> None:
         self.up = False

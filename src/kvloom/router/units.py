@@ -44,11 +44,11 @@ class Units(Mapping[str, Unit]):
         clock: Clock,
         *,
         index: PrefixIndex,
-        changed: Callable[[], None],
+        changed: Callable[[Iterable[str]], None],
         link: FleetLink | None = None,
     ) -> None:
-        """engines: the units' clients, if there is no link to a controller; changed: called when a unit is
-        up, or is not to be waited for any more."""
+        """engines: the units' clients, if there is no link to a controller; changed: called with
+        models for which a unit is up, or is not to be waited for any more."""
         self._clock = clock
         self._index = index
         self._changed = changed
@@ -153,7 +153,7 @@ class Units(Mapping[str, Unit]):
         )
 
     def replicas(self, model: str) -> tuple[Replica, ...]:
-        return tuple(unit.replicas[model] for unit in self.values() if model in unit.replicas)
+        return tuple(unit.replicas[model] for unit in self._units.values() if model in unit.replicas)
 
     @property
     def models(self) -> list[str]:
@@ -204,7 +204,7 @@ class Units(Mapping[str, Unit]):
             if self._tasks is not None:
                 self._watch(unit, self._tasks)
         if spec.edition > 1 or spec.removed:
-            unit.keep_only([] if spec.removed else [model.name for model in spec.engine.models])
+            unit.keep_only(set() if spec.removed else {model.name for model in spec.engine.models})
         life = process.generation, process.serial
         problem = Unavailable(process.problem) if process.problem else None
         stands = outlook(spec, process)
@@ -225,7 +225,7 @@ class Units(Mapping[str, Unit]):
     def _drop(self, name: str) -> None:
         unit = self._units.pop(name)
         self._unwatch(name)
-        unit.keep_only([])
+        unit.keep_only(set())
         unit.stand("away", drained=False, life=None, problem=None)
         self._late.discard(unit)
         if asked := self._asked.pop(unit, None):
@@ -262,17 +262,20 @@ class Units(Mapping[str, Unit]):
             watch.cancel()
 
     def _admit(self, newcomer: Unit, cards: Sequence[ModelCard]) -> None:
-        """Raises ConfigError if the unit would answer for a model with another's tokens."""
+        """Raises ConfigError if the unit would answer for a model with another's tokens. One other replica
+        speaks for all, because they were admitted in the same way."""
         for card in cards:
-            for other in self.replicas(card.name):
-                if other.name == newcomer.name:
-                    continue
-                for field in _SPOKEN:
-                    if getattr(card, field) != getattr(other.card, field):
-                        raise ConfigError(
-                            f"{card.name} differs in {field} between {other.name} and {newcomer.name}; "
-                            "replicas of one model, or models of two names, are right"
-                        )
+            others = (unit for unit in self._units.values() if unit is not newcomer)
+            other = next((unit for unit in others if card.name in unit.replicas), None)
+            if other is None:
+                continue
+            known = other.replicas[card.name].card
+            for field in _SPOKEN:
+                if getattr(card, field) != getattr(known, field):
+                    raise ConfigError(
+                        f"{card.name} differs in {field} between {other.name} and {newcomer.name}; "
+                        "replicas of one model, or models of two names, are right"
+                    )
 
     def _lost(self, unit: Unit) -> None:
         self._index.forget(unit.name)

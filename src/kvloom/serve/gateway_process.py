@@ -84,7 +84,9 @@ async def gateway(
 
         link = FleetLink(mirror, connect, lambda unit: kept_cards(Path(order.sockets), unit))
         router = await stack.enter_async_context(Router(link, program, clock, patience=order.patience))
-        orders = FleetOrders(mirror, router, seconds=order.drain, memory=order.memory, cores=order.cores)
+        orders = FleetOrders(
+            mirror, router.units, seconds=order.drain, memory=order.memory, cores=order.cores
+        )
         rescheduler = await stack.enter_async_context(Rescheduler(router, clock, orders))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         app = create_app(

@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from kvloom.lab.sim.fleet import Rescheduling
 from kvloom.lab.sim.unit import SimulatedUnit
-from kvloom.router.session import DEATHS
+from kvloom.router.candidates import DEATHS
 from kvloom.types.request import StartGenerate
 from kvloom.types.spec import Option
 

@@ -49,7 +49,7 @@ class FaultyGateway:
         self.wires = wires
         self.mirror = Mirror(snapshot, self._send)
         self.router = Router(FleetLink(self.mirror, wires.__getitem__), program, clock)
-        orders = FleetOrders(self.mirror, self.router, seconds=inf)
+        orders = FleetOrders(self.mirror, self.router.units, seconds=inf)
         self.rescheduler = Rescheduler(self.router, clock, orders)
         self._tell = tell
         self._gone = False

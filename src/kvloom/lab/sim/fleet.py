@@ -111,7 +111,7 @@ async def simulated(
         await stack.enter_async_context(router)
         rescheduler = None
         if rescheduling:
-            orders = FleetOrders(mirror, router, seconds=inf)
+            orders = FleetOrders(mirror, router.units, seconds=inf)
             moving = rescheduled(router, clock, rescheduling, orders)
             rescheduler = await stack.enter_async_context(moving)
         server = machine.server(router) if machine else router
