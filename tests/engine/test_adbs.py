@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kvloom.engine.batching import POLICIES
 from kvloom.engine.batching.view import LASTING, STARVING, Decode, Preempt, Prefill, UnitView
-from tests.engine.views import model, unit
+from tests.engine.views import JOBS, model, unit
 
 
 def adbs(view: UnitView) -> object:
@@ -108,6 +108,6 @@ def test_quotas_leave_a_model_its_only_sequence_for_a_while() -> None:
     a = model("a", waiting=1, head_blocks=10, head=(0, 9, 0), quota=50)
     b = model("b", held=1, running=1, used=95, quota=50, decodable=1, victim=(0, 3, 0), last_prefill=990)
     assert adbs(unit(a, b)) == Decode("b", 1)
-    assert adbs(unit(a, b, jobs=990 + LASTING + 1)) == Preempt("b")
+    assert adbs(unit(a, replace(b, last_prefill=JOBS - LASTING - 1))) == Preempt("b")
     assert adbs(unit(a, replace(b, victim=(0, 10, 0)))) == Preempt("b")
     assert adbs(unit(a, replace(b, running=2, held=2))) == Preempt("b")

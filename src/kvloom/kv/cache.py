@@ -97,11 +97,6 @@ class ModelCache:
         return self.pages.idle_blocks
 
     @property
-    def changes(self) -> int:
-        """A number that is another when holders of pages have changed."""
-        return self.pages.changes
-
-    @property
     def sequences(self) -> tuple[int, ...]:
         return tuple(self._table.held)
 

@@ -40,11 +40,6 @@ class DecodePlanner(Generic[S]):
         """Sequences that are offloaded now."""
         return 0
 
-    @property
-    def mark(self) -> object:
-        """Another value whenever `ready` or `takers` may answer otherwise although the cache is the same."""
-        return None
-
     def is_home(self, sequence: S) -> bool:
         """Returns whether the sequence's K and V, as far as it has any, are this unit's."""
         return True
@@ -118,6 +113,7 @@ class OffloadedSequences(DecodePlanner[S]):
             blocks, {home.model: home.geometry}, max_sequences=rows, max_tokens={home.model: max_tokens}
         )
         self.cache = self.pool.caches[home.model]
+        self.cache.pages.on_change = home.pages.on_change
         self.policy = OffloadPolicy[S](self.cache, share, rows)
         self.went = self.came = 0  # sequences that moved out, and back
         self.tokens = 0  # computed elsewhere under this loan
@@ -134,14 +130,11 @@ class OffloadedSequences(DecodePlanner[S]):
     @share.setter
     def share(self, share: float) -> None:
         self.policy.set_share(share)
+        self.home.pages.on_change()
 
     @property
     def count(self) -> int:
         return len(self.policy.offloaded)
-
-    @property
-    def mark(self) -> object:
-        return self.policy.mark
 
     def is_home(self, sequence: S) -> bool:
         return not self.policy.has(sequence)
@@ -173,6 +166,7 @@ class OffloadedSequences(DecodePlanner[S]):
         if others is None:
             return [victim]
         self.policy.urge(victim)
+        self.home.pages.on_change()
         return others
 
     def crowded(self, ready: Sequence[S]) -> list[S]:
