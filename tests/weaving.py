@@ -18,7 +18,7 @@ from kvloom.engine.sequence import Sequence
 from kvloom.exec.cpu.executor import TorchExecutor
 from kvloom.exec.cpu.parallel import load_executor
 from kvloom.offload.cpu.backend import CpuOffloadBackend
-from kvloom.offload.offloaded import OffloadedSequences
+from kvloom.offload.planner import OffloadingPlanner
 from kvloom.offload.terms import Borrow, Loan
 from kvloom.serve.engine_process import open_transport
 from kvloom.types.errors import KvloomError, WireError
@@ -52,7 +52,7 @@ async def until(holds: Callable[[], bool], tries: int = 20_000) -> None:
     raise AssertionError("it never came to be")
 
 
-def woven_of(engine: Engine) -> OffloadedSequences[Sequence]:
+def woven_of(engine: Engine) -> OffloadingPlanner[Sequence]:
     """The hot model's loan."""
     woven = engine.borrower.loan(MODEL)
     assert woven is not None

@@ -14,7 +14,7 @@ from msgspec import structs
 from kvloom.engine.batching.view import ModelView
 from kvloom.engine.sequence import Sequence, Status
 from kvloom.kv.cache import ModelCache
-from kvloom.offload.offloaded import DecodePlanner
+from kvloom.offload.planner import DecodePlanner
 from kvloom.types.address import KVForm
 from kvloom.types.job import Job, Phase
 from kvloom.types.load import STEP_WINDOW
@@ -256,7 +256,7 @@ _NOBODY: Final = (0, 0, 0)
 
 class BusyModels:
     """The views of the models with requests that wait or run. A view is made anew only if something has
-    changed: policies are asked several times a job, there may be hundreds of sequences, and as many models."""
+    changed: policies are asked several times a job, and there may be hundreds of sequences and models."""
 
     def __init__(self, queues: Iterable[ModelQueue]) -> None:
         self.places = {queue: i for i, queue in enumerate(queues)}

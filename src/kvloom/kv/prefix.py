@@ -83,7 +83,7 @@ class Recency:
 
     def __init__(self) -> None:
         self.blocks = 0
-        """Blocks that `reclaim` can give back: those of pages that trees alone hold. `PageTable` counts them."""
+        """Blocks that `reclaim` can give back; the page tables count them."""
         self._order: OrderedDict[Node, PrefixTree] = OrderedDict()
 
     @property

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from kvloom.kv.cache import ModelCache
 from kvloom.kv.pool import Pool
-from kvloom.offload.offloaded import DecodePlanner, OffloadedSequences
+from kvloom.offload.planner import DecodePlanner, OffloadingPlanner
 from kvloom.offload.policy import Observation, S, Share, Slowdown, adapted
 from kvloom.offload.terms import Borrow, Loan, OffloadBackend
 from kvloom.types.address import KVForm
@@ -190,7 +190,7 @@ class Borrower(Generic[S]):
         self._backend = backend
         self._wake = wake
         self._ends = asyncio.Event()  # of a loan
-        self._loans: dict[str, OffloadedSequences[S]] = {}  # by model, whose planner it is
+        self._loans: dict[str, OffloadingPlanner[S]] = {}  # by model, whose planner it is
 
     def review(self, lacks: Lacks, jobs: int) -> None:
         """Notes whether the models are short of blocks, and ends loans that lenders have withdrawn.
@@ -202,7 +202,7 @@ class Borrower(Generic[S]):
             elif not loan.short:
                 loan.short = lacks(self._total)
 
-    def loan(self, model: str) -> OffloadedSequences[S] | None:
+    def loan(self, model: str) -> OffloadingPlanner[S] | None:
         """Returns what the model has borrowed."""
         return self._loans.get(model)
 
@@ -226,7 +226,7 @@ class Borrower(Generic[S]):
         if self.loan(borrow.model) is not None:
             raise Conflict(f"weave: {borrow.model} has a loan already")
         blocks = _able(self._backend).borrow(borrow, loan)
-        queue.planner = self._loans[borrow.model] = OffloadedSequences[S](
+        queue.planner = self._loans[borrow.model] = OffloadingPlanner[S](
             queue.cache,
             blocks,
             share,
