@@ -17,7 +17,7 @@ from kvloom.engine.engine import Engine
 from kvloom.engine.sequence import Sequence
 from kvloom.exec.cpu.executor import TorchExecutor
 from kvloom.exec.cpu.parallel import load_executor
-from kvloom.offload.cpu.backend import CpuOffloadBackend
+from kvloom.offload.cpu.attention import CpuOffloadBackend
 from kvloom.offload.planner import OffloadingPlanner
 from kvloom.offload.terms import Borrow, Loan
 from kvloom.serve.engine_process import open_transport

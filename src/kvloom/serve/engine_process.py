@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from kvloom.exec.cpu.executor import TorchExecutor
     from kvloom.exec.cuda.executor import GpuExecutor
     from kvloom.kv.arena import ArenaMemory
-    from kvloom.offload.cpu.backend import CpuOffloadBackend
-    from kvloom.offload.cuda.backend import CudaOffloadBackend
+    from kvloom.offload.cpu.attention import CpuOffloadBackend
+    from kvloom.offload.cuda import CudaOffloadBackend
     from kvloom.transfer.cuda_ipc import CudaIpcTransport
     from kvloom.transfer.nixl import NixlTransport
     from kvloom.transfer.shared_memory import ShmTransport
@@ -47,7 +47,7 @@ def preload() -> list[Callable[[], object]]:
     from kvloom.engine.engine import Engine  # noqa: F401, PLC0415
     from kvloom.exec.cpu.parallel import load_executor  # noqa: F401, PLC0415
     from kvloom.kernels.cpu.warm import kernels  # noqa: PLC0415
-    from kvloom.offload.cpu.backend import CpuOffloadBackend  # noqa: F401, PLC0415
+    from kvloom.offload.cpu.attention import CpuOffloadBackend  # noqa: F401, PLC0415
     from kvloom.offload.loans import Borrower  # noqa: F401, PLC0415
     from kvloom.router.client import HttpEngineClient  # noqa: F401, PLC0415
     from kvloom.serve.machine import require_hub  # noqa: F401, PLC0415
@@ -138,13 +138,13 @@ def open_offload(
     """Returns the unit's part in lending and borrowing; None if its device, its ranks or its transport have
     none."""
     from kvloom.exec.cpu.executor import TorchExecutor  # noqa: PLC0415
-    from kvloom.offload.cpu.backend import CpuOffloadBackend  # noqa: PLC0415
+    from kvloom.offload.cpu.attention import CpuOffloadBackend  # noqa: PLC0415
     from kvloom.transfer.shared_memory import ShmTransport  # noqa: PLC0415
 
     if isinstance(executor, TorchExecutor) and isinstance(transport, ShmTransport):
         return CpuOffloadBackend(executor, transport)
     from kvloom.exec.cuda.executor import GpuExecutor  # noqa: PLC0415
-    from kvloom.offload.cuda.backend import CudaOffloadBackend  # noqa: PLC0415
+    from kvloom.offload.cuda import CudaOffloadBackend  # noqa: PLC0415
     from kvloom.transfer.cuda_ipc import CudaIpcTransport  # noqa: PLC0415
 
     if isinstance(executor, GpuExecutor) and isinstance(transport, CudaIpcTransport):

@@ -24,7 +24,7 @@ from kvloom.exec.cuda.loader import load_executor
 from kvloom.exec.cuda.operations import Operations, plain_operations, triton_operations
 from kvloom.exec.cuda.streams import HostStream
 from kvloom.kernels.mailbox import BorrowerState, LenderState, LentArena, MailboxTensors, signed
-from kvloom.offload.cuda.backend import CudaOffloadBackend
+from kvloom.offload.cuda import CudaOffloadBackend
 from kvloom.offload.terms import Borrow, Loan
 from kvloom.serve.engine_process import load_unit, open_offload, open_transport
 from kvloom.transfer.cuda_ipc import CudaIpcTransport
