@@ -20,14 +20,12 @@ from kvloom.types.job import Job, Phase
 from kvloom.types.load import STEP_WINDOW
 from kvloom.types.request import ModelCard
 
-WINDOW: Final = STEP_WINDOW
-
 
 class StepTime:
     """The running median of what a decode step takes; one slow step does not move it."""
 
     def __init__(self) -> None:
-        self._last: deque[float] = deque(maxlen=WINDOW)
+        self._last: deque[float] = deque(maxlen=STEP_WINDOW)
 
     def note(self, seconds: float) -> None:
         """Notes the seconds of one more step."""
@@ -41,8 +39,8 @@ class StepTime:
     @property
     def least(self) -> float:
         """Seconds that the next step takes at least, as far as is known: no more than the last one, which may
-        have had fewer sequences. 0 before there were `WINDOW` steps: the first ones take longer."""
-        return min(self.seconds, self._last[-1]) if len(self._last) == WINDOW else 0.0
+        have had fewer sequences. 0 before there were `STEP_WINDOW` steps: the first ones take longer."""
+        return min(self.seconds, self._last[-1]) if len(self._last) == STEP_WINDOW else 0.0
 
 
 class ModelStats:

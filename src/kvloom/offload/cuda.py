@@ -18,6 +18,7 @@ import torch
 from kvloom.kernels.mailbox import End, LenderState, LentArena, MailboxTensors, Trouble
 from kvloom.kv.arena import ArenaMemory
 from kvloom.offload.memory.device import BorrowedDeviceBlocks, DeviceLending
+from kvloom.offload.memory.mailbox import START
 from kvloom.offload.terms import Borrow, Loan, on_this_loop, one_number, watched
 from kvloom.transfer.cuda_ipc import CudaIpcTransport
 from kvloom.types.clock import has_ended
@@ -302,7 +303,7 @@ class CudaOffloadBackend:
                 server = CudaAttentionServer(
                     lending.mailbox.tensors,
                     lent,
-                    lending.start,
+                    START,
                     executor.lanes,
                     executor.beside(),
                     executor.serve,
