@@ -15,8 +15,8 @@ import msgspec
 from kvloom.engine.engine import Engine
 from kvloom.engine.sequence import Sequence
 from kvloom.exec.cpu.executor import TorchExecutor, load_executor
-from kvloom.offload.cpu.backend import CpuOffloadBackend
-from kvloom.offload.offloaded import OffloadedSequences
+from kvloom.offload.cpu.attention import CpuOffloadBackend
+from kvloom.offload.planner import OffloadingPlanner
 from kvloom.offload.terms import Borrow, Loan
 from kvloom.serve.engine import open_transport
 from kvloom.types.errors import KvloomError, WireError
@@ -50,7 +50,7 @@ async def until(holds: Callable[[], bool], tries: int = 20_000) -> None:
     raise AssertionError("it never came to be")
 
 
-def woven_of(engine: Engine) -> OffloadedSequences[Sequence]:
+def woven_of(engine: Engine) -> OffloadingPlanner[Sequence]:
     """The hot model's loan."""
     woven = engine.borrower.loan(MODEL)
     assert woven is not None

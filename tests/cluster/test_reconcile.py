@@ -12,11 +12,11 @@ from kvloom.cluster.reconcile import (
     BeginServing,
     CallBack,
     DrainUnit,
-    Finish,
+    EndTurn,
     Forget,
     Kill,
-    Pass,
-    Raise,
+    PassOver,
+    RaiseGeneration,
     RetireGateway,
     StartProcess,
     StopProcess,
@@ -159,39 +159,44 @@ ALL = ("a", "b", "scheduler", "gateway")
 @pytest.mark.parametrize(
     ("rolling", "a", "b", "actions"),
     [
-        (Rolling(left=ALL), at("ready"), at("ready"), [Raise("a")]),
-        (Rolling(left=ALL, budget=2), at("ready"), at("ready"), [Raise("a"), Raise("b")]),
-        (Rolling(left=ALL), at("waiting", until=60.0), at("ready"), [Wait(60.0), Raise("a")]),
+        (Rolling(left=ALL), at("ready"), at("ready"), [RaiseGeneration("a")]),
+        (Rolling(left=ALL, budget=2), at("ready"), at("ready"), [RaiseGeneration("a"), RaiseGeneration("b")]),
+        (Rolling(left=ALL), at("waiting", until=60.0), at("ready"), [Wait(60.0), RaiseGeneration("a")]),
         (Rolling(left=ALL), at("draining", 0, calls=1), at("ready"), []),
         (Rolling(left=ALL[1:], active=("a",)), at("ready"), at("ready"), []),
         (
             Rolling(left=ALL[1:], active=("a",)),
             at("ready", seen=True),
             at("ready"),
-            [Finish("a"), Raise("b")],
+            [EndTurn("a"), RaiseGeneration("b")],
         ),
         (
             Rolling(left=ALL[1:], active=("a",)),
             at("ready", seen=True, problem="it differs"),
             at("ready"),
-            [Finish("a", "it differs")],
+            [EndTurn("a", "it differs")],
         ),
         (
             Rolling(left=ALL[1:], active=("a",)),
             at("failed", problem="it died"),
             at("ready"),
-            [Finish("a", "it died")],
+            [EndTurn("a", "it died")],
         ),
-        (Rolling(left=("scheduler", "gateway")), at("ready"), at("ready"), [Raise("scheduler")]),
+        (Rolling(left=("scheduler", "gateway")), at("ready"), at("ready"), [RaiseGeneration("scheduler")]),
         (Rolling(left=("gateway",)), at("draining", 0, calls=1), at("ready"), []),
         (
             Rolling(left=("gateway",), active=("scheduler",)),
             at("ready"),
             at("ready"),
-            [Finish("scheduler"), Raise("gateway")],
+            [EndTurn("scheduler"), RaiseGeneration("gateway")],
         ),
-        (Rolling(left=(), active=("gateway",)), at("ready"), at("ready"), [Finish("gateway")]),
-        (Rolling(left=("z", "gateway")), at("ready"), at("ready"), [Pass("z"), Raise("gateway")]),
+        (Rolling(left=(), active=("gateway",)), at("ready"), at("ready"), [EndTurn("gateway")]),
+        (
+            Rolling(left=("z", "gateway")),
+            at("ready"),
+            at("ready"),
+            [PassOver("z"), RaiseGeneration("gateway")],
+        ),
     ],
 )
 def test_a_rolling_restart(
@@ -208,9 +213,9 @@ def test_a_rolling_restart_leaves_a_unit_alone_that_is_to_have_no_process() -> N
     rolling = Rolling(left=("a", "b", "gateway"))
     units = {"a": unit(wanted=False), "b": unit(wanted=False)}
     assert due(units, {"a": at("draining", calls=1)}, rolling=rolling) == (
-        Pass("a"),
-        Pass("b"),
-        Raise("gateway"),
+        PassOver("a"),
+        PassOver("b"),
+        RaiseGeneration("gateway"),
     )
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from kvloom.engine.batching.view import ModelView
-from kvloom.engine.model_queue import CachedView, model_view
+from kvloom.engine.model_queue import BusyModels, model_view
 from tests.engine.real_fleet import Fleet, make_fleet
 
 
@@ -19,11 +17,11 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
 @pytest.fixture(autouse=True)
 def _kept_views_are_true(monkeypatch: pytest.MonkeyPatch) -> None:
     """In every test: what a policy is shown is what it would be shown if it were looked at anew."""
-    kept = CachedView.at
+    kept = BusyModels.views
 
-    def at(self: CachedView, now: int) -> ModelView:
-        told, (fresh, since) = kept(self, now), model_view(self._queue)
-        assert told == replace(fresh, waited=0 if since is None else now - since)
+    def views(self: BusyModels) -> tuple[ModelView, ...]:
+        told = kept(self)
+        assert told == tuple(model_view(queue) for queue in self.places if queue.is_busy)
         return told
 
-    monkeypatch.setattr(CachedView, "at", at)
+    monkeypatch.setattr(BusyModels, "views", views)

@@ -11,7 +11,7 @@ import numpy as np
 from kvloom.engine.engine import Engine
 from kvloom.engine.sequence import Sequence
 from kvloom.lab.faults.invariants import EMPTY, InvariantChecker
-from kvloom.offload.offloaded import OffloadedSequences
+from kvloom.offload.planner import OffloadingPlanner
 from kvloom.offload.terms import Borrow, Loan
 from kvloom.types.address import KVAddress, Ticket
 from kvloom.types.geometry import I32
@@ -151,7 +151,7 @@ def hot_unit(
     return engine_over(executor, offload=ModelledBackend(executor)), executor
 
 
-def borrow(engine: Engine, share: float, pages: int) -> OffloadedSequences[Sequence]:
+def borrow(engine: Engine, share: float, pages: int) -> OffloadingPlanner[Sequence]:
     """A loan from nowhere."""
     terms = engine.borrower.terms(MODEL, pages)
     count = pages * terms.form.layers * terms.form.kv_heads

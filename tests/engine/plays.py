@@ -1,14 +1,16 @@
-"""Orders and plays for the engine over a modelled device."""
+"""Orders, plays and readers for the engine over a modelled device."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import aclosing
 
 from kvloom.engine.engine import Engine
 from kvloom.types.request import SamplingParams, StartGenerate
 from tests.engines import Answer
 from tests.modelled import VOCAB, ModelledExecutor, expected, finish, modelled, surprise, turns
+from tests.modelled_units import Unit
 
 MOST_JOBS = 20_000
 
@@ -60,3 +62,26 @@ async def until(true: Callable[[], bool]) -> None:
 
 async def until_in_a_job(executor: ModelledExecutor, count: int = 1) -> None:
     await until(lambda: len(executor.jobs) >= count and executor.idle < executor.compute)
+
+
+class Reader:
+    """Takes what a request's stream brings."""
+
+    def __init__(self, unit: Unit, body: StartGenerate) -> None:
+        self.answer = Answer(tokens={one.choice: list(one.tokens) for one in body.made})
+        self.body = body
+        self._unit = unit
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async with aclosing(self._unit.engine.start_generate(self.body)) as frames:
+            async for frame in frames:
+                self.answer.take(frame)
+
+    async def until(self, tokens: int) -> None:
+        """Each choice has so many, or the request is over."""
+        while not self.task.done() and (
+            len(self.answer.tokens) < self.body.n
+            or min(len(some) for some in self.answer.tokens.values()) < tokens
+        ):
+            await turns(1)

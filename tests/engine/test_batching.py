@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 from collections.abc import Callable
+from types import FrameType
 
 import pytest
 
@@ -28,6 +30,7 @@ from tests.modelled import (
     modelled,
     turns,
 )
+from tests.modelled_units import ManualClock
 
 _NUMBERS = itertools.count()
 
@@ -173,3 +176,33 @@ def test_decodes_of_a_model_are_one_batch() -> None:
         assert max(len(job.plan.sequences) for job in decodes) == 6
 
     serve(play(), engine, executor)
+
+
+def calls_beside(idle: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Returns how often kvloom's functions are called for one request on a unit with so many idle models."""
+    names = [f"idle{i}" for i in range(idle)]
+    for name in names:
+        monkeypatch.setitem(GEOMETRIES, name, GEOMETRIES["thin"])
+    executor = ModelledExecutor(100, models=["wide", *names])
+    engine, calls = engine_over(executor, clock=ManualClock()), 0  # quotas are adapted once a period
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        calls += event == "call" and "/kvloom/" in frame.f_code.co_filename
+
+    async def play() -> None:
+        await ask(engine, order("wide", 8, 8))
+        sys.setprofile(count)
+        try:
+            await ask(engine, order("wide", 8, 40))
+        finally:
+            sys.setprofile(None)
+
+    serve(play(), engine, executor)
+    return calls
+
+
+def test_a_step_costs_no_more_beside_models_that_have_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the check that each view is true looks at every model
+    alone = calls_beside(0, monkeypatch)
+    assert calls_beside(40, monkeypatch) < 1.02 * alone

@@ -22,8 +22,8 @@ def preempting(monkeypatch: pytest.MonkeyPatch, at: list[int]) -> None:
     usual = POLICIES["adbs"]
 
     def policy(view: UnitView) -> Action | None:
-        [wide] = [model for model in view.models if model.name == MODEL]
-        if at and wide.partial and wide.used >= at[0]:
+        begun = [model for model in view.models if model.name == MODEL and model.partial]
+        if at and begun and begun[0].used >= at[0]:
             at.pop(0)
             return Preempt(MODEL)
         return usual(view)

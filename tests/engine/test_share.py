@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.engine.model_queue import WINDOW, StepTime
+from kvloom.engine.model_queue import StepTime
 from kvloom.offload.policy import CALM, FIRST, LONGEST, STEP, Observation, Share, Slowdown, adapted
+from kvloom.types.load import STEP_WINDOW
 from tests.cluster.loads import model, unit
 
 BOUND = 0.15
@@ -89,10 +90,10 @@ def course(look: Callable[[float], Observation], count: int) -> list[float]:
 def test_a_slow_step_does_not_move_the_pace() -> None:
     pace = StepTime()
     assert pace.seconds == 0
-    for i in range(3 * WINDOW):
+    for i in range(3 * STEP_WINDOW):
         pace.note(9.0 if i % 5 == 0 else 1.0)
     assert pace.seconds == 1
-    for _ in range(WINDOW):
+    for _ in range(STEP_WINDOW):
         pace.note(2.0)
     assert pace.seconds == 2
 
@@ -107,22 +108,22 @@ def test_slowdown_is_against_steps_with_nothing_away() -> None:
         return slowdown.seen(report, offloaded=away)
 
     assert seen(0, 1.0, away=False) is None
-    assert seen(WINDOW - 1, 1.0, away=False) is None
+    assert seen(STEP_WINDOW - 1, 1.0, away=False) is None
     assert seen(1, 1.0, away=False) == 0
     assert seen(40, 1.2, away=True) == pytest.approx(0.2)
     assert seen(0, 1.2, away=True) == 0  # it has nothing to do
     assert seen(3, 1.5, away=False) == pytest.approx(0.5)  # still the steps of before
-    assert seen(WINDOW, 1.5, away=False) == 0  # it has more to do now, for itself
+    assert seen(STEP_WINDOW, 1.5, away=False) == 0  # it has more to do now, for itself
     steps = 0
     assert seen(1, 1.0, away=True) is None  # another process
 
 
 def test_the_model_that_suffers_most_counts() -> None:
     slowdown = Slowdown()
-    for steps, seconds in ((0, 1.0), (WINDOW, 1.0), (2 * WINDOW, 1.1)):
+    for steps, seconds in ((0, 1.0), (STEP_WINDOW, 1.0), (2 * STEP_WINDOW, 1.1)):
         models = (
             model(decode_jobs_total=steps, step_seconds=seconds),
             model(decode_jobs_total=steps, step_seconds=seconds**3),
         )
-        found = slowdown.seen(unit(*models), offloaded=steps > WINDOW)
+        found = slowdown.seen(unit(*models), offloaded=steps > STEP_WINDOW)
     assert found == pytest.approx(1.1**3 - 1)

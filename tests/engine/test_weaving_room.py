@@ -1,12 +1,15 @@
-"""A loan without much room: who goes out, who has to come back, and what that costs the others."""
+"""A loan without much room: who goes out, who has to come back, what that costs the others, and who gives way
+where blocks are short; and sequences that go away and come home at random."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 
 from kvloom.engine.engine import Engine
+from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.sequence import Sequence
 from kvloom.offload.policy import COPIED, KEPT
 from kvloom.types.job import Job
@@ -14,7 +17,8 @@ from kvloom.types.request import StartGenerate
 from kvloom.types.verbs import PrepRecv
 from tests.engine.modelled_weaving import MODEL, PAGE, ModelledBackend, WeavingExecutor, borrow, hot_unit
 from tests.engine.plays import check, order, serve, until
-from tests.modelled import ModelledExecutor, ask, engine_over, modelled
+from tests.engines import Answer
+from tests.modelled import ModelledExecutor, ask, engine_over, modelled, turns
 from tests.modelled_units import sending
 from tests.plane import Plane
 
@@ -180,3 +184,124 @@ def test_the_prompt_of_an_offloaded_request_can_be_sent() -> None:
             await asked
 
     serve(play(), hot, executor)
+
+
+Gone = list[tuple[Sequence, bool]]
+
+
+@pytest.fixture
+def gone(monkeypatch: pytest.MonkeyPatch) -> Gone:
+    """Who was put back, and whether from home."""
+    seen, real = Gone(), ModelQueue.put_back
+
+    def put_back(self: ModelQueue, sequence: Sequence, now: int) -> None:
+        seen.append((sequence, self.planner.is_home(sequence)))
+        real(self, sequence, now)
+
+    monkeypatch.setattr(ModelQueue, "put_back", put_back)
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_urgent_one_is_computed_again(seed: int, gone: Gone) -> None:
+    """Four of sixteen are urgent, and the shortest, so that the others together always make room for them."""
+    dice = random.Random(seed)
+    lent = dice.choice((20, 30))
+    engine, executor = hot_unit(dice.choice((30, 40)), lent, seed=seed)
+
+    async def one(i: int) -> None:
+        urgent = i % 4 == 1
+        length, count = (8, 40) if urgent else (dice.choice((24, 30)), 50)
+        body = order(f"{'r' * (i + 1)}", MODEL, length, priority=0 if urgent else 1, max_tokens=count)
+        check(executor, body, await ask(engine, body), whole=True)
+
+    async def play() -> None:
+        borrow(engine, dice.choice((0.3, 0.6, 1.0)), lent)
+        asked = []
+        for i in range(16):
+            asked.append(asyncio.create_task(one(i)))
+            await turns(dice.choice((0, 30)))
+        await asyncio.gather(*asked)
+
+    serve(play(), engine, executor)
+    assert gone
+    assert {sequence.order[0] for sequence, _ in gone} == {1}
+
+
+def test_the_urgent_go_out_in_the_place_of_the_others(gone: Gone) -> None:
+    """By their numbers half would be away, just those that are not urgent. The others need twice the pool."""
+    engine, executor = hot_unit(30, 60)
+
+    async def one(i: int) -> None:
+        away = i in (0, 2, 4, 5, 7)
+        length, count = (30, 50) if away else (8, 40)
+        body = order("r" * (i + 1), MODEL, length, priority=int(away), max_tokens=count)
+        check(executor, body, await ask(engine, body), whole=True)
+
+    async def play() -> None:
+        woven = borrow(engine, 0.5, 60)
+        await asyncio.gather(*map(one, range(10)))
+        assert woven.went > 5
+
+    serve(play(), engine, executor)
+    assert {(sequence.order[0], here) for sequence, here in gone} >= {(1, False)}
+    assert not [sequence.id for sequence, _ in gone if not sequence.order[0]]
+
+
+class Stirred:
+    """Requests that come, a share that changes, a loan that ends and is made again, all at random."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        losing = frozenset(self.random.sample(range(1, 60), self.random.choice((0, 1, 4))))
+        failing = frozenset(self.random.sample(range(20, 120), self.random.choice((0, 0, 2))))
+        self.lent = self.random.choice((5, 12, 40))
+        self.engine, self.executor = hot_unit(
+            self.random.choice((26, 32, 60)), self.lent, seed=seed, losing=losing, failing=failing
+        )
+        self.asked: list[tuple[StartGenerate, asyncio.Task[Answer]]] = []
+        self.aborted: set[str] = set()
+
+    async def play(self) -> None:
+        stirring = asyncio.create_task(self._stir())
+        for i in range(24):
+            body = order(
+                f"r{i}",
+                MODEL,
+                self.random.choice((1, 7, 16, 40, 60)),
+                n=self.random.choice((1, 1, 2)),
+                priority=self.random.choice((0, 0, 1)),
+                max_tokens=self.random.choice((1, 8, 30)),
+            )
+            self.asked.append((body, asyncio.create_task(ask(self.engine, body))))
+            await turns(self.random.choice((0, 5, 40)))
+        await asyncio.gather(*(task for _, task in self.asked))
+        assert not stirring.done()
+        stirring.cancel()
+
+    async def _stir(self) -> None:
+        while True:
+            woven, roll = self.engine.borrower.loan(MODEL), self.random.random()
+            if woven is None:
+                woven = borrow(self.engine, self.random.random(), self.lent)
+            elif roll < 0.4:
+                self.engine.borrower.set_share(MODEL, self.random.choice((0.0, 0.3, 0.7, 1.0)))
+            elif roll < 0.45:
+                self.engine.borrower.withdraw(MODEL)
+            elif roll < 0.5 and self.asked:
+                body, task = self.random.choice(self.asked)
+                if not task.done():
+                    self.aborted.add(body.request)
+                    await self.engine.abort(body.request)
+            woven.pool.check()
+            await turns(self.random.choice((1, 3, 10)))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_moves_the_tokens_are_those_of_a_lone_request(seed: int) -> None:
+    stirred = Stirred(seed)
+    serve(stirred.play(), stirred.engine, stirred.executor)
+    for body, task in stirred.asked:
+        failed = any(end.reason == "error" for end in task.result().ends.values())
+        whole = not failed and body.request not in stirred.aborted
+        check(stirred.executor, body, task.result(), whole=whole)

@@ -10,10 +10,11 @@ from kvloom.engine.batching.view import STARVING, ModelView, UnitView
 
 COMPUTE = (1, 2, 3, 8)
 NOBODY = (0, 0, 0)
+JOBS = 1000
 
 
-def model(name: str = "a", **changes: object) -> ModelView:
-    """An idle model with a quota of 50 blocks in pages of 2."""
+def model(name: str = "a", *, waited: int = 0, now: int = JOBS, **changes: object) -> ModelView:
+    """An idle model with a quota of 50 blocks in pages of 2, whose head has waited for `waited` jobs."""
     values: dict[str, object] = {
         "name": name,
         "waiting": 0,
@@ -32,7 +33,7 @@ def model(name: str = "a", **changes: object) -> ModelView:
         "page_blocks": 2,
         "last_prefill": 0,
         "last_decode": 0,
-        "waited": 0,
+        "head_since": now - waited,
     }
     return ModelView(**(values | changes))  # type: ignore[arg-type]
 
@@ -45,7 +46,8 @@ def unit(*models: ModelView, compute: int = 2, **changes: object) -> UnitView:
         "idle": compute,
         "free_blocks": 100 - sum(m.used for m in models),
         "last_was_prefill": False,
-        "jobs": 1000,
+        "jobs": JOBS,
+        "served": len(models),
     }
     return UnitView(**(values | changes))  # type: ignore[arg-type]
 
@@ -54,7 +56,7 @@ def unit(*models: ModelView, compute: int = 2, **changes: object) -> UnitView:
 def views(draw: st.DrawFn) -> UnitView:
     """Any view that an engine could show."""
     compute = draw(st.sampled_from(COMPUTE))
-    total = draw(st.integers(20, 200))
+    total, now = draw(st.integers(20, 200)), draw(st.sampled_from([200, 600]))
     idle, used, arrival = compute, 0, itertools.count()
     models: list[ModelView] = []
     for name in "abc"[: draw(st.integers(1, 3))]:
@@ -91,18 +93,20 @@ def views(draw: st.DrawFn) -> UnitView:
                 page_blocks=page,
                 last_prefill=draw(st.integers(0, 200)),
                 last_decode=draw(st.integers(0, 200)),
-                waited=draw(st.sampled_from([0, STARVING, STARVING + 1, 500])) if waiting or partial else 0,
+                now=now,
+                waited=draw(st.sampled_from([0, STARVING, STARVING + 1, 500])),
                 prefill_share=draw(st.integers(0, compute)),
                 decode_share=draw(st.integers(0, compute)),
             )
         )
     return UnitView(
         tuple(models),
+        len(models) + draw(st.integers(0, 3)),
         compute,
         idle,
         total - used,
         draw(st.booleans()),
-        draw(st.sampled_from([200, 600])),
+        now,
         draw(st.integers(0, compute // 2)),
         draw(st.booleans()),
     )

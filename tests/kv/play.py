@@ -45,9 +45,9 @@ class Play(Stage):
     def fork(self, random: Random) -> None:
         name = self.pick(random)
         if name and not self.full(name[0]):
-            at, child = random.randint(0, len(self.tokens[name])), self.account.new()
-            self.account.cache(name).fork_sequence(name[1], child, at)
-            self.tokens[name[0], child] = self.tokens[name][:at]
+            child = self.account.new()
+            self.account.cache(name).fork_sequence(name[1], child)
+            self.tokens[name[0], child] = list(self.tokens[name])
 
     # -- the prefix tree ---------------------------------------------------------------------------------
 

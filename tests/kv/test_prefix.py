@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from kvloom.types.errors import OutOfBlocks
-from tests.kv.serving import PAGE, found, ids, make, serve
-from tests.kv.trees import cached_tokens, check_form, longest, nodes
+from tests.kv.trees import PAGE, cached_tokens, check_form, found, ids, longest, make, nodes, serve
 
 
 @pytest.mark.parametrize("length", range(1, 18))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvloom.types.errors import OutOfBlocks
-from tests.kv.serving import found, make, serve
-from tests.kv.trees import cached_tokens, check_form, longest
+from tests.kv.trees import cached_tokens, check_form, found, longest, make, serve
 
 
 def test_least_recently_used_of_all_models_goes_first() -> None:

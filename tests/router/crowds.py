@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.engine.readers import Reader
+from tests.engine.plays import Reader
 from tests.modelled import turns
 from tests.modelled_units import MODEL, Unit, generate, prompt
 

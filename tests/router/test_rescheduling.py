@@ -16,7 +16,7 @@ from kvloom.types.clock import WallClock
 from kvloom.types.errors import BadRequest, Unavailable
 from kvloom.types.service import FleetState, Pair, Pairs, Steps
 from kvloom.types.verbs import Offer, Offered, PrepRecv
-from tests.engine.readers import Reader
+from tests.engine.plays import Reader
 from tests.modelled import expected, turns
 from tests.modelled_units import MODEL, generate, prompt, sending
 from tests.router.crowds import disperse, fill, until_waiting

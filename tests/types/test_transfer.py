@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 
 from kvloom.types.transfer import NEXT, TransferState
-from tests.kv.serving import PAGE
 from tests.kv.transfers import Shelf, address_of
+from tests.kv.trees import PAGE
 
 LIVE = (TransferState.PLANNED, TransferState.CLAIMED, TransferState.COPYING)
 

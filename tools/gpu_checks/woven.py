@@ -34,7 +34,7 @@ from torch import Tensor
 
 from kvloom.engine.engine import Engine
 from kvloom.exec.cuda.device import GpuDevice, PartitionLane, Partitions
-from kvloom.offload.cuda.backend import CudaOffloadBackend
+from kvloom.offload.cuda import CudaOffloadBackend
 from kvloom.transfer.cuda_ipc import CudaIpcTransport, DeviceMemory
 from kvloom.transfer.target import WriteTarget
 from kvloom.types.load import ModelLoad, UnitLoad

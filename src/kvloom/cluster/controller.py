@@ -18,11 +18,11 @@ from kvloom.cluster.reconcile import (
     BeginServing,
     CallBack,
     DrainUnit,
-    Finish,
+    EndTurn,
     Forget,
     Kill,
-    Pass,
-    Raise,
+    PassOver,
+    RaiseGeneration,
     RetireGateway,
     StartProcess,
     StopProcess,
@@ -190,11 +190,11 @@ class Controller:
 
     def _carry_out(self, action: Action, now: float) -> None:
         match action:
-            case Raise(component):
+            case RaiseGeneration(component):
                 self._raise(component)
-            case Pass(component):
+            case PassOver(component):
                 self._roll_on(component)
-            case Finish(component, problem):
+            case EndTurn(component, problem):
                 self._finish(component, problem)
             case Wait():
                 pass

@@ -110,19 +110,19 @@ class Forget(Struct, frozen=True, tag=True):
     component: str
 
 
-class Raise(Struct, frozen=True, tag=True):
+class RaiseGeneration(Struct, frozen=True, tag=True):
     """Raises the component's generation, because its turn has come in a rolling restart."""
 
     component: str
 
 
-class Pass(Struct, frozen=True, tag=True):
+class PassOver(Struct, frozen=True, tag=True):
     """Passes over a unit in a rolling restart, because it has no process or is about to lose it."""
 
     component: str
 
 
-class Finish(Struct, frozen=True, tag=True):
+class EndTurn(Struct, frozen=True, tag=True):
     """Ends the component's turn in a rolling restart. With a `problem` it has failed, and so has the
     whole."""
 
@@ -145,9 +145,9 @@ Action = (
     | StopProcess
     | Kill
     | Forget
-    | Raise
-    | Pass
-    | Finish
+    | RaiseGeneration
+    | PassOver
+    | EndTurn
     | Wait
 )
 
@@ -318,7 +318,7 @@ def _roll(spec: FleetSpec, status: FleetStatus) -> Iterator[Action]:
     verdicts = {component: _restarted(component, spec, status) for component in rolling.active}
     for component, problem in verdicts.items():
         if problem is not None:
-            yield Finish(component, problem)
+            yield EndTurn(component, problem)
             if problem:
                 return
     out = {
@@ -331,15 +331,15 @@ def _roll(spec: FleetSpec, status: FleetStatus) -> Iterator[Action]:
         unit = spec.units.get(component)
         if component in (SCHEDULER, "gateway"):
             if not out:
-                yield Raise(component)
+                yield RaiseGeneration(component)
             return  # The scheduler and the gateway have their turn after all units, one at a time.
         if unit is None or outlook(unit, status.processes.get(component, ABSENT)) not in ("here", "down"):
             if component in out:
                 return  # Somebody else has asked for its restart: it has its turn after that.
-            yield Pass(component)
+            yield PassOver(component)
         elif len(out) < rolling.budget:
             out.add(component)
-            yield Raise(component)
+            yield RaiseGeneration(component)
         else:
             return
 

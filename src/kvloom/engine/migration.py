@@ -55,7 +55,6 @@ def choose(
     candidates: Iterable[MigrationCandidate],
     destination: UnitLoad,
     *,
-    least_left: int = LEAST_LEFT,
     floor: float = 0.0,
 ) -> MigrationCandidate | None:
     """Returns the request to move to `destination`; None if there is none. A request that is about to end
@@ -65,7 +64,7 @@ def choose(
     best, rank = None, (math.inf, math.inf)
     for one in candidates:
         own = one.level.headroom if one.level else 0, one.tokens
-        if own < rank and one.left >= least_left and has_room(destination, one, floor):
+        if own < rank and one.left >= LEAST_LEFT and has_room(destination, one, floor):
             best, rank = one, own
     return best
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from statistics import median
 from typing import Final
@@ -15,20 +14,18 @@ from msgspec import structs
 from kvloom.engine.batching.view import ModelView
 from kvloom.engine.sequence import Sequence, Status
 from kvloom.kv.cache import ModelCache
-from kvloom.offload.offloaded import DecodePlanner
+from kvloom.offload.planner import DecodePlanner
 from kvloom.types.address import KVForm
 from kvloom.types.job import Job, Phase
 from kvloom.types.load import STEP_WINDOW
 from kvloom.types.request import ModelCard
-
-WINDOW: Final = STEP_WINDOW
 
 
 class StepTime:
     """The running median of what a decode step takes; one slow step does not move it."""
 
     def __init__(self) -> None:
-        self._last: deque[float] = deque(maxlen=WINDOW)
+        self._last: deque[float] = deque(maxlen=STEP_WINDOW)
 
     def note(self, seconds: float) -> None:
         """Notes the seconds of one more step."""
@@ -42,14 +39,16 @@ class StepTime:
     @property
     def least(self) -> float:
         """Seconds that the next step takes at least, as far as is known: no more than the last one, which may
-        have had fewer sequences. 0 before there were `WINDOW` steps: the first ones take longer."""
-        return min(self.seconds, self._last[-1]) if len(self._last) == WINDOW else 0.0
+        have had fewer sequences. 0 before there were `STEP_WINDOW` steps: the first ones take longer."""
+        return min(self.seconds, self._last[-1]) if len(self._last) == STEP_WINDOW else 0.0
 
 
 class ModelStats:
     """Counts one model's tokens, preemptions and jobs since the start."""
 
-    def __init__(self) -> None:
+    def __init__(self, changed: Callable[[], None]) -> None:
+        """changed: called when `active` or `last` has changed."""
+        self._changed = changed
         self.jobs: dict[Phase, int] = dict.fromkeys(Phase, 0)
         self.active: dict[Phase, int] = dict.fromkeys(Phase, 0)  # jobs that run now
         self.last: dict[Phase, int] = dict.fromkeys(Phase, 0)  # the unit's count when a job began or ended
@@ -58,11 +57,10 @@ class ModelStats:
         self.received_tokens = 0
         self.output_tokens = 0
         self.preemptions = 0
-        self.changes = 0  # of `active` and `last`
 
     def started(self, phase: Phase, jobs: int) -> None:
         """Counts a job that has started. jobs: how many the unit has started, with this one."""
-        self.changes += 1
+        self._changed()
         self.jobs[phase] += 1
         self.active[phase] += 1
         self.last[phase] = jobs
@@ -70,7 +68,7 @@ class ModelStats:
     def finished(self, job: Job, drawn: int, steps: int, jobs: int) -> None:
         """Counts a job that has ended well, with the tokens that it drew; each of its steps counts as a job.
         jobs: how many the unit has started."""
-        self.changes += 1
+        self._changed()
         self.active[job.phase] -= 1
         self.jobs[job.phase] += steps - 1
         self.last[job.phase] = jobs
@@ -80,7 +78,7 @@ class ModelStats:
 
     def failed(self, job: Job) -> None:
         """Forgets a job that has failed."""
-        self.changes += 1
+        self._changed()
         self.active[job.phase] -= 1
 
 
@@ -101,6 +99,9 @@ class ModelQueue:
         """shares: of a prefill and of a decode job, in units of compute; 0 if the policy is to say."""
         self.form = KVForm.of(cache.geometry, card.dtype)
         self.card = structs.replace(card, form=self.form)
+        self.watchers: list[set[ModelQueue]] = []
+        """Sets that the queue joins when something has changed that a policy sees."""
+        cache.pages.on_change = self.changed
         self.cache = cache
         self.quota = 0  # set by the tuner
         self.max_running = max_running
@@ -109,9 +110,18 @@ class ModelQueue:
         self.waiting: list[Sequence] = []  # sorted by `order`
         self.running: list[Sequence] = []  # all that have blocks, in the order of admission
         self.planner: DecodePlanner[Sequence] = DecodePlanner(cache)
-        self.stats = ModelStats()
+        self.stats = ModelStats(self.changed)
         self.step_time = StepTime()
-        self.changes = 0  # of who waits and who runs
+
+    def changed(self) -> None:
+        """Tells the watchers that something has changed."""
+        for watcher in self.watchers:
+            watcher.add(self)
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a sequence waits or runs."""
+        return bool(self.waiting or self.running)
 
     @property
     def full(self) -> bool:
@@ -125,14 +135,14 @@ class ModelQueue:
 
     def enqueue(self, sequence: Sequence, jobs: int) -> None:
         """Lets a sequence wait, at the place that its order gives it. jobs: how many the unit has started."""
-        self.changes += 1
+        self.changed()
         sequence.waiting_since = jobs
         insort(self.waiting, sequence, key=_ORDER)
 
     def admit(self, sequence: Sequence) -> None:
         """Moves a waiting sequence to the running ones, with what is cached of its tokens. A sequence that
         sends takes whole pages: it would have to keep a page of which it has sent a part, beside its copy."""
-        self.changes += 1
+        self.changed()
         self.waiting.remove(sequence)
         whole = sequence.transfer is not None
         tokens, most = sequence.tokens.list(), sequence.cacheable
@@ -145,7 +155,7 @@ class ModelQueue:
 
     def release(self, sequence: Sequence, status: Status) -> None:
         """Takes a sequence out of the queue. Its blocks stay cached while nobody needs them."""
-        self.changes += 1
+        self.changed()
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
             if sequence.transfer:
@@ -163,7 +173,7 @@ class ModelQueue:
         if len(self.running) >= self.max_running:
             self.enqueue(child, jobs)
             return
-        self.changes += 1
+        self.changed()
         self.cache.fork_sequence(parent.id, child.id)
         child.computed = parent.computed
         child.become(Status.RUNNING)
@@ -242,28 +252,34 @@ class ModelQueue:
 _NOBODY: Final = (0, 0, 0)
 
 
-class CachedView:
-    """The view of one model, made anew only if something has changed: policies are asked several times a job,
-    and there may be hundreds of sequences."""
+class BusyModels:
+    """The views of the models with requests that wait or run. A view is made anew only if something has
+    changed: policies are asked several times a job, and there may be hundreds of sequences and models."""
 
-    def __init__(self, queue: ModelQueue) -> None:
-        self._queue = queue
-        self._seen: tuple[tuple[object, ...], ModelView, int | None] | None = None
+    def __init__(self, queues: Iterable[ModelQueue]) -> None:
+        self.places = {queue: i for i, queue in enumerate(queues)}
+        """The places of all models, as the unit's configuration has them."""
+        self._changed = set(self.places)
+        self._views: dict[ModelQueue, ModelView] = {}
+        for queue in self.places:
+            queue.watchers.append(self._changed)
 
-    def at(self, jobs: int) -> ModelView:
-        """Returns the view after the unit has started `jobs` jobs."""
-        queue = self._queue
-        counts = queue.changes, queue.stats.changes, queue.cache.changes
-        mark = *counts, queue.quota, queue.planner.mark
-        if self._seen is None or self._seen[0] != mark:
-            self._seen = mark, *model_view(queue)
-        _, view, since = self._seen
-        waited = 0 if since is None else jobs - since
-        return view if waited == view.waited else replace(view, waited=waited)
+    def views(self) -> tuple[ModelView, ...]:
+        """Returns the views, in the order of the places."""
+        for queue in self._changed:
+            if not queue.is_busy:
+                self._views.pop(queue, None)
+            elif queue in self._views:
+                self._views[queue] = model_view(queue)
+            else:
+                self._views[queue] = model_view(queue)
+                self._views = dict(sorted(self._views.items(), key=lambda item: self.places[item[0]]))
+        self._changed.clear()
+        return tuple(self._views.values())
 
 
-def model_view(queue: ModelQueue) -> tuple[ModelView, int | None]:
-    """Returns the view, and the unit's count of jobs since which its head has waited."""
+def model_view(queue: ModelQueue) -> ModelView:
+    """Returns what policies see of the model."""
     idle = [s for s in queue.running if not s.in_job]
     here = [s for s in idle if queue.planner.is_home(s)]
     ready = queue.decodable()
@@ -271,12 +287,13 @@ def model_view(queue: ModelQueue) -> tuple[ModelView, int | None]:
     room = len(queue.running) < queue.max_running
     head = begun[0] if begun else queue.waiting[0] if queue.waiting and room else None
     stats = queue.stats
-    view = ModelView(
+    return ModelView(
         name=queue.card.name,
         waiting=len(queue.waiting) if room else 0,
         partial=len(begun),
         head_blocks=queue.blocks([head], to_end=True) if head else 0,
         head=head.order if head else _NOBODY,
+        head_since=head.waiting_since if head else 0,
         decodable=len(ready),
         decode_blocks=queue.cache.blocks_for_each(queue.planner.takers(ready), 1),
         held=len(here),
@@ -289,8 +306,6 @@ def model_view(queue: ModelQueue) -> tuple[ModelView, int | None]:
         page_blocks=queue.cache.geometry.blocks_per_page,
         last_prefill=stats.last[Phase.PREFILL],
         last_decode=stats.last[Phase.DECODE],
-        waited=0,
         prefill_share=queue.shares[0],
         decode_share=queue.shares[1],
     )
-    return view, head.waiting_since if head else None

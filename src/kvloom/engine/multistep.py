@@ -50,7 +50,8 @@ class MultiStepDecode:
         most, queue = self._executor.max_steps, self._queues[action.model]
         if most == 1 or not batch or not queue.planner.multi_step or not self._takes_all(queue, len(batch)):
             return 1
-        if not all(self._settled(other) for other in self._queues.values() if other is not queue):
+        others = (self._queues[model.name] for model in view.models if model.name != action.model)
+        if not all(map(self._settled, others)):
             return 1
         if queue.waiting and not self._goes_on(view, action):
             return 1
@@ -84,10 +85,10 @@ class MultiStepDecode:
     def _goes_on(self, view: UnitView, action: Decode) -> bool:
         """Returns whether the policy would decode again. With one model, a request that does not fit now fits
         less and less."""
-        if len(view.models) > 1:
+        if view.served > 1:
             return False
         jobs = view.jobs + 1
-        model = replace(view.models[0], last_decode=jobs, waited=view.models[0].waited + 1)
+        model = replace(view.models[0], last_decode=jobs)
         return self._policy(replace(view, models=(model,), last_was_prefill=False, jobs=jobs)) == action
 
     def started(self, inflight: InflightBatch) -> int:

@@ -27,6 +27,11 @@ class QuotaTuner:
         self._total = total
         self._clock = clock
         self._moves = spec.quotas == "adaptive"
+        self._changed = set(queues.values())
+        self._held = dict.fromkeys(queues.values(), 0)  # blocks, as was last observed
+        if self._moves:
+            for queue in queues.values():
+                queue.watchers.append(self._changed)
         geometries = {name: queue.cache.geometry for name, queue in queues.items()}
         self._set(
             initial_quotas(total, geometries, {model.name: model.rate for model in spec.models})
@@ -36,29 +41,38 @@ class QuotaTuner:
 
     def _begin(self) -> None:
         self._due = self._clock.now() + _PERIOD
-        self._used = dict.fromkeys(self._queues, 0)
         self._jobs = 0
+        self._more = dict.fromkeys(self._held, 0)
+        """Blocks that the jobs so far have seen beyond what is held now, summed over them."""
 
     def observe(self, jobs: int) -> None:
         """Notes who holds what as `jobs` jobs have ended."""
+        for queue in self._changed:
+            held = queue.cache.used_blocks
+            self._more[queue] += (self._held[queue] - held) * self._jobs
+            self._held[queue] = held
+        self._changed.clear()
         self._jobs += jobs
-        for name, queue in self._queues.items():
-            self._used[name] += jobs * queue.cache.used_blocks
 
     def adapt(self) -> None:
         """Moves quotas towards use, once a period in which jobs ran."""
         if not self._moves or self._jobs == 0 or self._clock.now() < self._due:
             return
         usage = {
-            name: QuotaUsage(self._used[name] / self._jobs, queue.blocks(queue.waiting, to_end=True))
+            name: QuotaUsage(self._used(queue) / self._jobs, queue.blocks(queue.waiting, to_end=True))
             for name, queue in self._queues.items()
         }
         self._set(adapt_quotas(self._total, {n: q.quota for n, q in self._queues.items()}, usage))
         self._begin()
 
+    def _used(self, queue: ModelQueue) -> int:
+        """Returns the blocks that the jobs of this period have seen, summed over them."""
+        return self._held[queue] * self._jobs + self._more[queue]
+
     def _set(self, quotas: Mapping[str, int]) -> None:
         for name, quota in quotas.items():
             self._queues[name].quota = quota
+            self._queues[name].changed()
 
 
 _log = logging.getLogger(__name__)

@@ -82,9 +82,10 @@ class RequestStream:
         return events, self._open == 0
 
 
-def check_prompt(prompt: list[int], card: ModelCard) -> None:
-    """Raises PromptTooLong, or BadRequest for a token that the model does not have."""
-    if len(prompt) > card.context_length:
+def check_prompt(prompt: list[int], card: ModelCard, more: int = 0) -> None:
+    """Raises PromptTooLong if the prompt and `more` tokens are too long, or BadRequest for a token that the
+    model does not have."""
+    if len(prompt) + more > card.context_length:
         raise PromptTooLong(
             f"the prompt has {len(prompt)} tokens, and {card.name} holds {card.context_length} in all",
             param="prompt",
@@ -99,12 +100,7 @@ def check_prompt(prompt: list[int], card: ModelCard) -> None:
 def check_request(body: StartGenerate, card: ModelCard) -> None:
     """Checks the prompt, room for one more token, `made` and the token ids of the sampling. Raises
     PromptTooLong or BadRequest."""
-    check_prompt(body.prompt, card)
-    if len(body.prompt) >= card.context_length:
-        raise PromptTooLong(
-            f"the prompt has {len(body.prompt)} tokens, and {card.name} holds {card.context_length} in all",
-            param="prompt",
-        )
+    check_prompt(body.prompt, card, more=1)
     _check_made(body, card)
     for param in ("logit_bias", "stop_token_ids"):
         for token in getattr(body.sampling, param):

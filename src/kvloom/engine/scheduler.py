@@ -11,7 +11,7 @@ from dataclasses import replace
 from kvloom.engine.batching import POLICIES
 from kvloom.engine.batching.view import Preempt, Prefill, UnitView, same_turn
 from kvloom.engine.inflight import InflightBatch, OutputProcessor, compose
-from kvloom.engine.model_queue import CachedView, ModelQueue
+from kvloom.engine.model_queue import BusyModels, ModelQueue
 from kvloom.engine.multistep import MultiStepDecode
 from kvloom.engine.quotas import QuotaTuner
 from kvloom.engine.requests import Requests
@@ -43,7 +43,7 @@ class Scheduler:
         self.jobs = 0
         """Jobs that have begun so far, each step of a longer one counted."""
         self._queues = queues
-        self._views = [CachedView(queue) for queue in queues.values()]
+        self._busy = BusyModels(queues.values())
         self._pool = pool
         self._executor = executor
         self._outputs = OutputProcessor(queues, requests)
@@ -201,7 +201,8 @@ class Scheduler:
 
     def _view(self) -> UnitView:
         return UnitView(
-            models=tuple(view.at(self.jobs) for view in self._views),
+            models=self._busy.views(),
+            served=len(self._queues),
             compute=self._executor.compute,
             idle=self._idle,
             free_blocks=self._pool.available,

@@ -97,11 +97,6 @@ class ModelCache:
         return self.pages.idle_blocks
 
     @property
-    def changes(self) -> int:
-        """A number that is another when holders of pages have changed."""
-        return self.pages.changes
-
-    @property
     def sequences(self) -> tuple[int, ...]:
         return tuple(self._table.held)
 
@@ -130,15 +125,12 @@ class ModelCache:
             raise ValueError(f"sequence {sequence} waits for {held.reserved} tokens; commit those first")
         self._table.remove(sequence)
 
-    def fork_sequence(self, parent: int, child: int, at: int | None = None) -> None:
-        """Lets `child` begin with the parent's first `at` tokens (all by default), in shared pages; the page
-        that both would write next is copied when one of them does."""
+    def fork_sequence(self, parent: int, child: int) -> None:
+        """Lets `child` begin with the parent's tokens, in shared pages; the page that both would write next
+        is copied when one of them does."""
         held = self._table.idle(parent)
-        at = held.length if at is None else at
-        if not 0 <= at <= held.length:
-            raise ValueError(f"fork at {at}, but sequence {parent} holds {held.length} tokens")
-        new = self._table.add(child)
-        self._table.share(new, self._table.page_list(held)[: self.geometry.pages(at)], at)
+        pages = self._table.page_list(held)[: self.geometry.pages(held.length)]
+        self._table.share(self._table.add(child), pages, held.length)
 
     # -- the prefix tree ------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -14,9 +14,8 @@ from kvloom.types.geometry import I32, I64, Geometry
 class Reclaimable(Protocol):
     """Held blocks that are given back when they are wanted."""
 
-    @property
-    def blocks(self) -> int:
-        """The number of such blocks."""
+    blocks: int
+    """The number of such blocks. The page tables count them."""
 
     def reclaim(self, count: int) -> None:
         """Gives back at least `count` of them."""
@@ -27,7 +26,7 @@ class BlockAllocator:
 
     def __init__(self, total: int, cached: Reclaimable) -> None:
         self.total = total
-        self._cached = cached
+        self.cached = cached
         self._stack: I32 = np.arange(total - 1, -1, -1, dtype=np.int32)
         self._free = total
         self._held = np.zeros(total, dtype=np.bool_)
@@ -40,7 +39,7 @@ class BlockAllocator:
     @property
     def available(self) -> int:
         """Blocks that `take` can give: free ones, and cached ones that nobody uses."""
-        return self._free + self._cached.blocks
+        return self._free + self.cached.blocks
 
     def take(self, count: int) -> I32:
         """Takes `count` block ids, for which cached pages give way. Raises OutOfBlocks, with nothing taken or
@@ -48,7 +47,7 @@ class BlockAllocator:
         if count > self.available:
             raise OutOfBlocks(f"{count} blocks asked for, {self.available} of {self.total} available")
         if count > self._free:
-            self._cached.reclaim(count - self._free)
+            self.cached.reclaim(count - self._free)
         blocks = np.sort(self._stack[self._free - count : self._free])  # runs in order read faster
         self._free -= count
         self._held[blocks] = True
@@ -86,7 +85,8 @@ class PageTable:
         self.held = 0  # pages with a holder
         self.idle = 0  # pages that the tree alone holds, which may be reclaimed
         self.promised = 0  # pages with a promise
-        self.changes = 0  # how often holders have changed
+        self.on_change: Callable[[], None] = _nobody_asks
+        """Called when holders have changed."""
 
     @property
     def used_blocks(self) -> int:
@@ -120,27 +120,29 @@ class PageTable:
         self.versions[pages] += 1  # after the row: who has seen the number, sees the row
         self.refs[pages] = 1
         self.held += count
-        self.changes += 1
+        self.on_change()
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:
         """Adds a holder to each page."""
-        self.changes += 1
+        self.on_change()
         for page in pages:
             if self.refs[page] < 1:
                 raise ValueError(f"page {page} is free and cannot be shared")
-            self.idle -= self._is_idle(page)
+            if self._is_idle(page):
+                self._count_idle(-1)
             self.refs[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
         """Takes a holder from each page; pages without one give their blocks back."""
-        self.changes += 1
+        self.on_change()
         gone: list[int] = []
         for page in pages:
             if self.refs[page] - self.cached[page] < 1:
                 raise ValueError(f"page {page} was released twice")
             self.refs[page] -= 1
-            self.idle += self._is_idle(page)
+            if self._is_idle(page):
+                self._count_idle(1)
             if self.refs[page] == 0:
                 gone.append(page)
         if gone:
@@ -159,8 +161,8 @@ class PageTable:
         """Takes the tree from the holders of a page."""
         if not self.cached[page]:
             raise ValueError(f"page {page} is not cached")
-        self.changes += 1
-        self.idle -= self._is_idle(page)
+        if self._is_idle(page):
+            self._count_idle(-1)
         self.cached[page] = False
         self.release([page])
 
@@ -182,3 +184,11 @@ class PageTable:
 
     def _is_idle(self, page: int) -> bool:
         return bool(self.cached[page]) and int(self.refs[page]) == 1
+
+    def _count_idle(self, more: int) -> None:
+        self.idle += more
+        self._allocator.cached.blocks += more * self.geometry.blocks_per_page
+
+
+def _nobody_asks() -> None:
+    """Is called where nobody wants to know what has changed."""

@@ -6,7 +6,6 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
@@ -79,39 +78,21 @@ def _common(a: Run, b: Run) -> int:
     return min(len(a), len(b))
 
 
-class Keeper(Protocol):
-    """A tree of cached pages."""
-
-    @property
-    def idle_blocks(self) -> int:
-        """Blocks of pages that nobody but the tree holds."""
-
-    def is_idle(self, node: Node) -> bool:
-        """Returns whether nobody but the tree holds the node's page."""
-
-    def drop(self, node: Node) -> int:
-        """Lets go of the node and all below it. Returns the number of tokens."""
-
-
 class Recency:
     """Nodes of all trees, least recently used first, each before its parent: the first is always a leaf."""
 
     def __init__(self) -> None:
-        self.keepers: list[Keeper] = []
-        self._order: OrderedDict[Node, Keeper] = OrderedDict()
-
-    @property
-    def blocks(self) -> int:
-        """Blocks that `reclaim` can give back."""
-        return sum(keeper.idle_blocks for keeper in self.keepers)
+        self.blocks = 0
+        """Blocks that `reclaim` can give back; the page tables count them."""
+        self._order: OrderedDict[Node, PrefixTree] = OrderedDict()
 
     @property
     def nodes(self) -> tuple[Node, ...]:
         return tuple(self._order)
 
-    def enter(self, node: Node, keeper: Keeper) -> None:
+    def enter(self, node: Node, tree: PrefixTree) -> None:
         """Adds a new leaf; `touch` its path next."""
-        self._order[node] = keeper
+        self._order[node] = tree
 
     def leave(self, node: Node) -> None:
         del self._order[node]
@@ -131,12 +112,12 @@ class Recency:
         left = max(self.blocks - count, 0)
         in_use: list[Node] = []
         while self.blocks > left:
-            node, keeper = next(iter(self._order.items()))
-            while not keeper.is_idle(node):
+            node, tree = next(iter(self._order.items()))
+            if tree.is_idle(node):
+                tree.drop(node)
+            else:
                 self._order.move_to_end(node)
                 in_use.append(node)
-                node, keeper = next(iter(self._order.items()))
-            keeper.drop(node)
         for node in in_use:
             if node in self._order and not node.children:
                 self.touch(node)
@@ -167,7 +148,6 @@ class PrefixTree:
         self._root = Node((), -1, None)
         self._nodes: dict[int, Node] = {}  # by page
         self._pinned = 0  # nodes with a pin
-        recency.keepers.append(self)
 
     # -- what the cache asks --------------------------------------------------------------------------
 
@@ -254,15 +234,13 @@ class PrefixTree:
 
     # -- what the pool asks ---------------------------------------------------------------------------
 
-    @property
-    def idle_blocks(self) -> int:
-        return self._pages.idle_blocks
-
     def is_idle(self, node: Node) -> bool:
+        """Returns whether nobody but the tree holds the node's page."""
         return int(self._pages.refs[node.page]) == 1
 
     def drop(self, node: Node) -> int:
-        """Does what `Keeper` says, for a node through which no pin leads."""
+        """Lets go of the node, through which no pin leads, and of all below it. Returns the number of
+        tokens."""
         gone = node.subtree()
         assert node.parent is not None, "the root stays"
         assert not node.pins, "a pinned page stays"

@@ -2,7 +2,7 @@
 them.
 
 The half in this folder needs no torch and is what the engine imports. It begins at two seams: `DecodePlanner`
-in `offloaded.py` plans which rows of a decode step are computed elsewhere, and `CpuLoans.attend` in
+in `planner.py` plans which rows of a decode step are computed elsewhere, and `CpuLoans.attend` in
 `cpu/attention.py` (`CudaLoans` in `exec/cuda/offloaded.py`) gets their output. `memory/` is what both units
 see.
 """

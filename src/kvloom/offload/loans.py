@@ -15,7 +15,7 @@ from msgspec import structs
 
 from kvloom.kv.cache import ModelCache
 from kvloom.kv.pool import Pool
-from kvloom.offload.offloaded import DecodePlanner, OffloadedSequences
+from kvloom.offload.planner import DecodePlanner, OffloadingPlanner
 from kvloom.offload.policy import Observation, S, Share, Slowdown, adapted
 from kvloom.offload.terms import Borrow, Loan, OffloadBackend
 from kvloom.types.address import KVForm
@@ -190,24 +190,21 @@ class Borrower(Generic[S]):
         self._backend = backend
         self._wake = wake
         self._ends = asyncio.Event()  # of a loan
+        self._loans: dict[str, OffloadingPlanner[S]] = {}  # by model, whose planner it is
 
     def review(self, lacks: Lacks, jobs: int) -> None:
         """Notes whether the models are short of blocks, and ends loans that lenders have withdrawn.
         jobs: how many the unit has started."""
-        for model, queue in self._queues.items():
-            loan = self.loan(model)
-            if loan is None:
-                continue
-            if loan.withdrawn and not queue.decoding:
+        for model, loan in list(self._loans.items()):
+            if loan.withdrawn and not self._queues[model].decoding:
                 self.give_back(model, jobs)
                 self._ends.set()
             elif not loan.short:
                 loan.short = lacks(self._total)
 
-    def loan(self, model: str) -> OffloadedSequences[S] | None:
+    def loan(self, model: str) -> OffloadingPlanner[S] | None:
         """Returns what the model has borrowed."""
-        planner = self._queues[model].planner
-        return planner if isinstance(planner, OffloadedSequences) else None
+        return self._loans.get(model)
 
     def terms(self, model: str, pages: int) -> Borrow:
         """Returns what `model` asks a lender for. Raises BadRequest if it cannot be offloaded."""
@@ -229,7 +226,7 @@ class Borrower(Generic[S]):
         if self.loan(borrow.model) is not None:
             raise Conflict(f"weave: {borrow.model} has a loan already")
         blocks = _able(self._backend).borrow(borrow, loan)
-        queue.planner = OffloadedSequences[S](
+        queue.planner = self._loans[borrow.model] = OffloadingPlanner[S](
             queue.cache,
             blocks,
             share,
@@ -265,7 +262,7 @@ class Borrower(Generic[S]):
 
     def give_back_all(self) -> None:
         """Ends all loans once nothing runs any more."""
-        for model in self._queues:
+        for model in list(self._loans):
             self.give_back(model)
 
     async def over(self, model: str) -> None:
@@ -281,7 +278,7 @@ class Borrower(Generic[S]):
 
     def _drop(self, model: str) -> None:
         queue = self._queues[model]
-        queue.planner = DecodePlanner(queue.cache, queue.planner.tokens_total)
+        queue.planner = DecodePlanner(queue.cache, self._loans.pop(model).tokens_total)
         _able(self._backend).give_back(model)
 
 

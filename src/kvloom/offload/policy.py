@@ -85,11 +85,6 @@ class OffloadPolicy(Generic[S]):
         """True if there is room for more than what offloaded sequences may append."""
         return self._cache.pages.available > self._kept and len(self.offloaded) < self.rows
 
-    @property
-    def mark(self) -> tuple[int, int, float]:
-        """Another value whenever `urged` may answer otherwise."""
-        return self._cache.changes, len(self._urged), self.share
-
     def has(self, sequence: S) -> bool:
         """Returns whether the sequence is offloaded, or on its way."""
         return sequence.id in self.offloaded

@@ -20,7 +20,7 @@ from kvloom.exec.cpu.executor import TorchExecutor, load_executor
 from kvloom.exec.huggingface import hide_progress
 from kvloom.kernels.cpu.warm import kernels
 from kvloom.kv.arena import Arena, ArenaMemory
-from kvloom.offload.cpu.backend import CpuOffloadBackend
+from kvloom.offload.cpu.attention import CpuOffloadBackend
 from kvloom.offload.loans import LoanKeeper
 from kvloom.offload.terms import OffloadBackend
 from kvloom.serve.messages import EngineOrder, Ready, StartProgress, keep_cards
@@ -152,7 +152,7 @@ def open_offload(executor: UnitExecutor, transport: Transport) -> OffloadBackend
     if isinstance(executor, TorchExecutor):
         return CpuOffloadBackend(executor, transport) if isinstance(transport, ShmTransport) else None
     from kvloom.exec.cuda.executor import GpuExecutor  # noqa: PLC0415
-    from kvloom.offload.cuda.backend import CudaOffloadBackend  # noqa: PLC0415
+    from kvloom.offload.cuda import CudaOffloadBackend  # noqa: PLC0415
     from kvloom.transfer.cuda_ipc import CudaIpcTransport  # noqa: PLC0415
 
     if isinstance(executor, GpuExecutor) and isinstance(transport, CudaIpcTransport):

@@ -23,7 +23,7 @@ from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.exec.cuda.operations import Operations, plain_operations, triton_operations
 from kvloom.kernels import mailbox_reference
 from kvloom.kernels.mailbox import End
-from kvloom.offload.cuda.attention_server import CudaAttentionServer
+from kvloom.offload.cuda import CudaAttentionServer
 from tests import interpreter
 from tests.checkpoints import make_checkpoint
 from tests.engines import ask, body, spec_of

@@ -19,7 +19,7 @@ from msgspec import structs
 from kvloom.engine.engine import Engine
 from kvloom.exec.cuda.offloaded import CudaLoans
 from kvloom.exec.cuda.operations import Operations
-from kvloom.offload.cuda.backend import CudaOffloadBackend
+from kvloom.offload.cuda import CudaOffloadBackend
 from tests import interpreter
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.engines import Answer, ask, body, spec_of

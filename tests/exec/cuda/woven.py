@@ -20,7 +20,7 @@ from kvloom.engine.engine import Engine
 from kvloom.exec.cuda.loader import load_executor
 from kvloom.exec.cuda.operations import Operations, plain_operations, triton_operations
 from kvloom.kernels.mailbox import BorrowerState, LenderState, LentArena, MailboxTensors, signed
-from kvloom.offload.cuda.backend import CudaOffloadBackend
+from kvloom.offload.cuda import CudaOffloadBackend
 from kvloom.offload.terms import Borrow, Loan
 from kvloom.serve.engine import load_unit, open_offload, open_transport
 from kvloom.transfer.cuda_ipc import CudaIpcTransport

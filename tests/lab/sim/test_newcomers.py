@@ -12,7 +12,6 @@ from typing import get_args
 import pytest
 from msgspec import structs
 
-from kvloom.engine.model_queue import WINDOW
 from kvloom.engine.reservations import LONGEST_PART, LONGEST_WAIT
 from kvloom.lab.sim.fleet import SimulatedFleet, simulated
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
@@ -20,6 +19,7 @@ from kvloom.plan.cost.work import CostModel, Work
 from kvloom.router.program import load_program
 from kvloom.router.progress import RequestProgress
 from kvloom.types.job import Phase
+from kvloom.types.load import STEP_WINDOW
 from kvloom.types.request import Event, SamplingParams, StartGenerate, TokenEvent
 from kvloom.types.spec import Policy
 from kvloom.types.verbs import PrepRecv
@@ -159,8 +159,8 @@ def test_who_says_anew_when_it_comes_has_the_same_reservation() -> None:
     ("cost", "at", "seconds"),
     [
         (lambda i: STEP if i else 10.0, 10.0 + 1.9 * STEP, 0.0),  # one step says nothing
-        (lambda i: STEP if i >= WINDOW else 1.0, WINDOW + 2.9 * STEP, LONGEST_PART * STEP),
-        (lambda i: 1.0, WINDOW + 0.999, LONGEST_WAIT),
+        (lambda i: STEP if i >= STEP_WINDOW else 1.0, STEP_WINDOW + 2.9 * STEP, LONGEST_PART * STEP),
+        (lambda i: 1.0, STEP_WINDOW + 0.999, LONGEST_WAIT),
     ],
 )
 def test_how_long_a_wait_is_when_steps_were_long(

@@ -16,19 +16,18 @@ from kvloom.engine.batching.view import (
 
 
 def adbs(view: UnitView) -> Action | None:
+    prompts = [model for model in view.models if model.wants_prefill]
     if not view.prefill_runs:
-        action, hold = _next_prefill(view)
+        action, hold = _next_prefill(view, prompts)
         if action or hold:
             return action
-    return _next_decode(view)
+    return _next_decode(view, prefills=bool(prompts))
 
 
-def _next_prefill(view: UnitView) -> tuple[Action | None, bool]:
+def _next_prefill(view: UnitView, prompts: list[ModelView]) -> tuple[Action | None, bool]:
     """Returns the next prefill, or the preemption that makes room for it; and whether decodes must hold until
-    the compute for it is free."""
-    for model in sorted(view.models, key=lambda m: m.last_prefill):
-        if not model.wants_prefill:
-            continue
+    the compute for it is free. prompts: the models that want one."""
+    for model in sorted(prompts, key=lambda m: m.last_prefill):
         budget = _budget(view, model)
         if model.head_blocks > budget:
             victim = _victim(view, model)
@@ -95,18 +94,19 @@ def _yields(view: UnitView, other: ModelView, order: Order) -> bool:
     before is spared if it has starved, or is all that its model runs and was computed a while ago at most."""
     if other.victim > order:
         return True
-    return not other.starving and (other.running > 1 or view.jobs - other.last_prefill > LASTING)
+    return not view.starving(other) and (other.running > 1 or view.jobs - other.last_prefill > LASTING)
 
 
-def _next_decode(view: UnitView) -> Action | None:
-    ready = sorted((m for m in view.models if m.wants_decode), key=lambda m: m.last_decode)
+def _next_decode(view: UnitView, *, prefills: bool) -> Action | None:
+    """Returns the next decode step, or the preemption that makes room for it. prefills: whether some model
+    wants a prefill."""
     room = view.idle + view.overload
     if room <= 0:
         return None
+    ready = sorted([m for m in view.models if m.wants_decode], key=lambda m: m.last_decode)
     for model in ready:
         if model.decode_blocks <= view.free(model):
-            prefills = not view.filling and any(m.wants_prefill for m in view.models)
-            together = len(ready) > 1 or view.idle < view.compute or prefills
+            together = len(ready) > 1 or view.idle < view.compute or (prefills and not view.filling)
             beside = model.decode_share or max(1, view.compute // 2)
             return Decode(model.name, min(room, beside) if together else view.compute)
         giver = _giver(view, model)

@@ -50,7 +50,7 @@ def _share(view: UnitView, planned: int, room: int) -> int:
 def partitioned(view: UnitView) -> Action | None:
     """Gives each model its planned shares, or an equal one of at least one unit of compute. If there are too
     few units for all models, they run by turns."""
-    room, equal = view.idle + view.overload, max(1, view.compute // len(view.models))
+    room, equal = view.idle + view.overload, max(1, view.compute // view.served)
     for model in waiting_turns(view):
         action = turn(view, model, model.prefill_share or equal, model.decode_share or equal)
         if action:

@@ -25,6 +25,7 @@ class ModelView:
     partial: int  # those with a part of their prompt computed and no job running
     head_blocks: int  # what the next prefill's first sequence takes until its prompt is whole
     head: Order  # that sequence's
+    head_since: int  # jobs that had started when it came, or was last preempted
     decodable: int  # sequences ready for their next token
     decode_blocks: int  # what a step of all of them takes
     held: int  # sequences with blocks and in no running job, so that they could be preempted
@@ -37,7 +38,6 @@ class ModelView:
     page_blocks: int
     last_prefill: int  # when such a job last began or ended, counted in jobs of the unit
     last_decode: int
-    waited: int  # jobs that have started since the head came, or was last preempted
     prefill_share: int = 0  # units of compute that a prefill takes beside others; 0: the policy is to say
     decode_share: int = 0
 
@@ -61,18 +61,13 @@ class ModelView:
         """Blocks held beyond the quota."""
         return self.used - self.quota
 
-    @property
-    def starving(self) -> bool:
-        """True if a prompt of it waits for blocks, or for the rest of them, for too long, and nothing else of
-        it runs."""
-        return self.wants_prefill and self.waited > STARVING and self.running == self.partial
-
 
 @dataclass(frozen=True, slots=True)
 class UnitView:
     """The unit at one moment."""
 
-    models: tuple[ModelView, ...]
+    models: tuple[ModelView, ...]  # those with requests that wait or run, in the order of the configuration
+    served: int  # models, with and without requests
     compute: int  # units of the device
     idle: int  # those in no job; less than 0 if shares overlap, which they may do by `overload`
     free_blocks: int
@@ -89,6 +84,12 @@ class UnitView:
         """Returns the models that could give way to `model`."""
         return [m for m in self.models if m.held and (m is model or not self.walls)]
 
+    def starving(self, model: ModelView) -> bool:
+        """Returns whether a prompt of the model waits for blocks, or for the rest of them, for too long, and
+        nothing else of it runs."""
+        waited = self.jobs - model.head_since
+        return model.wants_prefill and waited > STARVING and model.running == model.partial
+
     @property
     def prefill_runs(self) -> bool:
         return any(model.prefilling for model in self.models)
@@ -96,7 +97,7 @@ class UnitView:
     @property
     def urgent(self) -> ModelView | None:
         """The starving model whose prompt goes first: its blocks are kept for it, whatever quotas say."""
-        return min((model for model in self.models if model.starving), key=lambda m: m.head, default=None)
+        return min(filter(self.starving, self.models), key=lambda m: m.head, default=None)
 
     @property
     def filling(self) -> bool:

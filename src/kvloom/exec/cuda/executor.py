@@ -22,7 +22,7 @@ from kvloom.exec.cuda.prefill import Draws, prefill_inputs, rehearse, run_prefil
 from kvloom.exec.cuda.staging import SentInputs, Slots, Staging
 from kvloom.exec.sampler import prompt_logprobs
 from kvloom.kv.arena import ArenaMemory
-from kvloom.offload.cuda.attention_server import Serve
+from kvloom.offload.cuda import Serve
 from kvloom.types.errors import Unavailable
 from kvloom.types.geometry import AnyArray, Geometry
 from kvloom.types.job import Job, JobResult, Phase

@@ -18,8 +18,7 @@ from kvloom.exec.cuda.model import DecodeState, DeviceModel
 from kvloom.exec.cuda.staging import SentInputs
 from kvloom.exec.fuse import MergedLinearPart
 from kvloom.kernels.mailbox import Trouble
-from kvloom.offload.cuda.attention_server import CudaAttentionServer
-from kvloom.offload.cuda.backend import LOOKS
+from kvloom.offload.cuda import LOOKS, CudaAttentionServer
 from kvloom.offload.memory.device import BorrowedDeviceBlocks, BorrowerDeviceMailbox
 from kvloom.types.errors import KvloomError
 from kvloom.types.geometry import AnyArray

@@ -15,7 +15,7 @@ from kvloom.lab.faults.guides import begin_guide
 from kvloom.lab.faults.host import FaultyUnit
 from kvloom.lab.faults.invariants import lone_answer
 from kvloom.lab.faults.journal import ClientAnswer
-from kvloom.offload.offloaded import OffloadedSequences
+from kvloom.offload.planner import OffloadingPlanner
 from kvloom.router.router import Router
 from kvloom.types.errors import BadRequest, OutOfBlocks, QueueFull
 from kvloom.types.load import UnitLoad
@@ -146,7 +146,7 @@ def check_pool(host: FaultyUnit) -> Iterator[Broken]:
         yield Broken(CONSERVATION, f"{host.name}: {error}")
 
 
-def _loan(host: FaultyUnit) -> OffloadedSequences[Sequence] | None:
+def _loan(host: FaultyUnit) -> OffloadingPlanner[Sequence] | None:
     """Returns what the unit's model has borrowed, if it borrows."""
     spec = host.unit.spec
     if host.process is None or spec.weave is None:

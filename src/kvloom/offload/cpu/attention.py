@@ -1,14 +1,14 @@
 """The seam `attend`: gets the output of a forward's offloaded rows, and lets a forward of a unit that lends
-do the tasks of others between its operators."""
+do the tasks of others between its operators. The backend puts mailboxes, servers and forwards together."""
 
 from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +18,15 @@ from kvloom.kernels.cpu.decode_step import NOWHERE
 from kvloom.kv.arena import Arena
 from kvloom.offload.cpu.attention_server import AttentionServer, OperatorSplit
 from kvloom.offload.memory.borrower import BorrowedBlocks, TaskSender
-from kvloom.types.errors import KvloomError
+from kvloom.offload.memory.lender import Lending
+from kvloom.offload.terms import Borrow, Loan, on_this_loop, one_number, watched
+from kvloom.types.errors import Conflict, KvloomError
+from kvloom.types.geometry import I32
 from kvloom.types.job import ForwardPlan, Job, OffloadedRows
+from kvloom.types.load import Waits
+from kvloom.types.transfer import Transport
+
+_PATIENCE = 10.0  # seconds for a layer's attention: then offloaded sequences are computed again at home
 
 
 class RemoteAttention:
@@ -185,3 +192,61 @@ class CpuLoans:
             lost = error.message
         remote = RemoteAttention(loan.tasks, len(job.plan.sequences), rows.plan, lost)
         return ForwardOffload(remote if remote.count else None, lost=remote.lost)
+
+
+class CpuExecutor(Protocol):
+    """The part of the executor that lending and borrowing need."""
+
+    arena: Arena
+    loans: CpuLoans
+
+    def heads(self, model: str) -> int:
+        """Returns the heads of q in all layers; 0 if they differ."""
+
+
+class CpuOffloadBackend:
+    """Satisfies `OffloadBackend`: one loan to another unit, and one to each own model."""
+
+    def __init__(self, executor: CpuExecutor, transport: Transport, patience: float = _PATIENCE) -> None:
+        self._executor = executor
+        self._transport = transport
+        self._patience = patience
+        self._lending: Lending | None = None
+
+    def heads(self, model: str) -> int:
+        return one_number(model, self._executor.heads(model))
+
+    def borrow(self, borrow: Borrow, loan: Loan) -> int:
+        borrowed = BorrowedBlocks(borrow, loan, self._patience)
+        self._executor.loans.borrowed[borrow.model] = borrowed
+        return borrowed.blocks
+
+    def give_back(self, model: str) -> None:
+        self._executor.loans.borrowed.pop(model).tasks.close()
+
+    def lend(self, borrow: Borrow, blocks: I32, ended: Callable[[str], None]) -> Loan:
+        if self._lending is not None:
+            raise Conflict("weave: this unit lends already; one loan at a time")
+        lending = Lending(borrow, blocks, self._transport)
+        with watched(borrow):
+            try:
+                server = AttentionServer(lending, self._executor.arena, borrow, on_this_loop(ended))
+            except OSError:
+                lending.close()
+                raise
+        self._executor.loans.server = server
+        self._lending = lending
+        return lending.loan
+
+    def waits(self) -> Waits | None:
+        server = self._executor.loans.server
+        return None if server is None else server.waits()
+
+    def recall(self) -> bool:
+        server, self._executor.loans.server = self._executor.loans.server, None
+        if server is not None:
+            server.close()
+        if self._lending is not None and not self._lending.close():
+            return False
+        self._lending = None
+        return True

@@ -225,22 +225,18 @@ class DeviceLending:
         blocks: I32,
         transport: CudaIpcTransport,
         arena: Tensor,
-        *,
-        slots: int = SLOTS,
-        start: int = START,
     ) -> None:
-        """blocks: [pages · layers · kv_heads] of the own `arena`, its bytes. start: of the mailbox' counters.
-        Raises BadRequest if `borrow` makes no sense, OSError if its process is gone, QueueFull if the ledger
-        is full, ConfigError if there is no memory for the mailbox."""
+        """blocks: [pages · layers · kv_heads] of the own `arena`, its bytes. Raises BadRequest if `borrow`
+        makes no sense, OSError if its process is gone, QueueFull if the ledger is full, ConfigError if there
+        is no memory for the mailbox."""
         form = borrow.form
         if form.dtype not in _VALUES:
             raise BadRequest(f"borrow: {form.dtype}; want {', '.join(_VALUES)}")
         dtype = msgspec.convert(form.dtype, MailboxDtype)
         self._process = os.pidfd_open(borrow.pid)
         weakref.finalize(self, os.close, self._process)
-        made = mailbox_form(borrow, blocks, slots, _VALUES[dtype])
-        self.start = start
-        self.mailbox = LenderDeviceMailbox(made, dtype, arena.device, start)
+        made = mailbox_form(borrow, blocks, SLOTS, _VALUES[dtype])
+        self.mailbox = LenderDeviceMailbox(made, dtype, arena.device)
         place = self.mailbox.place(transport.device)
         transport.device.mark().wait()  # it is as it is to be before anybody is told of it
         self._lent = LentBlocks(borrow, blocks, transport, place)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Generic
 
@@ -38,11 +38,6 @@ class DecodePlanner(Generic[S]):
     def count(self) -> int:
         """Sequences that are offloaded now."""
         return 0
-
-    @property
-    def mark(self) -> object:
-        """Another value whenever `ready` or `takers` may answer otherwise although the cache is the same."""
-        return None
 
     def is_home(self, sequence: S) -> bool:
         """Returns whether the sequence's K and V, as far as it has any, are this unit's."""
@@ -89,8 +84,20 @@ class DecodePlanner(Generic[S]):
         return []
 
 
-class OffloadedSequences(DecodePlanner[S]):
-    """The loan of a model at the unit that borrows.
+@dataclass(frozen=True, slots=True)
+class _Places(Generic[S]):
+    """The places where the sequences of one step are computed: at home, or by the lender."""
+
+    staying_home: list[S]
+    returning: list[S]
+    """Offloaded sequences that are computed at home from this step on."""
+    staying_out: list[S]
+    leaving: list[S]
+    """Sequences at home that are offloaded from this step on."""
+
+
+class OffloadingPlanner(DecodePlanner[S]):
+    """Plans the decode steps of a model that has a loan: some sequences are at home, and some offloaded.
 
     An offloaded sequence is registered with the loan's cache alone; while a step copies it, with both caches.
     Its number and `share`, which may be set at any time, say whether it is to be offloaded: later steps move
@@ -117,6 +124,7 @@ class OffloadedSequences(DecodePlanner[S]):
             blocks, {home.model: home.geometry}, max_sequences=rows, max_tokens={home.model: max_tokens}
         )
         self.cache = self.pool.caches[home.model]
+        self.cache.pages.on_change = home.pages.on_change
         self.policy = OffloadPolicy[S](self.cache, share, rows)
         self.went = self.came = 0  # sequences that moved out, and back
         self.tokens = 0  # computed elsewhere under this loan
@@ -133,14 +141,11 @@ class OffloadedSequences(DecodePlanner[S]):
     @share.setter
     def share(self, share: float) -> None:
         self.policy.set_share(share)
+        self.home.pages.on_change()
 
     @property
     def count(self) -> int:
         return len(self.policy.offloaded)
-
-    @property
-    def mark(self) -> object:
-        return self.policy.mark
 
     def is_home(self, sequence: S) -> bool:
         return not self.policy.has(sequence)
@@ -172,6 +177,7 @@ class OffloadedSequences(DecodePlanner[S]):
         if others is None:
             return [victim]
         self.policy.urge(victim)
+        self.home.pages.on_change()
         return others
 
     def crowded(self, ready: Sequence[S]) -> list[S]:
@@ -186,31 +192,47 @@ class OffloadedSequences(DecodePlanner[S]):
     def plan(self, batch: Batch[S], ahead: int = 0) -> tuple[Batch[S], ForwardPlan, OffloadedRows | None]:
         """Plans one decode step. A sequence that would have to come back, when as much as a step may copy is
         copied already, is not in the step. No other step is planned until this one has ended or failed."""
-        policy, form, sequences = self.policy, self.home.geometry, [s for s, _ in batch]
-        room = self._spare(sequences)
-        here, first = [s for s in sequences if self.is_home(s)], policy.urged(sequences)
+        places = self._places([s for s, _ in batch])
+        moves = self._begin_moves(places)
+        at_home, elsewhere = places.staying_home + places.returning, places.staying_out + places.leaving
+        home, lent = _step(self.home, at_home), _step(self.cache, elsewhere)
+        self._step = lent if elsewhere else None
+        # without offloaded rows the device may take its fastest way
+        offloaded = OffloadedRows(lent, moves) if elsewhere or moves else None
+        return [(s, 1) for s in at_home + elsewhere], home, offloaded
+
+    def _places(self, sequences: list[S]) -> _Places[S]:
+        """Decides who is computed where in a step of these sequences, and who moves for it."""
+        policy, form = self.policy, self.home.geometry
+        at_home = [s for s in sequences if self.is_home(s)]
+        urged = policy.urged(sequences)
         budget = CopyBudget(sum(map(policy.length, sequences)))
-        stay, back, _ = policy.divide(sequences, room, form)
-        back = [s for s in back if budget.takes(policy.length(s))]
-        room -= sum(form.blocks(s.computed + 1) for s in back)
-        called = policy.called_back(stay, room, form, budget)
-        go = policy.going(here, first, stay, budget)
-        stay, back = [s for s in stay if s not in called], back + called
+        blocks = self._spare(sequences)
+        fitting, crowded_out, _ = policy.divide(sequences, blocks, form)
+        crowded_out = [s for s in crowded_out if budget.takes(policy.length(s))]
+        blocks -= sum(form.blocks(s.computed + 1) for s in crowded_out)
+        called_back = policy.called_back(fitting, blocks, form, budget)
+        leaving = policy.going(at_home, urged, fitting, budget)
+        return _Places(
+            staying_home=[s for s in at_home if s not in leaving],
+            returning=crowded_out + called_back,
+            staying_out=[s for s in fitting if s not in called_back],
+            leaving=leaving,
+        )
+
+    def _begin_moves(self, places: _Places[S]) -> tuple[PageMove, ...]:
+        """Takes room for those who move. Returns the copies that the step makes for them; a sequence of which
+        all is cached at home needs none, and is there now."""
         self._moving, moves = [], list[PageMove]()
-        for sequence in back + go:
-            out = sequence not in back
+        directions = [(s, False) for s in places.returning] + [(s, True) for s in places.leaving]
+        for sequence, out in directions:
             move = self._move(sequence, out=out)
             if move.tokens.size:
                 self._moving.append((sequence, out))
                 moves.append(move)
-            else:  # all of it is cached at home: it is there now
+            else:
                 self._arrived(sequence, out=out)
-        here, there = [s for s in here if s not in go] + back, stay + go
-        home, lent = _step(self.home, here), _step(self.cache, there)
-        self._step = lent if there else None
-        # without offloaded rows the device may take its fastest way
-        offloaded = OffloadedRows(lent, tuple(moves)) if there or moves else None
-        return [(s, 1) for s in here + there], home, offloaded
+        return tuple(moves)
 
     def finish(self, job: Job, lost: str | None) -> tuple[set[int], list[S]]:
         """Ends the forward of a job. If something is lost the loan is over."""

@@ -1,1 +1,0 @@
-"""Offloaded attention between two units of one GPU."""
