@@ -11,7 +11,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvloom.lab.faults.faulty_wire import FaultyWire
-from kvloom.lab.faults.host import FaultyUnit
+from kvloom.lab.faults.host import FaultyHost
 from kvloom.lab.faults.invariants import InvariantChecker
 from kvloom.lab.sim.executor import Content
 from kvloom.lab.sim.links import Entry
@@ -80,41 +80,37 @@ class Smeared:
         self._arena[at] = numbers
 
 
-class SmearingHost(FaultyUnit):
+class SmearingHost(FaultyHost):
     """What it sends is not what it has."""
 
     def start(self) -> None:
         super().start()
-        assert self.process is not None
-        transport = self.process.transport
+        transport = self.reached.transport
         transport.arena = Smeared(transport.arena)  # type: ignore[assignment, arg-type]
 
 
-class PinningHost(FaultyUnit):
+class PinningHost(FaultyHost):
     """Who ends a request leaves what is pinned for it."""
 
     def start(self) -> None:
         super().start()
-        assert self.process is not None
-        self.process.engine._pins.unpin = lambda request: 0  # type: ignore[method-assign]
+        self.reached.engine._pins.unpin = lambda request: 0  # type: ignore[method-assign]
 
 
-class LosingHost(FaultyUnit):
+class LosingHost(FaultyHost):
     """Its pool has a page that nobody holds."""
 
     def start(self) -> None:
         super().start()
-        assert self.process is not None
-        next(iter(self.process.engine.pool.caches.values())).pages.allocate(1)
+        next(iter(self.reached.engine.pool.caches.values())).pages.allocate(1)
 
 
-class KeepingHost(FaultyUnit):
+class KeepingHost(FaultyHost):
     """Its pool keeps a sequence that no request has."""
 
     def start(self) -> None:
         super().start()
-        assert self.process is not None
-        cache = next(iter(self.process.engine.pool.caches.values()))
+        cache = next(iter(self.reached.engine.pool.caches.values()))
         cache.add_sequence(10**9)
         cache.prepare_receive(10**9, 1)
 
@@ -132,18 +128,17 @@ class LyingDevice:
         return [(token + 1) % self._vocab for token in self._real.draw(job, step)]
 
 
-class LyingHost(FaultyUnit):
+class LyingHost(FaultyHost):
     def _device(self, checker: InvariantChecker) -> Content:
         return LyingDevice(super()._device(checker), checker.vocab)
 
 
-class UnfencedHost(FaultyUnit):
+class UnfencedHost(FaultyHost):
     """Who sends to it may write for ever, and its blocks are used again meanwhile."""
 
     def start(self) -> None:
         super().start()
-        assert self.process is not None
-        transport = self.process.transport
+        transport = self.reached.transport
         entry, close = transport.entry, transport.close
         known: dict[Ticket, Entry] = {}
 
@@ -159,39 +154,36 @@ class UnfencedHost(FaultyUnit):
         transport.entry, transport.close = open_for_ever, close_at_once  # type: ignore[method-assign]
 
 
-class IdleHost(FaultyUnit):
+class IdleHost(FaultyHost):
     """No job ever ends."""
 
     def start(self) -> None:
         super().start()
-        assert self.process is not None
 
         def launch(job: Job) -> asyncio.Future[JobResult]:
             return asyncio.get_running_loop().create_future()
 
-        self.process.executor.launch = launch  # type: ignore[method-assign]
+        self.reached.executor.launch = launch  # type: ignore[method-assign]
 
 
-class FaintingHost(FaultyUnit):
+class FaintingHost(FaultyHost):
     """Its engine's loop ends at the first job, of something that is no error of ours."""
 
     def start(self) -> None:
         super().start()
-        assert self.process is not None
 
         def launch(job: Job) -> asyncio.Future[JobResult]:
             raise ZeroDivisionError("no device")
 
-        self.process.executor.launch = launch  # type: ignore[method-assign]
+        self.reached.executor.launch = launch  # type: ignore[method-assign]
 
 
-class ShiftingLoanHost(FaultyUnit):
+class ShiftingLoanHost(FaultyHost):
     """Its lender's blocks are read one further than they were written."""
 
     def start(self) -> None:
         super().start()
-        assert self.process is not None
-        backend = self.process.backend
+        backend = self.reached.backend
         if backend is None:
             return
         lent = backend.lent_blocks

@@ -11,10 +11,12 @@ import pytest
 
 from kvloom.lab.faults.faults import NOTHING, CallFault, FaultSource, Rates
 from kvloom.lab.faults.faulty_wire import FaultyWire
-from kvloom.lab.faults.host import FaultyUnit
+from kvloom.lab.faults.host import LATENCY, FaultyHost
 from kvloom.lab.faults.invariants import lone_answer
 from kvloom.lab.faults.journal import Journal
-from kvloom.lab.sim.links import ModelledPlane
+from kvloom.lab.sim.links import TimedLink
+from kvloom.lab.sim.offload import OffloadingUnits
+from kvloom.lab.sim.processes import Surroundings
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.types.errors import Unavailable
 from kvloom.types.request import EndEvent, SamplingParams, StartGenerate, TokenEvent
@@ -39,10 +41,10 @@ class Listed(FaultSource):
 class Line:
     """An engine and a wire to it; others is a second engine that it can send to."""
 
-    host: FaultyUnit
+    host: FaultyHost
     wire: FaultyWire
     faults: Listed
-    other: FaultyUnit
+    other: FaultyHost
     journal: Journal
 
     def said(self, what: str) -> list[float]:
@@ -52,15 +54,13 @@ class Line:
 
 @asynccontextmanager
 async def line(*faults: CallFault) -> AsyncIterator[Line]:
-    clock, plane = LoopClock(asyncio.get_running_loop()), ModelledPlane()
-    journal, listed, failures = Journal(clock, kept=True), Listed(*faults), list[BaseException]()
-    hosts = [
-        FaultyUnit(
-            replace(unit(name, ["small"], blocks=100), stride=1, bandwidth=1e6),
-            plane, clock, Listed(), journal, failures.append,
-        )
-        for name in ("unit-0", "unit-1")
-    ]  # fmt: skip
+    clock, failures = LoopClock(asyncio.get_running_loop()), list[BaseException]()
+    journal, listed = Journal(clock, kept=True), Listed(*faults)
+    around = Surroundings(
+        clock, OffloadingUnits(()), failures.append, LATENCY, lambda _: TimedLink(1e6, LATENCY)
+    )
+    units = [replace(unit(name, ["small"], blocks=100), stride=1) for name in ("unit-0", "unit-1")]
+    hosts = [FaultyHost(one, around, Listed(), journal) for one in units]
     for host in hosts:
         host.start()
     wire = FaultyWire(hosts[0], clock, DELAY, listed, journal, failures.append)
@@ -99,7 +99,7 @@ def room(request: str = "r") -> PrepRecv:
     return PrepRecv(model="small", request=request, prompt=list(range(20)))
 
 
-async def used(host: FaultyUnit) -> int:
+async def used(host: FaultyHost) -> int:
     assert host.process is not None
     return (await host.process.engine.load()).models["small"].used_blocks
 

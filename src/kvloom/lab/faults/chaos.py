@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvloom.lab.faults.faults import Client, FaultScenario
-from kvloom.lab.faults.host import FaultyUnit
+from kvloom.lab.faults.host import FaultyHost
 from kvloom.lab.faults.journal import ClientAnswer, Journal
 from kvloom.lab.faults.laws import (
     NO_CRASH,
@@ -153,7 +153,7 @@ async def _ask_units(simulation: FaultSimulation) -> list[ClientAnswer]:
     ]
 
 
-async def _ask_unit(host: FaultyUnit, model: str, context: int) -> ClientAnswer:
+async def _ask_unit(host: FaultyHost, model: str, context: int) -> ClientAnswer:
     assert host.process is not None
     answer = ClientAnswer(Client(0.0, _last(model, context - 1, f"longest-{model}-{host.name}")))
     frames = host.process.engine.start_generate(answer.client.body)

@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvloom.lab.faults.faults import CallFault, FaultSource
-from kvloom.lab.faults.host import EngineProcess, FaultyUnit
-from kvloom.lab.faults.journal import Crashed, FaultTasks, Journal
+from kvloom.lab.faults.host import FaultyHost
+from kvloom.lab.faults.journal import Journal
+from kvloom.lab.sim.processes import Crashed, EngineProcess, ProcessTasks
 from kvloom.types.client import EngineClient, RemoteEngine
 from kvloom.types.clock import Clock
 from kvloom.types.errors import KvloomError, Unavailable
@@ -29,7 +30,7 @@ class FaultyWire(RemoteEngine):
 
     def __init__(
         self,
-        host: FaultyUnit,
+        host: FaultyHost,
         clock: Clock,
         delay: float,
         faults: FaultSource,
@@ -42,7 +43,7 @@ class FaultyWire(RemoteEngine):
         self._faults = faults
         self._journal = journal
         self._gone = False
-        self._tasks = FaultTasks(crashed, expected=(KvloomError,))
+        self._tasks = ProcessTasks(crashed, expected=(KvloomError,))
 
     def cut(self) -> None:
         """The caller's process is gone: it asks nothing any more."""
@@ -70,7 +71,7 @@ class FaultyWire(RemoteEngine):
         process = await self._arrive(fault)
         if fault.again is not None:
             self._tasks.spawn(self._once_more(name, about, verb, fault.again))
-        served = process.serve(self._served(process, verb))
+        served = process.tasks.spawn(self._served(process, verb))
         answer: T = await self._outcome(process, served)
         if fault.unanswered:
             await self._clock.sleep(fault.noticed)
@@ -105,7 +106,7 @@ class FaultyWire(RemoteEngine):
         process = self._host.process
         if process is not None:
             self._tell(name, about, "arrives again")
-            await asyncio.wait([process.serve(self._served(process, verb))])
+            await asyncio.wait([process.tasks.spawn(self._served(process, verb))])
 
     # -- the one that streams ---------------------------------------------------------------------------
 
@@ -135,7 +136,7 @@ class FaultyWire(RemoteEngine):
             if fault.again is not None:
                 verb = partial(self._first_frame, body)
                 self._tasks.spawn(self._once_more("start_generate", body.request, verb, fault.again))
-            served = process.serve(self._served(process, partial(self._pump, body, frames)))
+            served = process.tasks.spawn(self._served(process, partial(self._pump, body, frames)))
             await self._outcome(process, served)
         except KvloomError as error:
             frames.put_nowait(error)

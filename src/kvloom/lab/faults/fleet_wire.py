@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 from kvloom.cluster.scheduler import FleetScheduler
 from kvloom.lab.faults.faults import FaultSource
 from kvloom.lab.faults.gateway import FaultyGateway
-from kvloom.lab.faults.journal import Crashed, FaultTasks, Journal
+from kvloom.lab.faults.journal import Journal
 from kvloom.lab.sim.fleet import Rescheduling
+from kvloom.lab.sim.processes import Crashed, ProcessTasks
 from kvloom.router.rescheduling import Rescheduler
 from kvloom.types.clock import Clock
 from kvloom.types.errors import KvloomError, Unavailable
@@ -38,7 +39,7 @@ class FleetWire:
         self._delay = delay
         self._faults = faults
         self._journal = journal
-        self._tasks = FaultTasks(crashed, expected=(KvloomError,))
+        self._tasks = ProcessTasks(crashed, expected=(KvloomError,))
 
     async def state(self) -> FleetState:
         return await self._call("state", lambda gateway: gateway.state())
@@ -112,11 +113,11 @@ class SchedulerProcess:
         self._clock = clock
         self._journal = journal
         self._crashed = crashed
-        self._tasks: FaultTasks | None = None
+        self._tasks: ProcessTasks | None = None
 
     def start(self) -> None:
         if self._tasks is None:
-            given, self._tasks = self._given, FaultTasks(self._crashed)
+            given, self._tasks = self._given, ProcessTasks(self._crashed)
             scheduler = FleetScheduler(
                 self._wire, self._clock, period=given.period, thresholds=given.thresholds
             )

@@ -1,12 +1,10 @@
-"""The events of a run, one by one, and the tasks that crash it."""
+"""The events of a run, one by one, and what its clients were answered."""
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from kvloom.lab.faults.faults import Client
 from kvloom.types.clock import Clock
@@ -31,41 +29,6 @@ class Journal:
 
     def count(self, what: str) -> None:
         self.counts[what] += 1
-
-
-T = TypeVar("T")
-
-Crashed = Callable[[BaseException], None]
-
-
-class FaultTasks:
-    """crashed: called with what a task fails of, while they are not dismissed, unless that is `expected`."""
-
-    def __init__(self, crashed: Crashed, expected: tuple[type[Exception], ...] = ()) -> None:
-        self._crashed = crashed
-        self._expected = expected
-        self._tasks: dict[asyncio.Task[Any], None] = {}
-        self._cancelled = False
-
-    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks[task] = None
-        task.add_done_callback(self._ended)
-        return task
-
-    def cancel(self) -> list[asyncio.Task[Any]]:
-        """Cancel all, in the order in which they began; what they still fail of is nobody's matter."""
-        self._cancelled = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        return tasks
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        del self._tasks[task]
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not self._cancelled and not isinstance(error, self._expected):
-            self._crashed(error)
 
 
 Fate = Literal["waits", "ended", "failed", "left", "lost"]

@@ -7,12 +7,10 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from kvloom.lab.sim.wire import ModelledWire
 from kvloom.plan.cost.measured import Hosting, Upkeep
 from kvloom.plan.cost.profile import Role
 from kvloom.plan.cost.work import Work
-from kvloom.types.client import EngineClient, Generator
-from kvloom.types.clock import Clock
+from kvloom.types.client import Generator
 from kvloom.types.request import Event, ModelCard, StartGenerate
 
 Wish = Callable[[], float]
@@ -209,30 +207,6 @@ class HostedUnit:
             call()
 
         self.loop.thread.after(self._between(batch), seen)
-
-
-class HostedWire(ModelledWire):
-    """Calls to a hosted engine: a request waits for its loop, and so do its frames. It takes no time of its
-    own, which is in what both ends were measured to do."""
-
-    def __init__(
-        self,
-        reach: Callable[[], EngineClient],
-        clock: Clock,
-        delay: float,
-        loop: Callable[[], Worker],
-    ) -> None:
-        super().__init__(reach, clock, delay)
-        self._loop = loop
-
-    async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
-        loop = self._loop()
-        await loop.take_request()
-        async with aclosing(self._reach().start_generate(body)) as frames:
-            async for frame in frames:
-                if frame:
-                    await loop.passed()
-                yield frame
 
 
 class HostedServer:
