@@ -1,10 +1,12 @@
-"""Small fleets in virtual time, and what became of the asks that were played to them."""
+"""Small fleets in virtual time, and the results of the requests that were played to them."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
@@ -24,6 +26,24 @@ SHAPES = {
     "small": ModelShape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=500),
     "deep": ModelShape(layers=5, hidden=64, heads=2, kv_heads=1, head_dim=32, ffn=128, vocab=900),
 }
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def virtually(test: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
+    """Runs a test in virtual time."""
+
+    @wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        return run_virtual(test(*args, **kwargs))
+
+    return run
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class Plain:

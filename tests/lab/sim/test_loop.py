@@ -12,10 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.lab.sim.virtual_time import Stalled, run_virtual
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
+from tests.lab.sim.fleets import now, virtually
 
 
 @given(st.lists(st.floats(0, 1e6), max_size=20))
@@ -132,7 +129,8 @@ def test_an_error_that_nobody_hears_ends_the_run() -> None:
         run_virtual(forgetful())
 
 
-def test_dropped_generators_are_closed_in_virtual_time() -> None:
+@virtually
+async def test_dropped_generators_are_closed_in_virtual_time() -> None:
     closed: list[float] = []
 
     async def numbers() -> AsyncGenerator[int, None]:
@@ -143,32 +141,27 @@ def test_dropped_generators_are_closed_in_virtual_time() -> None:
             await asyncio.sleep(1)
             closed.append(now())
 
-    async def main() -> None:
-        async for _ in numbers():
-            break
-        await asyncio.sleep(5)
-
-    run_virtual(main())
+    async for _ in numbers():
+        break
+    await asyncio.sleep(5)
     assert closed == [1.0]
 
 
-def test_another_thread_is_refused() -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        errors: list[RuntimeError] = []
+@virtually
+async def test_another_thread_is_refused() -> None:
+    loop = asyncio.get_running_loop()
+    errors: list[RuntimeError] = []
 
-        def call() -> None:
-            try:
-                loop.call_soon_threadsafe(print)
-            except RuntimeError as error:
-                errors.append(error)
+    def call() -> None:
+        try:
+            loop.call_soon_threadsafe(print)
+        except RuntimeError as error:
+            errors.append(error)
 
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
-        assert "one thread" in str(errors[0])
-
-    run_virtual(main())
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert "one thread" in str(errors[0])
 
 
 def test_time_never_goes_back() -> None:

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
+import pytest
 from msgspec import structs
 
 from kvloom.engine.engine import Engine
 from kvloom.engine.freeness import Thresholds
 from kvloom.lab.sim.fleet import Rescheduling, SimulatedFleet, simulated
+from kvloom.lab.sim.processes import Census
 from kvloom.lab.sim.run import MOVING_FRAMES, simulate, upheaval
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.sim.virtual_time import run_virtual
@@ -23,6 +25,7 @@ from kvloom.types.request import SamplingParams, StartGenerate, TokenEvent
 from kvloom.types.service import GroupSpec, Scale
 from tests.lab.sim.fleets import asks, prompt_of, unit
 from tests.lab.sim.test_hosting import upkeep
+from tests.modelled_units import ManualClock
 from tests.plan.cost.test_hosting import hosting
 
 START = 0.05  # seconds
@@ -206,3 +209,23 @@ def test_engines_that_come_and_go_on_a_machine_that_was_measured() -> None:
 def test_the_order_of_what_happens_at_once_is_of_no_matter() -> None:
     found = streamed(crowd(30), rescheduling(), seed=1)
     assert [len(tokens) for tokens in found.tokens.values()] == [ask.output for ask in crowd(30)]
+
+
+def test_each_number_of_units_counts_for_as_long_as_it_lasts() -> None:
+    clock = ManualClock()
+    census = Census(clock)
+    for _ in range(3):
+        census.more()
+    assert (census.mean, census.least, census.most) == (3.0, 3, 3)
+    clock.time = 10.0
+    census.less()
+    census.less()
+    clock.time = 15.0
+    census.more()
+    census.less()  # lasts no time
+    clock.time = 20.0
+    assert census.mean == pytest.approx((3 * 10 + 1 * 10) / 20)
+    assert (census.least, census.most) == (1, 3)
+    census.less()
+    assert census.mean == pytest.approx(2.0)
+    assert census.least == 0

@@ -1,11 +1,10 @@
-"""A gateway's process in a run with faults: a router, what moves its requests, and the clients that have
-reached it.
-"""
+"""The processes of a gateway, with the clients that have reached it, and of a fleet scheduler in a run with
+faults."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from math import inf
 from typing import Any, TypeVar
@@ -13,23 +12,26 @@ from typing import Any, TypeVar
 from kvloom.cluster.launcher import News, Snapshot
 from kvloom.cluster.mirror import Mirror, Said
 from kvloom.cluster.orders import FleetOrders
-from kvloom.lab.faults.faults import text_of
-from kvloom.lab.faults.faulty_wire import FaultyWire
+from kvloom.cluster.scheduler import FleetScheduler
+from kvloom.lab.faults.faults import FaultSource, text_of
+from kvloom.lab.faults.faulty_wire import FaultyCalls, FaultyWire, outcome, tried
 from kvloom.lab.faults.journal import ClientAnswer, Journal
+from kvloom.lab.sim.fleet import Rescheduling
 from kvloom.lab.sim.processes import Crashed, ProcessTasks
 from kvloom.router.program import Program
 from kvloom.router.rescheduling import Rescheduler
 from kvloom.router.router import Router
 from kvloom.router.units import FleetLink
 from kvloom.types.clock import Clock
-from kvloom.types.errors import KvloomError
+from kvloom.types.errors import KvloomError, Unavailable
 from kvloom.types.request import EndEvent, Event, PromptEvent, TokenEvent
+from kvloom.types.service import FleetState, Pairs, Steps
 
 T = TypeVar("T")
 
 
 class FaultyGateway:
-    """crashed: called with what is no error of ours. tell: takes what it says to the controller."""
+    """A gateway's process, with the clients that have reached it."""
 
     def __init__(
         self,
@@ -41,6 +43,7 @@ class FaultyGateway:
         snapshot: Snapshot,
         tell: Callable[[Said], None],
     ) -> None:
+        """crashed: called with what is no error of ours. tell: takes what it says to the controller."""
         self.wires = wires
         self.mirror = Mirror(snapshot, self._send)
         self.router = Router(FleetLink(self.mirror, wires.__getitem__), program, clock)
@@ -176,3 +179,92 @@ def _shown(event: Event) -> str:
 def _wish(answer: ClientAnswer) -> str:
     body = answer.client.body
     return f"{body.sampling.max_tokens} tokens × {body.n}, priority {body.priority}"
+
+
+Verb = Callable[[Rescheduler], Awaitable[T]]
+
+
+class FleetWire(FaultyCalls):
+    """Satisfies `FleetControl`: a fleet scheduler's calls to the gateway that is there."""
+
+    def __init__(
+        self,
+        gateway: Callable[[], FaultyGateway | None],
+        clock: Clock,
+        delay: float,
+        faults: FaultSource,
+        journal: Journal,
+        crashed: Crashed,
+    ) -> None:
+        """gateway: returns None while there is none."""
+        super().__init__(("fleet", ""), clock, delay, faults, journal, crashed)
+        self._gateway = gateway
+
+    async def state(self) -> FleetState:
+        return await self._call("state", lambda gateway: gateway.state())
+
+    async def pair(self, pairs: Pairs) -> None:
+        told = ", ".join(f"{one.source} > {one.destination}" for one in pairs.pairs)
+        await self._call(f"pair {told}", lambda gateway: gateway.pair(pairs))
+
+    async def scale(self, steps: Steps) -> None:
+        await self._call("scale", lambda gateway: gateway.scale(steps))
+
+    async def _call(self, name: str, verb: Verb[T]) -> T:
+        """Sent at once; the answer is waited for."""
+        answer: T = await asyncio.shield(self._tasks.spawn(self._carry(name, verb)))
+        return answer
+
+    async def _carry(self, name: str, verb: Verb[T]) -> T:
+        fault = self._send(name)
+        await self._go(fault)
+        if fault.again is not None:
+            self._tasks.spawn(self._once_more(verb, fault.again))
+        answer = await self._served(verb)
+        await self._come_back(fault)
+        return answer
+
+    async def _once_more(self, verb: Verb[Any], after: float) -> None:
+        """Nobody waits for what the second copy is answered."""
+        await self._clock.sleep(after)
+        await self._served(verb)
+
+    async def _served(self, verb: Verb[T]) -> T:
+        """Returns or raises what the gateway does, unless it is lost meanwhile."""
+        gateway = self._gateway()
+        if gateway is None:
+            raise Unavailable("nobody answers there")
+        answering = gateway.spawn(tried(verb(gateway.rescheduler)))
+        await asyncio.wait([answering])
+        if answering.cancelled():
+            raise Unavailable("the connection broke: the gateway is gone")
+        return outcome(answering)
+
+
+class SchedulerProcess:
+    """A fleet scheduler that is lost and started anew, and knows nothing when it starts."""
+
+    def __init__(
+        self, given: Rescheduling, wire: FleetWire, clock: Clock, journal: Journal, crashed: Crashed
+    ) -> None:
+        self._given = given
+        self._wire = wire
+        self._clock = clock
+        self._journal = journal
+        self._crashed = crashed
+        self._tasks: ProcessTasks | None = None
+
+    def start(self) -> None:
+        if self._tasks is None:
+            given, self._tasks = self._given, ProcessTasks(self._crashed)
+            scheduler = FleetScheduler(
+                self._wire, self._clock, period=given.period, thresholds=given.thresholds
+            )
+            self._tasks.spawn(scheduler.run())
+            self._journal("fleet", "", "scheduler starts")
+
+    def kill(self) -> None:
+        if self._tasks is not None:
+            self._tasks.cancel()
+            self._tasks = None
+            self._journal("fleet", "", "scheduler dies")

@@ -20,7 +20,6 @@ from kvloom.lab.faults.faults import (
     Rates,
     Relocation,
     SchedulerLoss,
-    SeededDraws,
     Switch,
 )
 from kvloom.lab.faults.more_draws import with_edits, with_guides, with_stop_strings, with_weaving
@@ -35,13 +34,12 @@ from kvloom.types.spec import EngineSpec, ModelSpec, Option, Policy
 LONGEST: Final = 4.0  # seconds in which clients come
 
 
-class Traits(SeededDraws):
+class Traits:
     """Drawn first: models, and how wide all else is drawn."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__(seed)
         self.seed = seed
-        draw = self._random
+        self._random = draw = random.Random(seed)
         self.shapes = {name: self._shape() for name in ("ash", "birch", "cedar")[: draw.randint(1, 3)]}
         self.lasting = self._odds(0.35)  # answers are long
         self.contexts = {
@@ -61,6 +59,16 @@ class Traits(SeededDraws):
         self.links: Sequence[float] = (3e3, 1e4) if self.hasty else (1e4, 1e5, 1e6, 1e9)
         self.crowd = (4, 8 if self.lasting else 16)  # clients
         self.answers: Sequence[int] = (5, 30, 40) if self.lasting else (1, 2, 5, 12)
+
+    def _odds(self, of: float) -> bool:
+        return self._random.random() < of
+
+    def _count(self, least: int, most: int) -> int:
+        return self._random.randint(least, most)
+
+    def _moment(self) -> float:
+        """Returns the seconds of a job, of a few, or of a lease."""
+        return self._random.choice((0.002, 0.02, 0.2, 2.0)) * self._random.uniform(0.5, 2.0)
 
     def _shape(self) -> ModelShape:
         draw = self._random

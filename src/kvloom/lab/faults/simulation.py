@@ -28,8 +28,7 @@ from kvloom.lab.faults.faults import (
     UnitRemoved,
 )
 from kvloom.lab.faults.faulty_wire import FaultyWire
-from kvloom.lab.faults.fleet_wire import FleetWire, SchedulerProcess
-from kvloom.lab.faults.gateway import FaultyGateway
+from kvloom.lab.faults.gateway import FaultyGateway, FleetWire, SchedulerProcess
 from kvloom.lab.faults.host import AT_ONCE, LATENCY, FaultyHost, FaultyLauncher
 from kvloom.lab.faults.journal import ClientAnswer, Journal
 from kvloom.lab.faults.laws import Broken, check_pool
