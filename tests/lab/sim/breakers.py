@@ -187,8 +187,8 @@ class LyingDevice:
 
 
 class LyingHost(FaultyHost):
-    def _device(self, checker: InvariantChecker) -> Content:
-        return LyingDevice(super()._device(checker), checker.vocab)
+    def device(self, checker: InvariantChecker) -> Content:
+        return LyingDevice(super().device(checker), checker.vocab)
 
 
 async def pinning(call: Call, fleet: Fleet) -> Frames:

@@ -21,7 +21,7 @@ from kvloom.lab.sim.virtual_time import LoopClock
 from kvloom.types.errors import Unavailable
 from kvloom.types.request import EndEvent, SamplingParams, StartGenerate, TokenEvent
 from kvloom.types.verbs import Prepared, PrepRecv, RemoteSend
-from tests.lab.sim.fleets import now, unit, virtually
+from tests.lab.sim.fleets import check_whole, now, unit, virtually
 
 DELAY = 0.01
 
@@ -68,9 +68,7 @@ async def line(*faults: CallFault) -> AsyncIterator[Line]:
     await clock.sleep(100)
     for host in hosts:
         if host.process is not None:
-            pool = host.process.engine.pool
-            pool.check()
-            assert pool.available == pool.total
+            check_whole([host.process.engine])
         assert not any(checker.wrong for checker in host.checkers)
         await host.stop()
     assert not failures

@@ -10,16 +10,15 @@ import pytest
 
 from kvloom.lab.sim.fleet import simulated
 from kvloom.lab.sim.hosting import Cores, HostedMachine
-from kvloom.lab.sim.run import play
 from kvloom.lab.sim.unit import SimulatedUnit
-from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
+from kvloom.lab.sim.virtual_time import run_virtual
 from kvloom.lab.workload.request import RequestResult, WorkloadRequest
 from kvloom.plan.cost.measured import Hosting
 from kvloom.plan.cost.profile import HostedSeconds, Role, StalledJob
 from kvloom.plan.cost.work import Work
 from kvloom.router.program import load_program
 from kvloom.types.job import Phase
-from tests.lab.sim.fleets import asks, now, outcomes, prompt_of, unit, virtually
+from tests.lab.sim.fleets import asks, now, outcomes, results, unit, virtually
 from tests.plan.cost.test_hosting import doing, hosting, pressed
 
 
@@ -48,11 +47,10 @@ def played(
     """Returns the results in the order of the requests."""
 
     async def main() -> list[RequestResult]:
-        clock, told = LoopClock(asyncio.get_running_loop()), list[RequestResult]()
         machine = HostedMachine(found, client_here=client_here)
         async with simulated([one], load_program("data_parallel"), machine=machine) as fleet:
-            await play(fleet.server, given, prompt_of, clock, told.append)
-        return sorted(told, key=lambda outcome: given.index(outcome.request))
+            by_request = await results(fleet.server, given)
+        return [by_request[request] for request in given]
 
     return run_virtual(main())
 
@@ -74,7 +72,7 @@ def test_a_request_and_its_tokens_pass_all_who_work_on_them() -> None:
 
 
 def test_a_gateway_of_a_millisecond_a_token_bounds_the_throughput() -> None:
-    given = [one_ask(at=0.0, output=100) for _ in range(16)]
+    given = [one_ask(at=i * 1e-9, output=100) for i in range(16)]
     free, bound = (
         played(found, given, fixed(Fixed(0.001)))
         for found in (hosting(), hosting(upkeep("gateway", token=0.001)))

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -18,12 +19,12 @@ from kvloom.lab.sim.run import MOVING_FRAMES, simulate, upheaval
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.sim.virtual_time import run_virtual
 from kvloom.lab.workload.request import RequestResult, WorkloadRequest
-from kvloom.lab.workload.results import Upheaval
+from kvloom.lab.workload.results import Results, Upheaval
 from kvloom.lab.workload.summary import Summary
 from kvloom.router.program import load_program
 from kvloom.types.request import SamplingParams, StartGenerate, TokenEvent
 from kvloom.types.service import GroupSpec, Scale
-from tests.lab.sim.fleets import asks, prompt_of, unit
+from tests.lab.sim.fleets import asks, check_whole, prompt_of, unit
 from tests.lab.sim.test_hosting import upkeep
 from tests.modelled_units import ManualClock
 from tests.plan.cost.test_hosting import hosting
@@ -110,10 +111,14 @@ def streamed(asked: Sequence[WorkloadRequest], given: Rescheduling | None, seed:
             seen.left = len(fleet.engines)
 
     run_virtual(main(), seed=seed)
-    for engine in seen.engines:
-        engine.pool.check()
-        assert engine.pool.available == engine.pool.total
+    check_whole(seen.engines)
     return seen
+
+
+def simulated_results(
+    given: Sequence[SimulatedUnit], asked: Sequence[WorkloadRequest], **more: Any
+) -> Results:
+    return simulate(given, load_program("freest"), asked, prompt_of, Summary(), title="", **more)
 
 
 def test_units_come_for_a_rush_and_go_after_it_and_no_stream_sees_it() -> None:
@@ -153,13 +158,9 @@ def test_a_model_goes_to_none_and_comes_back_when_it_is_asked_for() -> None:
         for ask, at in zip(asks(2, seed=1, rate=1.0, models=["small"]), (0.0, 5.0), strict=True)
     ]
     found: list[RequestResult] = []
-    results = simulate(
+    results = simulated_results(
         units(start=7.0)[:1],
-        load_program("freest"),
         late,
-        prompt_of,
-        Summary(),
-        title="to none",
         tell=found.append,
         rescheduling=replace(given, away=frozenset()),
     )
@@ -176,13 +177,9 @@ def test_a_model_goes_to_none_and_comes_back_when_it_is_asked_for() -> None:
 def test_requests_that_wait_for_longer_than_their_patience_are_told() -> None:
     gone = GroupSpec(("unit-0",), Scale(least=0, most=1, seconds=0.04, idle=0.3))
     late = [WorkloadRequest(at=at, model="small", prompt=9, output=3) for at in (0.0, 5.0)]
-    results = simulate(
+    results = simulated_results(
         units(start=7.0)[:1],
-        load_program("freest"),
         late,
-        prompt_of,
-        Summary(),
-        title="impatient",
         rescheduling=Rescheduling(0.02, groups={"all": gone}),
         patience=3.0,
     )
@@ -191,13 +188,9 @@ def test_requests_that_wait_for_longer_than_their_patience_are_told() -> None:
 
 def test_engines_that_come_and_go_on_a_machine_that_was_measured() -> None:
     found = hosting(upkeep("gateway", request=1e-4), upkeep("engine", request=1e-3, token=1e-5))
-    results = simulate(
+    results = simulated_results(
         units(),
-        load_program("freest"),
         crowd(),
-        prompt_of,
-        Summary(),
-        title="hosted",
         hosting=found,
         rescheduling=rescheduling(),
     )

@@ -137,11 +137,11 @@ class FaultyHost(UnitHost):
         return InvariantChecker(geometries, unit.spec.kv_bytes // block, vocab, width=width)
 
     def _executor(self, hosted: HostedUnit | None) -> ModelledExecutor:
-        executor = modelled_executor(self.unit, self._device(self.checkers[-1]), hosted)
+        executor = modelled_executor(self.unit, self.device(self.checkers[-1]), hosted)
         executor.cards = {name: guided_card(card) for name, card in executor.cards.items()}
         return executor
 
-    def _device(self, checker: InvariantChecker) -> Content:
+    def device(self, checker: InvariantChecker) -> Content:
         return WatchedDevice(self, checker, self._faults, self._journal)
 
     def kill(self) -> None:
