@@ -47,12 +47,15 @@ SETTLED: Final = 100.0  # after the last fault: all that was late has come, all 
 
 @dataclass(slots=True)
 class Verdict:
-    """broken: the laws that did not hold. counts: events by kind. lines: the journal, where it was wanted."""
+    """The result of one run."""
 
     seed: int
     broken: list[Broken] = field(default_factory=list)
+    """The laws that did not hold."""
     counts: Counter[str] = field(default_factory=Counter)
+    """Events by kind."""
     lines: list[str] = field(default_factory=list)
+    """The journal, if it was wanted."""
 
 
 def run_seed(seed: int, *, journal: bool = False) -> Verdict:

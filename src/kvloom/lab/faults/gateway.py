@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from kvloom.cluster.launcher import News, Snapshot
 from kvloom.cluster.mirror import Mirror, Said
 from kvloom.cluster.orders import FleetOrders
-from kvloom.cluster.scheduler import FleetScheduler
 from kvloom.lab.faults.faults import FaultSource, text_of
 from kvloom.lab.faults.faulty_wire import FaultyCalls, FaultyWire, outcome, tried
 from kvloom.lab.faults.journal import ClientAnswer, Journal
@@ -94,7 +93,6 @@ class FaultyGateway:
     async def answer(self, answer: ClientAnswer) -> None:
         """Serves a client to its end."""
         client, name = answer.client, answer.client.body.request
-        answer.asked = self._clock.now()
         if client.body.sampling.guide is not None:
             self._journal.count("requests guided")
         self._journal(
@@ -256,10 +254,8 @@ class SchedulerProcess:
 
     def start(self) -> None:
         if self._tasks is None:
-            given, self._tasks = self._given, ProcessTasks(self._crashed)
-            scheduler = FleetScheduler(
-                self._wire, self._clock, period=given.period, thresholds=given.thresholds
-            )
+            self._tasks = ProcessTasks(self._crashed)
+            scheduler = self._given.scheduler(self._wire, self._clock)
             self._tasks.spawn(scheduler.run())
             self._journal("fleet", "", "scheduler starts")
 

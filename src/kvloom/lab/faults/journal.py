@@ -13,12 +13,13 @@ from kvloom.types.request import EndEvent, Event, PromptEvent, TokenEvent
 
 
 class Journal:
-    """A line an event: when (virtual seconds), what, who, and how it was. Lines are kept only where they are
-    wanted, for they take longer to write than the events themselves. counts: of what is worth counting."""
+    """A line for each event: when (virtual seconds), what, who, and how it was. Lines are kept only if they
+    are wanted, because they take longer to write than the events themselves."""
 
     def __init__(self, clock: Clock, *, kept: bool) -> None:
         self.lines: list[str] = []
         self.counts: Counter[str] = Counter()
+        """Events by kind, of what is worth counting."""
         self.kept = kept
         self._clock = clock
 
@@ -36,20 +37,24 @@ Fate = Literal["waits", "ended", "failed", "left", "lost"]
 
 @dataclass(slots=True)
 class ClientAnswer:
-    """fate: ended, its stream did; failed, it was told an error; left, it hung up; lost, its gateway was.
-    tokens, ends: by choice. asked, over: when. broken: what no stream may do, law 3."""
+    """What a client has been answered so far."""
 
     client: Client
     fate: Fate = "waits"
-    asked: float | None = None
+    """Its stream has ended; it was told an error and has failed; it has left; or its gateway was lost."""
     over: float | None = None
+    """The time when that was."""
     tokens: dict[int, list[int]] = field(default_factory=dict)
+    """The tokens by choice."""
     ends: dict[int, EndEvent] = field(default_factory=dict)
+    """The end of each choice that has one."""
     prompt: PromptEvent | None = None
     error: KvloomError | None = None
     aborted: bool = False
-    stopped: set[int] = field(default_factory=set)  # choices that were aborted for their stop string
+    stopped: set[int] = field(default_factory=set)
+    """Choices that were aborted for their stop string."""
     broken: list[str] = field(default_factory=list)
+    """What no stream may do (law 3), and this one did."""
 
     def take(self, frame: list[Event]) -> None:
         for event in frame:

@@ -34,10 +34,33 @@ from kvloom.types.spec import EngineSpec, ModelSpec, Option, Policy
 LONGEST: Final = 4.0  # seconds in which clients come
 
 
-class Traits:
-    """Drawn first: models, and how wide all else is drawn."""
+LEASES: Final = (1.0, 2.0, 4.0)  # seconds
+LONG_LEASE: Final = 120.0  # where all is given back without it
+BANDS: Final = (  # pools are small
+    Thresholds(0.0, 0.0),
+    Thresholds(10.0, 20.0),
+    Thresholds(60.0, 60.0),
+    Thresholds(1e3, 1e3, floor=0.0),  # all that fits moves to a unit that is idle
+)
+PROGRAMS: Final[Mapping[str, Mapping[str, tuple[Option, ...]]]] = {
+    "data_parallel": {},
+    "least_loaded": {},
+    "freest": {},
+    "infaas": {},
+    "disaggregate": {"prefill": (1, 2)},
+    "cache_aware_disaggregate": {"prefill": (1, 2), "slack": (0, 64, 2048)},
+    "balanced": {"prefill": (1, 2), "ratio": (0.0, 0.3, 0.9), "most": (0.5, 1.0)},
+    "cache_aware": {"slack": (0, 64, 2048)},
+    "migrate_context": {"slack": (0, 16, 256)},
+}
+STAYING: Final = ("data_parallel", "least_loaded", "freest", "infaas", "cache_aware")  # they move no K and V
+
+
+class DrawnScenario:
+    """Draws all of one seed's scenario but what `more_draws` adds."""
 
     def __init__(self, seed: int) -> None:
+        """Draws the models, and how wide all else is drawn."""
         self.seed = seed
         self._random = draw = random.Random(seed)
         self.shapes = {name: self._shape() for name in ("ash", "birch", "cedar")[: draw.randint(1, 3)]}
@@ -91,32 +114,6 @@ class Traits:
 
     def _tokens(self, count: int) -> list[int]:
         return [self._random.randrange(VOCAB) for _ in range(count)]
-
-
-LEASES: Final = (1.0, 2.0, 4.0)  # seconds
-LONG_LEASE: Final = 120.0  # where all is given back without it
-BANDS: Final = (  # pools are small
-    Thresholds(0.0, 0.0),
-    Thresholds(10.0, 20.0),
-    Thresholds(60.0, 60.0),
-    Thresholds(1e3, 1e3, floor=0.0),  # all that fits moves to a unit that is idle
-)
-PROGRAMS: Final[Mapping[str, Mapping[str, tuple[Option, ...]]]] = {
-    "data_parallel": {},
-    "least_loaded": {},
-    "freest": {},
-    "infaas": {},
-    "disaggregate": {"prefill": (1, 2)},
-    "cache_aware_disaggregate": {"prefill": (1, 2), "slack": (0, 64, 2048)},
-    "balanced": {"prefill": (1, 2), "ratio": (0.0, 0.3, 0.9), "most": (0.5, 1.0)},
-    "cache_aware": {"slack": (0, 64, 2048)},
-    "migrate_context": {"slack": (0, 16, 256)},
-}
-STAYING: Final = ("data_parallel", "least_loaded", "freest", "infaas", "cache_aware")  # they move no K and V
-
-
-class DrawnScenario(Traits):
-    """Draws all of one seed's scenario but what `more_draws` adds."""
 
     def draw(self) -> FaultScenario:
         units = self._units()

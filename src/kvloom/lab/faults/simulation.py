@@ -9,7 +9,7 @@ from typing import Final
 
 from kvloom.cluster.edits import Edit, UnitEdit
 from kvloom.cluster.launcher import News, Snapshot
-from kvloom.cluster.state import ABSENT, Phase, Rolling, gateway_name
+from kvloom.cluster.state import ABSENT, Rolling, gateway_name
 from kvloom.lab.faults.faults import (
     Death,
     Fault,
@@ -60,13 +60,14 @@ class Parts:
 
 
 class FaultSimulation:
-    """Breaks what the scenario says, when it says so, and decides nothing else. crash: what an engine, a
-    router or a call failed of that is no error of ours. broken: what was seen on the way."""
+    """Breaks what the scenario says, when it says so, and decides nothing else."""
 
     def __init__(self, scenario: FaultScenario, clock: Clock, journal: Journal, parts: Parts) -> None:
         self.scenario = scenario
         self.crash: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        """What an engine, a router or a call has failed of that is no error of ours."""
         self.broken: list[Broken] = []
+        """What was seen on the way."""
         self.answers = [ClientAnswer(client) for client in scenario.clients]
         self.gateway: FaultyGateway | None = None
         self._clock = clock
@@ -217,11 +218,9 @@ class FaultSimulation:
             await host.stop()
         else:
             host.kill()
-        if self._phase(death.unit) in ("ready", "draining") and not host.process:
+        status = self.controller.status.processes.get(death.unit, ABSENT)
+        if status.phase in ("ready", "draining") and not host.process:
             self._launcher.lose(death.unit, death.down)
-
-    def _phase(self, unit: str) -> Phase:
-        return self.controller.status.processes.get(unit, ABSENT).phase
 
     async def _lose_gateway(self, loss: GatewayLoss) -> None:
         gateway, self.gateway = self.gateway, None

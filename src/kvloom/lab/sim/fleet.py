@@ -14,11 +14,11 @@ from kvloom.cluster.launcher import Counted, UnitSeen
 from kvloom.cluster.mirror import Mirror, Said
 from kvloom.cluster.orders import FleetOrders
 from kvloom.cluster.reconcile import TIMING, Timing
-from kvloom.cluster.scheduler import FleetScheduler
+from kvloom.cluster.scheduler import FleetControl, FleetScheduler
 from kvloom.cluster.state import FleetSpec, UnitSpec
 from kvloom.engine.engine import Engine
 from kvloom.engine.freeness import Thresholds
-from kvloom.lab.sim.hosting import HostedMachine
+from kvloom.lab.sim.hosting import HostedMachine, HostedServer
 from kvloom.lab.sim.links import Link
 from kvloom.lab.sim.offload import OffloadingUnits
 from kvloom.lab.sim.processes import (
@@ -55,28 +55,15 @@ class Rescheduling:
     usage: Callable[[UnitLoad], float] | None = None
     """The measure that their number follows; None for the scheduler's own."""
 
+    def scheduler(self, fleet: FleetControl, clock: Clock) -> FleetScheduler:
+        return FleetScheduler(fleet, clock, period=self.period, thresholds=self.thresholds, usage=self.usage)
+
 
 def rescheduling(
     spec: SchedulerSpec, groups: Mapping[str, GroupSpec] | None = None, away: frozenset[str] = frozenset()
 ) -> Rescheduling:
     """Returns what a config says of the fleet scheduler."""
     return Rescheduling(spec.period, Thresholds(spec.out, spec.into), groups or {}, away)
-
-
-@asynccontextmanager
-async def rescheduled(
-    router: Router, clock: Clock, given: Rescheduling, orders: FleetOrders | None = None
-) -> AsyncIterator[Rescheduler]:
-    """Requests of `router` move while it is open, and units come and go if there are orders to give."""
-    async with Rescheduler(router, clock, orders) as rescheduler, asyncio.TaskGroup() as group:
-        scheduler = FleetScheduler(
-            rescheduler, clock, period=given.period, thresholds=given.thresholds, usage=given.usage
-        )
-        running = group.create_task(scheduler.run())
-        try:
-            yield rescheduler
-        finally:
-            running.cancel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +124,10 @@ async def simulated(
         rescheduler = None
         if rescheduling:
             orders = FleetOrders(mirror, router, seconds=inf)
-            moving = rescheduled(router, clock, rescheduling, orders)
-            rescheduler = await stack.enter_async_context(moving)
-        server = machine.server(router) if machine else router
+            rescheduler = await stack.enter_async_context(Rescheduler(router, clock, orders))
+            scheduling = group.create_task(rescheduling.scheduler(rescheduler, clock).run())
+            stack.callback(scheduling.cancel)
+        server = HostedServer(router, machine) if machine else router
         yield SimulatedFleet(router, processes, server, rescheduler)
 
 

@@ -133,7 +133,7 @@ class UnitHost:
     def start(self) -> None:
         """Gives the unit a process at once."""
         unit, spec, around = self.unit, self.unit.spec, self._around
-        hosted = around.machine.unit(unit.overhead) if around.machine else None
+        hosted = HostedUnit(around.machine, unit.overhead) if around.machine else None
         executor = self._executor(hosted)
         transport = around.plane.join(self.name, executor.blocks, around.link(unit))
         backend = around.offloading.backend(unit, executor, transport)
@@ -213,7 +213,7 @@ class ModelledWire(RemoteEngine):
 
 
 class Census:
-    """least, most: that there have been; those of the beginning come all at once."""
+    """Counts over the time how many units there are; those of the beginning come all at once."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
