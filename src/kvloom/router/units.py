@@ -166,20 +166,20 @@ class Units(Mapping[str, Unit]):
             self._clock,
             admit=self._admit,
             lost=self._lost,
-            changed=lambda: self._unit_changed(name),
+            changed=lambda models: self._unit_changed(name, models),
             emptied=lambda: self._emptied(name),
             managed=self._link is not None,
             cards=cards,
         )
 
-    def _unit_changed(self, name: str) -> None:
+    def _unit_changed(self, name: str, models: Iterable[str]) -> None:
         """Tells the controller, too, if a unit answers of which it has last heard that it did not."""
         link, unit = self._link, self._units.get(name)
         if link is not None and unit is not None and unit.up:
             process = link.mirror.process(name)
             if process.phase == "ready" and process.problem:
                 link.mirror.send(UnitSeen(name, process.generation))
-        self._changed()
+        self._changed(models)
 
     def _heed(self, names: Collection[str]) -> None:
         """Takes in what the mirror has of these units, because something of them has changed."""

@@ -1,9 +1,10 @@
-"""Parts of a simulation that break a law."""
+"""Parts of a simulation that break a law, and a router program that pins what it asks for."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import itertools
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -11,11 +12,13 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvloom.lab.faults.faulty_wire import FaultyWire
-from kvloom.lab.faults.host import FaultyUnit
+from kvloom.lab.faults.host import FaultyHost
 from kvloom.lab.faults.invariants import InvariantChecker
 from kvloom.lab.sim.executor import Content
 from kvloom.lab.sim.links import Entry
 from kvloom.lab.sim.offload import SimulatedOffloadBackend
+from kvloom.lab.sim.processes import EngineProcess
+from kvloom.router import Call, Fleet, Frames
 from kvloom.types.address import Ticket
 from kvloom.types.geometry import I32, AnyArray
 from kvloom.types.job import Job, JobResult
@@ -80,43 +83,94 @@ class Smeared:
         self._arena[at] = numbers
 
 
-class SmearingHost(FaultyUnit):
+def broken_at_start(spoil: Callable[[EngineProcess], None]) -> type[FaultyHost]:
+    """Returns hosts whose processes are spoilt once they have started."""
+
+    class BrokenHost(FaultyHost):
+        def start(self) -> None:
+            super().start()
+            spoil(self.reached)
+
+    return BrokenHost
+
+
+@broken_at_start
+def SmearingHost(process: EngineProcess) -> None:
     """What it sends is not what it has."""
-
-    def start(self) -> None:
-        super().start()
-        assert self.process is not None
-        transport = self.process.transport
-        transport.arena = Smeared(transport.arena)  # type: ignore[assignment, arg-type]
+    process.transport.arena = Smeared(process.transport.arena)  # type: ignore[assignment, arg-type]
 
 
-class PinningHost(FaultyUnit):
+@broken_at_start
+def PinningHost(process: EngineProcess) -> None:
     """Who ends a request leaves what is pinned for it."""
-
-    def start(self) -> None:
-        super().start()
-        assert self.process is not None
-        self.process.engine._pins.unpin = lambda request: 0  # type: ignore[method-assign]
+    process.engine._pins.unpin = lambda request: 0  # type: ignore[method-assign]
 
 
-class LosingHost(FaultyUnit):
+@broken_at_start
+def LosingHost(process: EngineProcess) -> None:
     """Its pool has a page that nobody holds."""
-
-    def start(self) -> None:
-        super().start()
-        assert self.process is not None
-        next(iter(self.process.engine.pool.caches.values())).pages.allocate(1)
+    next(iter(process.engine.pool.caches.values())).pages.allocate(1)
 
 
-class KeepingHost(FaultyUnit):
+@broken_at_start
+def KeepingHost(process: EngineProcess) -> None:
     """Its pool keeps a sequence that no request has."""
+    cache = next(iter(process.engine.pool.caches.values()))
+    cache.add_sequence(10**9)
+    cache.prepare_receive(10**9, 1)
 
-    def start(self) -> None:
-        super().start()
-        assert self.process is not None
-        cache = next(iter(self.process.engine.pool.caches.values()))
-        cache.add_sequence(10**9)
-        cache.prepare_receive(10**9, 1)
+
+@broken_at_start
+def UnfencedHost(process: EngineProcess) -> None:
+    """Who sends to it may write for ever, and its blocks are used again meanwhile."""
+    transport = process.transport
+    entry, close = transport.entry, transport.close
+    known: dict[Ticket, Entry] = {}
+
+    def open_for_ever(ticket: Ticket) -> Entry:
+        if ticket not in known:
+            known[ticket] = entry(ticket)
+        return known[ticket]
+
+    def close_at_once(ticket: Ticket) -> bool:
+        transport.ledger[ticket.slot].copying = 0
+        return close(ticket)
+
+    transport.entry, transport.close = open_for_ever, close_at_once  # type: ignore[method-assign]
+
+
+@broken_at_start
+def IdleHost(process: EngineProcess) -> None:
+    """No job ever ends."""
+
+    def launch(job: Job) -> asyncio.Future[JobResult]:
+        return asyncio.get_running_loop().create_future()
+
+    process.executor.launch = launch  # type: ignore[method-assign]
+
+
+@broken_at_start
+def FaintingHost(process: EngineProcess) -> None:
+    """Its engine's loop ends at the first job, of something that is no error of ours."""
+
+    def launch(job: Job) -> asyncio.Future[JobResult]:
+        raise ZeroDivisionError("no device")
+
+    process.executor.launch = launch  # type: ignore[method-assign]
+
+
+@broken_at_start
+def ShiftingLoanHost(process: EngineProcess) -> None:
+    """Its lender's blocks are read one further than they were written."""
+    if process.backend is None:
+        return
+    lent, turns = process.backend.lent_blocks, itertools.cycle((1, 0))
+
+    def shifted(model: str) -> tuple[SimulatedOffloadBackend, I32] | None:
+        found = lent(model)
+        return found and (found[0], np.roll(found[1], next(turns)))
+
+    process.backend.lent_blocks = shifted  # type: ignore[method-assign]
 
 
 class LyingDevice:
@@ -132,78 +186,15 @@ class LyingDevice:
         return [(token + 1) % self._vocab for token in self._real.draw(job, step)]
 
 
-class LyingHost(FaultyUnit):
-    def _device(self, checker: InvariantChecker) -> Content:
-        return LyingDevice(super()._device(checker), checker.vocab)
+class LyingHost(FaultyHost):
+    def device(self, checker: InvariantChecker) -> Content:
+        return LyingDevice(super().device(checker), checker.vocab)
 
 
-class UnfencedHost(FaultyUnit):
-    """Who sends to it may write for ever, and its blocks are used again meanwhile."""
-
-    def start(self) -> None:
-        super().start()
-        assert self.process is not None
-        transport = self.process.transport
-        entry, close = transport.entry, transport.close
-        known: dict[Ticket, Entry] = {}
-
-        def open_for_ever(ticket: Ticket) -> Entry:
-            if ticket not in known:
-                known[ticket] = entry(ticket)
-            return known[ticket]
-
-        def close_at_once(ticket: Ticket) -> bool:
-            transport.ledger[ticket.slot].copying = 0
-            return close(ticket)
-
-        transport.entry, transport.close = open_for_ever, close_at_once  # type: ignore[method-assign]
-
-
-class IdleHost(FaultyUnit):
-    """No job ever ends."""
-
-    def start(self) -> None:
-        super().start()
-        assert self.process is not None
-
-        def launch(job: Job) -> asyncio.Future[JobResult]:
-            return asyncio.get_running_loop().create_future()
-
-        self.process.executor.launch = launch  # type: ignore[method-assign]
-
-
-class FaintingHost(FaultyUnit):
-    """Its engine's loop ends at the first job, of something that is no error of ours."""
-
-    def start(self) -> None:
-        super().start()
-        assert self.process is not None
-
-        def launch(job: Job) -> asyncio.Future[JobResult]:
-            raise ZeroDivisionError("no device")
-
-        self.process.executor.launch = launch  # type: ignore[method-assign]
-
-
-class ShiftingLoanHost(FaultyUnit):
-    """Its lender's blocks are read one further than they were written."""
-
-    def start(self) -> None:
-        super().start()
-        assert self.process is not None
-        backend = self.process.backend
-        if backend is None:
-            return
-        lent = backend.lent_blocks
-
-        def shifted(model: str) -> tuple[SimulatedOffloadBackend, I32] | None:
-            found = lent(model)
-            if found is None:
-                return None
-            lender, blocks = found
-            self._turn = not self._turn
-            return lender, np.roll(blocks, self._turn)
-
-        backend.lent_blocks = shifted  # type: ignore[method-assign]
-
-    _turn = False
+async def pinning(call: Call, fleet: Fleet) -> Frames:
+    """A router program that pins what it asks for."""
+    replica = fleet.turn()
+    async for frame in call.start_generate(replica):
+        if frame:
+            await call.pin(replica)
+        yield frame

@@ -1,13 +1,16 @@
-"""Small fleets in virtual time, and what became of the asks that were played to them."""
+"""Small fleets in virtual time, and the results of the requests that were played to them."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
+from kvloom.engine.engine import Engine
 from kvloom.lab.sim.fleet import simulated
 from kvloom.lab.sim.run import Prompts, play
 from kvloom.lab.sim.unit import SimulatedUnit
@@ -16,6 +19,7 @@ from kvloom.lab.workload.request import RequestResult, Segment, WorkloadRequest
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import Work
 from kvloom.router.program import load_program
+from kvloom.types.client import Generator
 from kvloom.types.job import Phase
 from kvloom.types.load import UnitLoad
 from kvloom.types.spec import EngineSpec, ModelSpec, Policy
@@ -24,6 +28,24 @@ SHAPES = {
     "small": ModelShape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=500),
     "deep": ModelShape(layers=5, hidden=64, heads=2, kv_heads=1, head_dim=32, ffn=128, vocab=900),
 }
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def virtually(test: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
+    """Runs a test in virtual time."""
+
+    @wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        return run_virtual(test(*args, **kwargs))
+
+    return run
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class Plain:
@@ -97,19 +119,32 @@ def outcomes(
     """By ask, and every unit's load at the end, when laws 1 and 4 hold."""
 
     async def main() -> tuple[dict[WorkloadRequest, RequestResult], dict[str, UnitLoad]]:
-        found: dict[WorkloadRequest, RequestResult] = {}
-        clock = LoopClock(asyncio.get_running_loop())
-
-        def tell(outcome: RequestResult) -> None:
-            found[outcome.request] = outcome
-
         async with simulated(units, load_program(program)) as fleet:
-            await play(fleet.router, played, prompts, clock, tell)
+            found = await results(fleet.server, played, prompts)
             await asyncio.sleep(60)  # leases end
             loads = {name: await engine.load() for name, engine in fleet.engines.items()}
-            for engine in fleet.engines.values():
-                engine.pool.check()
-                assert engine.pool.available == engine.pool.total
+            check_whole(fleet.engines.values())
         return found, loads
 
     return run_virtual(main(), seed=seed)
+
+
+async def results(
+    server: Generator, played: Sequence[WorkloadRequest], prompts: Prompts = prompt_of
+) -> dict[WorkloadRequest, RequestResult]:
+    """Plays the requests to a server that is there. Returns their results by request."""
+    found: dict[WorkloadRequest, RequestResult] = {}
+
+    def tell(result: RequestResult) -> None:
+        found[result.request] = result
+
+    await play(server, played, prompts, LoopClock(asyncio.get_running_loop()), tell)
+    return found
+
+
+def check_whole(engines: Iterable[Engine]) -> None:
+    """Asserts that all blocks of the engines are free, and law 1."""
+    for engine in engines:
+        engine.pool.check()
+        assert engine.pool.lent == 0
+        assert engine.pool.available == engine.pool.total

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
 
 from kvloom.lab.sim.fleet import simulated
-from kvloom.lab.sim.hosting import HostedMachine
-from kvloom.lab.sim.run import play
+from kvloom.lab.sim.hosting import Cores, HostedMachine
 from kvloom.lab.sim.unit import SimulatedUnit
-from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
+from kvloom.lab.sim.virtual_time import run_virtual
 from kvloom.lab.workload.request import RequestResult, WorkloadRequest
 from kvloom.plan.cost.measured import Hosting
 from kvloom.plan.cost.profile import HostedSeconds, Role, StalledJob
 from kvloom.plan.cost.work import Work
 from kvloom.router.program import load_program
 from kvloom.types.job import Phase
-from tests.lab.sim.fleets import asks, outcomes, prompt_of, unit
+from tests.lab.sim.fleets import asks, now, outcomes, results, unit, virtually
 from tests.plan.cost.test_hosting import doing, hosting, pressed
 
 
@@ -37,23 +36,21 @@ def upkeep(role: Role, *, request: float = 0.0, token: float = 0.0, turn: float 
     return HostedSeconds(role=role, request=request, token=token, turn=turn)
 
 
+def fixed(cost: Fixed, between: float = 0.0) -> SimulatedUnit:
+    """Returns a unit with one core of the machine's four."""
+    return replace(unit(compute=1), cost=cost, overhead=lambda _: between)
+
+
 def played(
-    found: Hosting,
-    given: Sequence[WorkloadRequest],
-    *,
-    each: float = 0.001,
-    between: float = 0.0,
-    client_here: bool = False,
+    found: Hosting, given: Sequence[WorkloadRequest], one: SimulatedUnit, *, client_here: bool = False
 ) -> list[RequestResult]:
-    """In the order of the asks. The unit has one core of the machine's four."""
-    one: SimulatedUnit = replace(unit(compute=1), cost=Fixed(each), overhead=lambda _: between)
+    """Returns the results in the order of the requests."""
 
     async def main() -> list[RequestResult]:
-        clock, told = LoopClock(asyncio.get_running_loop()), list[RequestResult]()
         machine = HostedMachine(found, client_here=client_here)
         async with simulated([one], load_program("data_parallel"), machine=machine) as fleet:
-            await play(fleet.server, given, prompt_of, clock, told.append)
-        return sorted(told, key=lambda outcome: given.index(outcome.request))
+            by_request = await results(fleet.server, given)
+        return [by_request[request] for request in given]
 
     return run_virtual(main())
 
@@ -68,16 +65,17 @@ def test_a_request_and_its_tokens_pass_all_who_work_on_them() -> None:
         upkeep("gateway", request=2.0, token=0.2, turn=0.02),
         upkeep("engine", request=4.0, token=0.4, turn=0.04),
     )
-    (lone,) = played(found, [one_ask()], between=0.5)
+    (lone,) = played(found, [one_ask()], fixed(Fixed(0.001), 0.5))
     assert lone.first == pytest.approx(2.0 + 4.0 + 0.001 + 0.5 + 0.44, abs=1e-9)  # as soon as the slowest
-    (lone,) = played(found, [one_ask()], between=0.5, client_here=True)
+    (lone,) = played(found, [one_ask()], fixed(Fixed(0.001), 0.5), client_here=True)
     assert lone.first == pytest.approx(1.0 + 2.0 + 4.0 + 0.001 + 0.5 + 0.44, abs=1e-9)
 
 
 def test_a_gateway_of_a_millisecond_a_token_bounds_the_throughput() -> None:
-    given = [one_ask(at=0.0, output=100) for _ in range(16)]
+    given = [one_ask(at=i * 1e-9, output=100) for i in range(16)]
     free, bound = (
-        played(found, given, each=0.001) for found in (hosting(), hosting(upkeep("gateway", token=0.001)))
+        played(found, given, fixed(Fixed(0.001)))
+        for found in (hosting(), hosting(upkeep("gateway", token=0.001)))
     )
     tokens = sum(ask.output for ask in given)
     seconds = [max(outcome.end or 0.0 for outcome in outcomes) for outcomes in (free, bound)]
@@ -89,15 +87,15 @@ def test_requests_and_tokens_queue_for_a_gateway() -> None:
     """10 ms of its work each. The first one's token comes behind the second one's request, which it has until
     20 ms; the second one's and the third find nobody there."""
     given = [one_ask(at=at) for at in (0.0, 0.005, 0.100)]
-    found = played(hosting(upkeep("gateway", request=0.010)), given, each=0.0)
+    found = played(hosting(upkeep("gateway", request=0.010)), given, fixed(Fixed(0.0)))
     assert [outcome.first for outcome in found] == pytest.approx([0.020, 0.015, 0.010])
 
 
 def test_the_next_launch_waits_for_the_loop() -> None:
     """A step takes 1 ms and the engine's own work 2 ms; sending its token takes 5 ms more, while the next
     step runs, and so each token takes 7 ms."""
-    (alone,) = played(hosting(), [one_ask(output=51)], between=0.002)
-    (busy,) = played(hosting(upkeep("engine", token=0.005)), [one_ask(output=51)], between=0.002)
+    (alone,) = played(hosting(), [one_ask(output=51)], fixed(Fixed(0.001), 0.002))
+    (busy,) = played(hosting(upkeep("engine", token=0.005)), [one_ask(output=51)], fixed(Fixed(0.001), 0.002))
     assert alone.per_token == pytest.approx(0.003)
     assert busy.per_token == pytest.approx(0.007)
 
@@ -107,8 +105,8 @@ def test_a_job_stands_still_while_its_loop_works_where_it_was_measured_to() -> N
         StalledJob(doing=doing("one", phase, 1), busy=0.01, alone=0.04, seconds=0.0475) for phase in Phase
     ]
     busy = upkeep("engine", token=0.004)
-    (free,) = played(hosting(busy), [one_ask(output=51)], each=0.010)
-    (held,) = played(hosting(busy, *stalls), [one_ask(output=51)], each=0.010)
+    (free,) = played(hosting(busy), [one_ask(output=51)], fixed(Fixed(0.010)))
+    (held,) = played(hosting(busy, *stalls), [one_ask(output=51)], fixed(Fixed(0.010)))
     assert free.per_token == pytest.approx(0.010)
     assert held.per_token == pytest.approx(0.004 + 0.010 - 0.25 * 0.004)  # a quarter of its pace for 4 ms
 
@@ -128,18 +126,10 @@ def step_seconds(found: Hosting) -> float:
 
     class Noted(Fixed):
         def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
-            ends.append(asyncio.get_running_loop().time())
+            ends.append(now())
             return self.each
 
-    one = replace(unit(compute=1), cost=Noted(0.010))
-
-    async def main() -> None:
-        clock = LoopClock(asyncio.get_running_loop())
-        machine = HostedMachine(found, client_here=True)
-        async with simulated([one], load_program("data_parallel"), machine=machine) as fleet:
-            await play(fleet.server, [one_ask(output=30)], prompt_of, clock, lambda _: None)
-
-    run_virtual(main())
+    played(found, [one_ask(output=30)], fixed(Noted(0.010)), client_here=True)
     starts = sorted(set(ends))
     return starts[20] - starts[19]
 
@@ -148,21 +138,80 @@ def test_where_nothing_costs_anything_all_is_as_without() -> None:
     given = asks(40, seed=3, rate=40.0)
     plain, _ = outcomes([unit()], given)
 
-    async def main() -> dict[WorkloadRequest, RequestResult]:
-        clock, told = LoopClock(asyncio.get_running_loop()), dict[WorkloadRequest, RequestResult]()
-        machine = HostedMachine(hosting(), client_here=True)
-        async with simulated([unit()], load_program("data_parallel"), machine=machine) as fleet:
-            await play(
-                fleet.server,
-                given,
-                prompt_of,
-                clock,
-                lambda outcome: told.__setitem__(outcome.request, outcome),
-            )
-        return told
-
-    hosted = run_virtual(main())
-    for ask, outcome in plain.items():
-        for one, other in ((hosted[ask].first, outcome.first), (hosted[ask].end, outcome.end)):
+    for hosted in played(hosting(), given, unit(), client_here=True):
+        outcome = plain[hosted.request]
+        for one, other in ((hosted.first, outcome.first), (hosted.end, outcome.end)):
             assert other is not None
             assert one == pytest.approx(other - 2 * 0.0003)  # a wire's way, there and back
+
+
+def note(found: dict[str, float], name: str) -> Callable[[], None]:
+    """Returns a callback that notes when it is called."""
+    return lambda: found.__setitem__(name, now())
+
+
+@virtually
+async def test_work_is_done_in_turn() -> None:
+    found, thread = dict[str, float](), Cores(2).thread()
+    thread.after(0.0, note(found, "nothing"))
+    thread.after(2.0, note(found, "first"))
+    thread.charge(1.0)
+    thread.after(0.0, note(found, "behind it"))
+    await asyncio.sleep(1.0)
+    thread.after(4.0, note(found, "second"))
+    await thread.passed(1.0)
+    assert now() == 8.0
+    assert not thread.busy
+    assert found == {"nothing": 0.0, "first": 2.0, "behind it": 3.0, "second": 7.0}
+
+
+@virtually
+async def test_more_threads_than_cores_have_equal_parts() -> None:
+    found, cores = dict[str, float](), Cores(1)
+    one, two = cores.thread(), cores.thread()
+    one.after(1.0, note(found, "one"))
+    await asyncio.sleep(0.5)
+    two.after(1.0, note(found, "two"))  # half a core each for one second, the half that is left alone
+    await asyncio.sleep(100)
+    assert found == {"one": 1.5, "two": 2.0}
+
+
+@virtually
+async def test_jobs_take_cores_and_are_told() -> None:
+    told, cores = list[float](), Cores(2)
+    cores.join(lambda: 3.0, lambda: told.append(cores.over))
+    await cores.thread().passed(1.0)
+    assert now() == pytest.approx(2.0)
+    assert told == [2.0, 1.0]
+
+
+@virtually
+async def test_who_waits_may_give_up_and_may_ask_for_more() -> None:
+    found, thread = dict[str, float](), Cores(1).thread()
+    waiting = asyncio.ensure_future(thread.passed(1.0))
+    thread.after(1.0, lambda: thread.after(3.0, note(found, "more")))
+    await asyncio.sleep(0.5)
+    waiting.cancel()
+    await asyncio.sleep(100)
+    assert found == {"more": 5.0}
+
+
+@virtually
+async def test_who_leaves_takes_nothing_any_more() -> None:
+    found, told, cores = dict[str, float](), list[float](), Cores(1)
+    staying, going = cores.thread(), cores.thread()
+
+    def wish() -> float:
+        return 1.0
+
+    cores.join(wish, lambda: told.append(now()))
+    assert cores.over == 0.0
+    staying.after(1.0, note(found, "staying"))  # at half a core, with the device's wish beside it
+    going.charge(9.0)
+    await asyncio.sleep(0.9)
+    cores.leave(going, wish)
+    assert cores.over == 0.0
+    told.clear()
+    await asyncio.sleep(1.0)
+    assert not told
+    assert found == {"staying": pytest.approx(0.9 + 0.7)}

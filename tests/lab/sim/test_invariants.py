@@ -115,5 +115,5 @@ def test_two_units_agree_on_what_a_token_looks_like() -> None:
         InvariantChecker({"a": GEOMETRY, "m": GEOMETRY}, 4, 10),
     )
     places = np.arange(3)
-    assert (one._numbers("m", places, places) == two._numbers("m", places, places)).all()
-    assert not (two._numbers("m", places, places) == two._numbers("a", places, places)).any()
+    assert (one.numbers("m", places, places) == two.numbers("m", places, places)).all()
+    assert not (two.numbers("m", places, places) == two.numbers("a", places, places)).any()

@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.lab.sim.virtual_time import Stalled, run_virtual
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
+from tests.lab.sim.fleets import now, virtually
 
 
 @given(st.lists(st.floats(0, 1e6), max_size=20))
@@ -52,40 +48,35 @@ def test_ties_keep_their_order_or_follow_the_seed() -> None:
     assert sorted(order_of_ties(1)) == list(range(20))
 
 
-def test_what_is_ready_goes_before_timers_of_the_same_moment() -> None:
-    async def main() -> list[str]:
-        seen: list[str] = []
-        loop = asyncio.get_running_loop()
-        loop.call_later(0, seen.append, "timer")
-        loop.call_soon(seen.append, "soon")
+@virtually
+async def test_what_is_ready_goes_before_timers_of_the_same_moment() -> None:
+    seen: list[str] = []
+    loop = asyncio.get_running_loop()
+    loop.call_later(0, seen.append, "timer")
+    loop.call_soon(seen.append, "soon")
+    await asyncio.sleep(1)
+    assert seen == ["soon", "timer"]
+
+
+@virtually
+async def test_timeouts_groups_queues_and_threads_work() -> None:
+    queue: asyncio.Queue[str] = asyncio.Queue()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(5):
+            await queue.get()
+    async with asyncio.TaskGroup() as group:
+        got = group.create_task(queue.get())
         await asyncio.sleep(1)
-        return seen
-
-    assert run_virtual(main()) == ["soon", "timer"]
-
-
-def test_timeouts_groups_queues_and_threads_work() -> None:
-    async def main() -> tuple[float, str, int]:
-        queue: asyncio.Queue[str] = asyncio.Queue()
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(5):
-                await queue.get()
-        async with asyncio.TaskGroup() as group:
-            got = group.create_task(queue.get())
-            await asyncio.sleep(1)
-            queue.put_nowait("here")
-        return now(), got.result(), await asyncio.to_thread(lambda: 3)
-
-    assert run_virtual(main()) == (6.0, "here", 3)
+        queue.put_nowait("here")
+    assert (now(), got.result()) == (6.0, "here")
+    assert await asyncio.to_thread(lambda: 3) == 3
 
 
-def test_a_cancelled_timer_does_not_move_the_clock() -> None:
-    async def main() -> float:
-        asyncio.get_running_loop().call_later(50, print).cancel()
-        await asyncio.sleep(1)
-        return now()
-
-    assert run_virtual(main()) == 1.0
+@virtually
+async def test_a_cancelled_timer_does_not_move_the_clock() -> None:
+    asyncio.get_running_loop().call_later(50, print).cancel()
+    await asyncio.sleep(1)
+    assert now() == 1.0
 
 
 async def wait_in_vain() -> None:
@@ -132,7 +123,8 @@ def test_an_error_that_nobody_hears_ends_the_run() -> None:
         run_virtual(forgetful())
 
 
-def test_dropped_generators_are_closed_in_virtual_time() -> None:
+@virtually
+async def test_dropped_generators_are_closed_in_virtual_time() -> None:
     closed: list[float] = []
 
     async def numbers() -> AsyncGenerator[int, None]:
@@ -143,43 +135,34 @@ def test_dropped_generators_are_closed_in_virtual_time() -> None:
             await asyncio.sleep(1)
             closed.append(now())
 
-    async def main() -> None:
-        async for _ in numbers():
-            break
-        await asyncio.sleep(5)
-
-    run_virtual(main())
+    async for _ in numbers():
+        break
+    await asyncio.sleep(5)
     assert closed == [1.0]
 
 
-def test_another_thread_is_refused() -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        errors: list[RuntimeError] = []
+@virtually
+async def test_another_thread_is_refused() -> None:
+    loop = asyncio.get_running_loop()
+    errors: list[RuntimeError] = []
 
-        def call() -> None:
-            try:
-                loop.call_soon_threadsafe(print)
-            except RuntimeError as error:
-                errors.append(error)
+    def call() -> None:
+        try:
+            loop.call_soon_threadsafe(print)
+        except RuntimeError as error:
+            errors.append(error)
 
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
-        assert "one thread" in str(errors[0])
-
-    run_virtual(main())
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert "one thread" in str(errors[0])
 
 
-def test_time_never_goes_back() -> None:
-    async def main() -> list[float]:
-        loop, seen = asyncio.get_running_loop(), []
-        await asyncio.sleep(5)
-        for when in (1.0, 7.0, 3.0):
-            loop.call_at(when, lambda: seen.append(now()))
-        await asyncio.sleep(10)
-        return seen
-
-    seen = run_virtual(main())
-    assert all(a <= b for a, b in pairwise(seen))
+@virtually
+async def test_time_never_goes_back() -> None:
+    loop, seen = asyncio.get_running_loop(), list[float]()
+    await asyncio.sleep(5)
+    for when in (1.0, 7.0, 3.0):
+        loop.call_at(when, lambda: seen.append(now()))
+    await asyncio.sleep(10)
     assert seen == [5.0, 5.0, 7.0]

@@ -23,7 +23,7 @@ from kvloom.types.load import STEP_WINDOW
 from kvloom.types.request import Event, SamplingParams, StartGenerate, TokenEvent
 from kvloom.types.spec import Policy
 from kvloom.types.verbs import PrepRecv
-from tests.lab.sim.fleets import unit
+from tests.lab.sim.fleets import unit, virtually
 from tests.modelled_units import ManualClock
 
 STEP = 0.02  # seconds
@@ -82,77 +82,67 @@ def announced(request: str, due: float | None) -> PrepRecv:
 
 
 @pytest.mark.parametrize("phase", range(PHASES))
-def test_it_stands_still_for_a_step_at_most(phase: int) -> None:
+@virtually
+async def test_it_stands_still_for_a_step_at_most(phase: int) -> None:
     """However much later than the source's the target's steps end. If nobody waited it were 1.08 at worst."""
-
-    async def main() -> None:
-        async with fleet() as made, asyncio.TaskGroup() as group:
-            mover = group.create_task(gaps_of("mover", made))
-            await asyncio.sleep((1 + phase / PHASES) * STEP)
-            there = group.create_task(gaps_of("there", made))
-            await asyncio.sleep(20.5 * STEP)
-            await made.router.move("mover", "unit-1")
-            assert max(await mover) - 1 <= 0.75
-            late = max(await there) - 1
-            assert late <= LONGEST_PART
-            assert (late > 0.01) == (phase in (0, 1, 9, 10, 11))  # the others come before a step's end
-
-    run_virtual(main())
+    async with fleet() as made, asyncio.TaskGroup() as group:
+        mover = group.create_task(gaps_of("mover", made))
+        await asyncio.sleep((1 + phase / PHASES) * STEP)
+        there = group.create_task(gaps_of("there", made))
+        await asyncio.sleep(20.5 * STEP)
+        await made.router.move("mover", "unit-1")
+        assert max(await mover) - 1 <= 0.75
+        late = max(await there) - 1
+        assert late <= LONGEST_PART
+        assert (late > 0.01) == (phase in (0, 1, 9, 10, 11))  # the others come before a step's end
 
 
 @pytest.mark.parametrize(("due", "most"), [(0.3, LONGEST_PART), (0.6, 0.0), (None, 0.0)])
-def test_who_is_announced_and_does_not_come_costs_little(due: float | None, most: float) -> None:
+@virtually
+async def test_who_is_announced_and_does_not_come_costs_little(due: float | None, most: float) -> None:
     """due: in steps, told just before a step ends."""
-
-    async def main() -> None:
-        async with fleet() as made, asyncio.TaskGroup() as group:
-            engine = made.engines["unit-0"]
-            there = group.create_task(gaps_of("there", made))
-            await asyncio.sleep(0.95 * STEP)
-            for i in range(40):
-                await asyncio.sleep(STEP)
-                body = PrepRecv(model="small", request=f"{i}", prompt=[i] * 9, due=due and due * STEP)
-                await engine.prep_recv(body)
-            gaps = await there
-            for i in range(40):
-                await engine.abort(f"{i}")
-            assert max(gaps) - 1 == pytest.approx(most)
-            assert max(sum(gaps[i : i + 8]) for i in range(len(gaps))) - 8 == pytest.approx(most)
-
-    run_virtual(main())
+    async with fleet() as made, asyncio.TaskGroup() as group:
+        engine = made.engines["unit-0"]
+        there = group.create_task(gaps_of("there", made))
+        await asyncio.sleep(0.95 * STEP)
+        for i in range(40):
+            await asyncio.sleep(STEP)
+            body = PrepRecv(model="small", request=f"{i}", prompt=[i] * 9, due=due and due * STEP)
+            await engine.prep_recv(body)
+        gaps = await there
+        for i in range(40):
+            await engine.abort(f"{i}")
+        assert max(gaps) - 1 == pytest.approx(most)
+        assert max(sum(gaps[i : i + 8]) for i in range(len(gaps))) - 8 == pytest.approx(most)
 
 
-def test_who_gives_up_is_not_waited_for_but_the_next_one_is() -> None:
-    async def main() -> None:
-        async with fleet() as made, asyncio.TaskGroup() as group:
-            engine = made.engines["unit-0"]
-            there = group.create_task(gaps_of("there", made))
-            await asyncio.sleep(20.9 * STEP)
-            await engine.prep_recv(announced("r", 0.3))
-            await engine.prep_recv(announced("s", 0.2))
-            await asyncio.sleep(0.3 * STEP)  # a step ends meanwhile, and is not followed by another
-            await engine.abort("s")
-            await asyncio.sleep(0.1 * STEP)
-            await engine.abort("r")
-            late = max(await there) - 1
-            assert late == pytest.approx(0.2)
-
-    run_virtual(main())
+@virtually
+async def test_who_gives_up_is_not_waited_for_but_the_next_one_is() -> None:
+    async with fleet() as made, asyncio.TaskGroup() as group:
+        engine = made.engines["unit-0"]
+        there = group.create_task(gaps_of("there", made))
+        await asyncio.sleep(20.9 * STEP)
+        await engine.prep_recv(announced("r", 0.3))
+        await engine.prep_recv(announced("s", 0.2))
+        await asyncio.sleep(0.3 * STEP)  # a step ends meanwhile, and is not followed by another
+        await engine.abort("s")
+        await asyncio.sleep(0.1 * STEP)
+        await engine.abort("r")
+        late = max(await there) - 1
+        assert late == pytest.approx(0.2)
 
 
-def test_who_says_anew_when_it_comes_has_the_same_reservation() -> None:
-    async def main() -> None:
-        async with fleet() as made, asyncio.TaskGroup() as group:
-            engine = made.engines["unit-0"]
-            there = group.create_task(gaps_of("there", made))
-            first = await engine.prep_recv(announced("r", 500.0))
-            await asyncio.sleep(20.9 * STEP)
-            assert await engine.prep_recv(announced("r", 0.3)) == first
-            assert await engine.prep_recv(announced("r", None)) == first
-            assert max(await there) - 1 == pytest.approx(LONGEST_PART)
-            await engine.abort("r")
-
-    run_virtual(main())
+@virtually
+async def test_who_says_anew_when_it_comes_has_the_same_reservation() -> None:
+    async with fleet() as made, asyncio.TaskGroup() as group:
+        engine = made.engines["unit-0"]
+        there = group.create_task(gaps_of("there", made))
+        first = await engine.prep_recv(announced("r", 500.0))
+        await asyncio.sleep(20.9 * STEP)
+        assert await engine.prep_recv(announced("r", 0.3)) == first
+        assert await engine.prep_recv(announced("r", None)) == first
+        assert max(await there) - 1 == pytest.approx(LONGEST_PART)
+        await engine.abort("r")
 
 
 @pytest.mark.parametrize(
@@ -163,35 +153,30 @@ def test_who_says_anew_when_it_comes_has_the_same_reservation() -> None:
         (lambda i: 1.0, STEP_WINDOW + 0.999, LONGEST_WAIT),
     ],
 )
-def test_how_long_a_wait_is_when_steps_were_long(
+@virtually
+async def test_how_long_a_wait_is_when_steps_were_long(
     cost: Callable[[int], float], at: float, seconds: float
 ) -> None:
     """In seconds; at: since the first step began."""
-
-    async def main() -> None:
-        async with fleet(Uneven(cost)) as made, asyncio.TaskGroup() as group:
-            there = group.create_task(gaps_of("there", made, 1.0))
-            await asyncio.sleep(at + STEP + 0.001)
-            await made.engines["unit-0"].prep_recv(announced("r", 0.3))
-            gaps, steps = await there, [cost(i) for i in range(1, TOKENS)]
-            late = [gap - step for gap, step in zip(gaps, steps, strict=False)]
-            assert max(late) == pytest.approx(seconds, abs=1e-6)
-            await made.engines["unit-0"].abort("r")
-
-    run_virtual(main())
+    async with fleet(Uneven(cost)) as made, asyncio.TaskGroup() as group:
+        there = group.create_task(gaps_of("there", made, 1.0))
+        await asyncio.sleep(at + STEP + 0.001)
+        await made.engines["unit-0"].prep_recv(announced("r", 0.3))
+        gaps, steps = await there, [cost(i) for i in range(1, TOKENS)]
+        late = [gap - step for gap, step in zip(gaps, steps, strict=False)]
+        assert max(late) == pytest.approx(seconds, abs=1e-6)
+        await made.engines["unit-0"].abort("r")
 
 
 @pytest.mark.parametrize(("max_running", "most"), [(1, 0.0), (2, LONGEST_PART)])
-def test_nobody_is_waited_for_where_no_more_may_run(max_running: int, most: float) -> None:
-    async def main() -> None:
-        async with fleet(max_running=max_running) as made, asyncio.TaskGroup() as group:
-            there = group.create_task(gaps_of("there", made))
-            await asyncio.sleep(20.95 * STEP)
-            await made.engines["unit-0"].prep_recv(announced("r", 0.3))
-            assert max(await there) - 1 == pytest.approx(most)
-            await made.engines["unit-0"].abort("r")
-
-    run_virtual(main())
+@virtually
+async def test_nobody_is_waited_for_where_no_more_may_run(max_running: int, most: float) -> None:
+    async with fleet(max_running=max_running) as made, asyncio.TaskGroup() as group:
+        there = group.create_task(gaps_of("there", made))
+        await asyncio.sleep(20.95 * STEP)
+        await made.engines["unit-0"].prep_recv(announced("r", 0.3))
+        assert max(await there) - 1 == pytest.approx(most)
+        await made.engines["unit-0"].abort("r")
 
 
 @pytest.mark.parametrize("policy", get_args(Policy))

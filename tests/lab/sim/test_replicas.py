@@ -6,23 +6,27 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import pytest
 from msgspec import structs
 
 from kvloom.engine.engine import Engine
 from kvloom.engine.freeness import Thresholds
 from kvloom.lab.sim.fleet import Rescheduling, SimulatedFleet, simulated
+from kvloom.lab.sim.processes import Census
 from kvloom.lab.sim.run import MOVING_FRAMES, simulate, upheaval
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.sim.virtual_time import run_virtual
 from kvloom.lab.workload.request import RequestResult, WorkloadRequest
-from kvloom.lab.workload.results import Upheaval
+from kvloom.lab.workload.results import Results, Upheaval
 from kvloom.lab.workload.summary import Summary
 from kvloom.router.program import load_program
 from kvloom.types.request import SamplingParams, StartGenerate, TokenEvent
 from kvloom.types.service import GroupSpec, Scale
-from tests.lab.sim.fleets import asks, prompt_of, unit
+from tests.lab.sim.fleets import asks, check_whole, prompt_of, unit
 from tests.lab.sim.test_hosting import upkeep
+from tests.modelled_units import ManualClock
 from tests.plan.cost.test_hosting import hosting
 
 START = 0.05  # seconds
@@ -107,10 +111,14 @@ def streamed(asked: Sequence[WorkloadRequest], given: Rescheduling | None, seed:
             seen.left = len(fleet.engines)
 
     run_virtual(main(), seed=seed)
-    for engine in seen.engines:
-        engine.pool.check()
-        assert engine.pool.available == engine.pool.total
+    check_whole(seen.engines)
     return seen
+
+
+def simulated_results(
+    given: Sequence[SimulatedUnit], asked: Sequence[WorkloadRequest], **more: Any
+) -> Results:
+    return simulate(given, load_program("freest"), asked, prompt_of, Summary(), title="", **more)
 
 
 def test_units_come_for_a_rush_and_go_after_it_and_no_stream_sees_it() -> None:
@@ -150,13 +158,9 @@ def test_a_model_goes_to_none_and_comes_back_when_it_is_asked_for() -> None:
         for ask, at in zip(asks(2, seed=1, rate=1.0, models=["small"]), (0.0, 5.0), strict=True)
     ]
     found: list[RequestResult] = []
-    results = simulate(
+    results = simulated_results(
         units(start=7.0)[:1],
-        load_program("freest"),
         late,
-        prompt_of,
-        Summary(),
-        title="to none",
         tell=found.append,
         rescheduling=replace(given, away=frozenset()),
     )
@@ -173,13 +177,9 @@ def test_a_model_goes_to_none_and_comes_back_when_it_is_asked_for() -> None:
 def test_requests_that_wait_for_longer_than_their_patience_are_told() -> None:
     gone = GroupSpec(("unit-0",), Scale(least=0, most=1, seconds=0.04, idle=0.3))
     late = [WorkloadRequest(at=at, model="small", prompt=9, output=3) for at in (0.0, 5.0)]
-    results = simulate(
+    results = simulated_results(
         units(start=7.0)[:1],
-        load_program("freest"),
         late,
-        prompt_of,
-        Summary(),
-        title="impatient",
         rescheduling=Rescheduling(0.02, groups={"all": gone}),
         patience=3.0,
     )
@@ -188,13 +188,9 @@ def test_requests_that_wait_for_longer_than_their_patience_are_told() -> None:
 
 def test_engines_that_come_and_go_on_a_machine_that_was_measured() -> None:
     found = hosting(upkeep("gateway", request=1e-4), upkeep("engine", request=1e-3, token=1e-5))
-    results = simulate(
+    results = simulated_results(
         units(),
-        load_program("freest"),
         crowd(),
-        prompt_of,
-        Summary(),
-        title="hosted",
         hosting=found,
         rescheduling=rescheduling(),
     )
@@ -206,3 +202,23 @@ def test_engines_that_come_and_go_on_a_machine_that_was_measured() -> None:
 def test_the_order_of_what_happens_at_once_is_of_no_matter() -> None:
     found = streamed(crowd(30), rescheduling(), seed=1)
     assert [len(tokens) for tokens in found.tokens.values()] == [ask.output for ask in crowd(30)]
+
+
+def test_each_number_of_units_counts_for_as_long_as_it_lasts() -> None:
+    clock = ManualClock()
+    census = Census(clock)
+    for _ in range(3):
+        census.more()
+    assert (census.mean, census.least, census.most) == (3.0, 3, 3)
+    clock.time = 10.0
+    census.less()
+    census.less()
+    clock.time = 15.0
+    census.more()
+    census.less()  # lasts no time
+    clock.time = 20.0
+    assert census.mean == pytest.approx((3 * 10 + 1 * 10) / 20)
+    assert (census.least, census.most) == (1, 3)
+    census.less()
+    assert census.mean == pytest.approx(2.0)
+    assert census.least == 0

@@ -10,14 +10,13 @@ import pytest
 
 from kvloom.lab.sim.fleet import simulated
 from kvloom.lab.sim.run import scaled, simulate
-from kvloom.lab.sim.virtual_time import run_virtual
 from kvloom.lab.workload.request import Prompts, WorkloadRequest
 from kvloom.lab.workload.summary import Summary
 from kvloom.router.program import load_program
 from kvloom.router.programs import PROGRAMS
 from kvloom.types.errors import BadRequest
 from kvloom.types.verbs import PrepRecv
-from tests.lab.sim.fleets import outcomes, talks, unit
+from tests.lab.sim.fleets import outcomes, talks, unit, virtually
 
 SHARING = {"cache_aware", "cache_aware_disaggregate", "migrate_context"}
 MOVING = {"disaggregate", "cache_aware_disaggregate", "balanced", "migrate_context"}
@@ -40,15 +39,12 @@ def test_every_program_answers_all_and_gives_all_back(program: str, rate: float,
     assert cached > (0 if program in MOVING - SHARING else sum(ask.shared[0].tokens for ask in played) / 4)
 
 
-def test_units_of_ranks_neither_send_nor_receive() -> None:
+@virtually
+async def test_units_of_ranks_neither_send_nor_receive() -> None:
     """Their real counterparts do not, either: whoever wants to move a request is told so."""
-
-    async def main() -> None:
-        async with simulated([unit(f"unit-{i}", ranks=2) for i in range(2)], load_program("freest")) as fleet:
-            with pytest.raises(BadRequest, match="unit-0 is tensor-parallel: its K and V are neither sent"):
-                await fleet.engines["unit-0"].prep_recv(PrepRecv(model="small", request="r", prompt=[1, 2]))
-
-    run_virtual(main(), seed=0)
+    async with simulated([unit(f"unit-{i}", ranks=2) for i in range(2)], load_program("freest")) as fleet:
+        with pytest.raises(BadRequest, match="unit-0 is tensor-parallel: its K and V are neither sent"):
+            await fleet.engines["unit-0"].prep_recv(PrepRecv(model="small", request="r", prompt=[1, 2]))
 
 
 def test_an_answer_that_the_context_cuts_short_is_an_error() -> None:

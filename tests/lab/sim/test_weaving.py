@@ -16,7 +16,6 @@ from kvloom.engine.engine import Engine
 from kvloom.lab.sim.fleet import simulated
 from kvloom.lab.sim.links import ModelledPlane, ModelledTransport
 from kvloom.lab.sim.offload import OffloadingUnits
-from kvloom.lab.sim.run import play
 from kvloom.lab.sim.unit import SimulatedUnit, modelled_executor, timed_link
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.lab.workload.request import RequestResult, WorkloadRequest
@@ -28,7 +27,7 @@ from kvloom.types.errors import ConfigError
 from kvloom.types.spec import WeaveSpec
 from tests.engines import ask as answered
 from tests.engines import body
-from tests.lab.sim.fleets import SHAPES, Plain, prompt_of, unit
+from tests.lab.sim.fleets import SHAPES, Plain, check_whole, results, unit, virtually
 from tests.lab.sim.plans import write_files
 
 HOT, COLD = "small", "deep"
@@ -73,26 +72,16 @@ def played(
     """Laws 1 and 4 hold afterwards, over both pools and the loan's."""
 
     async def run() -> dict[WorkloadRequest, RequestResult]:
-        found: dict[WorkloadRequest, RequestResult] = {}
-        clock = LoopClock(asyncio.get_running_loop())
-
-        def tell(outcome: RequestResult) -> None:
-            found[outcome.request] = outcome
-
         async with simulated(given, load_program("data_parallel")) as fleet:
-            await clock.sleep(1.0)  # the hot unit has borrowed
-            await play(fleet.router, asks, prompt_of, clock, tell)
+            await asyncio.sleep(1.0)  # the hot unit has borrowed
+            found = await results(fleet.server, asks)
             hot, cold = fleet.engines[HOT], fleet.engines[COLD]
             loan = hot.borrower.loan(HOT)
             if loan is not None:
                 loan.pool.check()
                 assert loan.count == 0
                 assert loan.pool.available == loan.pool.total == cold.pool.lent
-            engines = list(fleet.engines.values())
-        for engine in engines:
-            engine.pool.check()
-            assert engine.pool.lent == 0
-            assert engine.pool.available == engine.pool.total
+        check_whole((hot, cold))
         assert all(not one.error and one.tokens == one.request.output for one in found.values())
         return found
 
@@ -166,90 +155,81 @@ def test_a_hot_unit_short_of_room_answers_sooner_with_a_loan() -> None:
     assert sooner < 0.8 * last
 
 
-def test_what_a_cold_unit_lacks_comes_back_and_is_lent_again_later() -> None:
+@virtually
+async def test_what_a_cold_unit_lacks_comes_back_and_is_lent_again_later() -> None:
     crowd = [ask(COLD, 0.6, 100, 100) for _ in range(6)]  # the pool holds two of them
+    lent, kept = list[int](), list[bool]()  # kept: by the hot unit, what is not lent any more
+    async with simulated(units(woven(1.0)), load_program("data_parallel")) as fleet:
+        await asyncio.sleep(1.0)
+        hot, cold = fleet.engines[HOT], fleet.engines[COLD]
 
-    async def run() -> None:
-        clock, lent, found = LoopClock(asyncio.get_running_loop()), list[int](), list[RequestResult]()
-        kept = list[bool]()  # by the hot unit, what is not lent any more
-        async with simulated(units(woven(1.0)), load_program("data_parallel")) as fleet:
-            await clock.sleep(1.0)
-            hot, cold = fleet.engines[HOT], fleet.engines[COLD]
+        async def look() -> None:
+            while True:
+                lent.append(cold.pool.lent)
+                kept.append(not lent[-1] and hot.borrower.loan(HOT) is not None)
+                await asyncio.sleep(0.05)
 
-            async def look() -> None:
-                while True:
-                    lent.append(cold.pool.lent)
-                    kept.append(not lent[-1] and hot.borrower.loan(HOT) is not None)
-                    await clock.sleep(0.05)
-
-            looking = asyncio.get_running_loop().create_task(look())
-            await play(fleet.router, [*busy(6, 160), *crowd], prompt_of, clock, found.append)
-            await clock.sleep(20.0)
-            looking.cancel()
-        assert lent[0] > 0 == min(lent) < lent[-1]
-        assert not any(one and other for one, other in pairwise(kept))  # a step takes 30 ms
-        assert all(not one.error and one.tokens == one.request.output for one in found)
-        cold.pool.check()
-        assert cold.pool.available == cold.pool.total
-
-    run_virtual(run())
+        looking = asyncio.create_task(look())
+        found = await results(fleet.server, [*busy(6, 160), *crowd])
+        await asyncio.sleep(20.0)
+        looking.cancel()
+    assert lent[0] > 0 == min(lent) < lent[-1]
+    assert not any(one and other for one, other in pairwise(kept))  # a step takes 30 ms
+    assert all(not one.error and one.tokens == one.request.output for one in found.values())
+    check_whole([cold])
 
 
-def test_a_lender_that_dies_in_a_step_has_not_answered() -> None:
+@virtually
+async def test_a_lender_that_dies_in_a_step_has_not_answered() -> None:
     """What was away is computed again at home, and every token comes."""
-
-    async def run() -> None:
-        given, plane = units(woven(1.0)), ModelledPlane()
-        offloading, clock = OffloadingUnits(one.spec for one in given), LoopClock(asyncio.get_running_loop())
-        engines, transports = list[Engine](), list[ModelledTransport]()
-        for one in given:
-            executor = modelled_executor(one)
-            transports.append(plane.join(one.spec.unit, executor.blocks, timed_link(one)))
-            backend = offloading.backend(one, executor, transports[-1])
-            engines.append(Engine(executor, transports[-1], one.spec, clock, backend))
-        hot, cold = engines
-        async with asyncio.TaskGroup() as group:
-            for engine in engines:
-                group.create_task(engine.run())
-            terms = hot.borrower.terms(HOT, 20)
-            hot.borrower.borrow(terms, cold.lender.lend(terms), 1.0)
-            answer = group.create_task(answered(hot, body(HOT, [1, 2, 3], max_tokens=60)))
-            await clock.sleep(0.2)
-            loan = hot.borrower.loan(HOT)
-            assert loan is not None
-            assert loan.count == 1
-            plane.kill(transports[1])
-            offloading.forget(transports[1])
-            await clock.sleep(0.02)
-            assert hot.borrower.loan(HOT) is None
-            assert len((await answer).tokens[0]) == 60
-            for engine in engines:
-                await engine.stop()
-        assert hot.pool.available == hot.pool.total
-
-    run_virtual(run())
+    given, plane = units(woven(1.0)), ModelledPlane()
+    offloading, clock = OffloadingUnits(one.spec for one in given), LoopClock(asyncio.get_running_loop())
+    engines, transports = list[Engine](), list[ModelledTransport]()
+    for one in given:
+        executor = modelled_executor(one)
+        transports.append(plane.join(one.spec.unit, executor.blocks, timed_link(one)))
+        backend = offloading.backend(one, executor, transports[-1])
+        engines.append(Engine(executor, transports[-1], one.spec, clock, backend))
+    hot, cold = engines
+    async with asyncio.TaskGroup() as group:
+        for engine in engines:
+            group.create_task(engine.run())
+        terms = hot.borrower.terms(HOT, 20)
+        hot.borrower.borrow(terms, cold.lender.lend(terms), 1.0)
+        answer = group.create_task(answered(hot, body(HOT, [1, 2, 3], max_tokens=60)))
+        await clock.sleep(0.2)
+        loan = hot.borrower.loan(HOT)
+        assert loan is not None
+        assert loan.count == 1
+        plane.kill(transports[1])
+        offloading.forget(transports[1])
+        await clock.sleep(0.02)
+        assert hot.borrower.loan(HOT) is None
+        assert len((await answer).tokens[0]) == 60
+        for engine in engines:
+            await engine.stop()
+    assert hot.pool.available == hot.pool.total
 
 
 def test_a_share_that_adapts_rises_in_need_and_falls_as_the_cold_unit_suffers() -> None:
     shares = list[float]()
 
     async def run(bound: float) -> None:
-        clock, found = LoopClock(asyncio.get_running_loop()), list[RequestResult]()
         given = units(WeaveSpec(COLD, "auto", 0.3, bound), hot=100)
         hot = [ask(HOT, 1.0 + 0.05 * n, 60, 80) for n in range(40)]
         cold = [ask(COLD, 2.0 * n, 20, 200) for n in range(4)]
         asks = sorted([*hot, *cold], key=lambda one: one.at)
         async with simulated(given, load_program("data_parallel")) as fleet:
-            await clock.sleep(1.0)
+            await asyncio.sleep(1.0)
 
             async def look() -> None:
                 while True:
                     loan = fleet.engines[HOT].borrower.loan(HOT)
                     shares.append(loan.share if loan else 0.0)
-                    await clock.sleep(0.25)
+                    await asyncio.sleep(0.25)
 
-            looking = asyncio.get_running_loop().create_task(look())
-            await play(fleet.router, asks, prompt_of, clock, found.append)
+            looking = asyncio.create_task(look())
+            await results(fleet.server, asks)
             looking.cancel()
 
     run_virtual(run(10.0))

@@ -34,12 +34,6 @@ def test_a_rate_that_changes_with_the_time() -> None:
     assert times[-1] == pytest.approx(40_000 / 17.5, rel=0.02)
 
 
-def test_the_same_seed_brings_the_same_arrivals() -> None:
-    rate = Steps(np.array([1.0, 2.0]))
-    assert first(3000, poisson, rate) == first(3000, poisson, rate)
-    assert first(10, poisson, rate) != first(10, poisson, rate, seed=1)
-
-
 @pytest.mark.parametrize(
     ("alpha", "total"), [(0.7, 107.0), (0.9, 80.6), (1.3, 51.3), (1.7, 37.5), (2.1, 30.5)]
 )

@@ -1,13 +1,17 @@
-"""The stand-ins have the percentiles and means that were published."""
+"""The stand-ins have the published percentiles and means; prompts and answers may be long together."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from kvloom.lab.workload.lengths import coupled
 from kvloom.lab.workload.spec import Lengths
 from kvloom.types.errors import ConfigError
+from kvloom.types.geometry import I64
 
 COUNT = 200_000
 # stand-in, side: mean, then percentiles; the tolerance of a percentile
@@ -18,13 +22,7 @@ PUBLISHED = [
     ("sharegpt-gpt4", 1, 500, {50: 487, 80: 781, 95: 988, 99: 1234}, 0.03),
     ("burstgpt", 0, 830, {50: 582, 80: 1427, 95: 2345, 99: 3549}, 0.03),
     ("burstgpt", 1, 271, {50: 243, 80: 434, 95: 669, 99: 964}, 0.03),
-    (
-        "azure-conversation",
-        0,
-        1155,
-        {25: 396, 50: 1020, 80: 1315, 90: 2734, 95: 4083, 99: 4142},
-        0.03,
-    ),
+    ("azure-conversation", 0, 1155, {25: 396, 50: 1020, 80: 1315, 90: 2734, 95: 4083, 99: 4142}, 0.03),
     ("azure-conversation", 1, 211, {25: 85, 50: 129, 80: 400, 90: 424, 95: 451, 99: 601}, 0.03),
     ("chatlmsys", 0, 100, {}, 0.03),
     ("chatlmsys", 1, 261, {}, 0.03),
@@ -83,3 +81,28 @@ def test_sides_may_be_of_different_stand_ins() -> None:
 def test_a_side_that_cannot_be(side: object) -> None:
     with pytest.raises(ValidationError, match="is right"):
         lengths(prompt=side, output=1)
+
+
+def spearman(a: I64, b: I64) -> float:
+    ranks = np.array([np.argsort(np.argsort(side)) for side in (a, b)], dtype=np.float64)
+    return float(np.ravel(np.corrcoef(ranks))[1])
+
+
+def sides(seed: int, count: int) -> tuple[I64, I64]:
+    rng = np.random.default_rng(seed)
+    prompts, outputs = (np.ceil(rng.lognormal(6, 1, count)).astype(np.int64) for _ in range(2))
+    return prompts, outputs
+
+
+@given(st.integers(0, 1 << 20), st.floats(-1, 1))
+def test_the_outputs_are_the_same_ones_and_as_alike_as_wanted(seed: int, rank: float) -> None:
+    prompts, outputs = sides(seed, 4000)
+    drawn = coupled(prompts, outputs, rank, np.random.default_rng(seed))
+    assert sorted(drawn) == sorted(outputs)
+    assert spearman(prompts, drawn) == pytest.approx(rank, abs=0.08)
+
+
+def test_the_longest_prompt_has_the_longest_answer_at_one() -> None:
+    prompts, outputs = sides(1, 50)
+    drawn = coupled(prompts, outputs, 1.0, np.random.default_rng(1))
+    assert (np.diff(drawn[np.argsort(prompts, kind="stable")]) >= 0).all()

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvloom.lab.faults.faults import Client, FaultScenario
-from kvloom.lab.faults.host import FaultyUnit
+from kvloom.lab.faults.host import FaultyHost
 from kvloom.lab.faults.journal import ClientAnswer, Journal
 from kvloom.lab.faults.laws import (
     NO_CRASH,
@@ -47,12 +47,15 @@ SETTLED: Final = 100.0  # after the last fault: all that was late has come, all 
 
 @dataclass(slots=True)
 class Verdict:
-    """broken: the laws that did not hold. counts: events by kind. lines: the journal, where it was wanted."""
+    """The result of one run."""
 
     seed: int
     broken: list[Broken] = field(default_factory=list)
+    """The laws that did not hold."""
     counts: Counter[str] = field(default_factory=Counter)
+    """Events by kind."""
     lines: list[str] = field(default_factory=list)
+    """The journal, if it was wanted."""
 
 
 def run_seed(seed: int, *, journal: bool = False) -> Verdict:
@@ -153,7 +156,7 @@ async def _ask_units(simulation: FaultSimulation) -> list[ClientAnswer]:
     ]
 
 
-async def _ask_unit(host: FaultyUnit, model: str, context: int) -> ClientAnswer:
+async def _ask_unit(host: FaultyHost, model: str, context: int) -> ClientAnswer:
     assert host.process is not None
     answer = ClientAnswer(Client(0.0, _last(model, context - 1, f"longest-{model}-{host.name}")))
     frames = host.process.engine.start_generate(answer.client.body)

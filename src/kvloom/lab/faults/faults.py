@@ -149,17 +149,22 @@ def text_of(tokens: Iterable[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CallFault:
-    """What becomes of one call. late, slow: seconds more on the way there and back. lost: it never arrives;
-    unanswered: its answer does not. again: it arrives a second time, so many seconds later. cut: its stream
-    breaks after so many frames. noticed: seconds until a side sees that the other is gone."""
+    """What becomes of one call."""
 
     late: float = 0.0
+    """Seconds more on the way there."""
     slow: float = 0.0
+    """Seconds more on the way back."""
     lost: bool = False
+    """The call never arrives."""
     unanswered: bool = False
+    """The answer never arrives."""
     again: float | None = None
+    """The call arrives a second time, so many seconds later."""
     cut: int | None = None
+    """The stream breaks after so many frames."""
     noticed: float = 0.0
+    """Seconds until a side sees that the other is gone."""
 
     def __str__(self) -> str:
         told = {"late": self.late, "slow": self.slow, "again": self.again, "cut after": self.cut}
@@ -188,7 +193,7 @@ NOTHING: Final = CallFault()
 
 
 class FaultSource:
-    """One after the other, as the seed has it, until it is over."""
+    """Yields faults one after the other, as the seed has it, until it is calmed."""
 
     def __init__(self, seed: str, rates: Rates) -> None:
         self._random = random.Random(seed)
@@ -227,20 +232,23 @@ def _moment(draw: random.Random, most: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class FaultScenario:
-    """One run: who serves, who asks, and what goes wrong. contexts: tokens that each model holds, by model.
-    rates: of calls to the engines and of jobs; fleet_rates: of the fleet scheduler's calls, if others. delay:
-    of the wire, in seconds, one way. rescheduling: None where there is no fleet scheduler."""
+    """One run: who serves, who asks, and what goes wrong."""
 
     seed: int
     units: tuple[SimulatedUnit, ...]
     contexts: Mapping[str, int]
+    """The tokens that each model holds, by model."""
     program: Switch
     clients: tuple[Client, ...]
     faults: tuple[Fault, ...] = ()
     rates: Rates = field(default_factory=Rates)
+    """The rates of calls to the engines, and of jobs."""
     fleet_rates: Rates | None = None
+    """The rates of the fleet scheduler's calls, if they are others."""
     delay: float = 0.0003
+    """Seconds that the wire takes one way."""
     rescheduling: Rescheduling | None = None
+    """None if there is no fleet scheduler."""
 
     @property
     def all_units(self) -> tuple[SimulatedUnit, ...]:
@@ -282,18 +290,3 @@ class FaultScenario:
                 for one in self.faults
             )
         )
-
-
-class SeededDraws:
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def _odds(self, of: float) -> bool:
-        return self._random.random() < of
-
-    def _count(self, least: int, most: int) -> int:
-        return self._random.randint(least, most)
-
-    def _moment(self) -> float:
-        """Seconds: of a job, of a few, of a lease."""
-        return self._random.choice((0.002, 0.02, 0.2, 2.0)) * self._random.uniform(0.5, 2.0)

@@ -1,4 +1,4 @@
-"""Calls to an engine that are lost, late or doubled, and streams that break, as the seed has it."""
+"""Calls that are lost, late or doubled, and streams that break, as the seed has it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvloom.lab.faults.faults import CallFault, FaultSource
-from kvloom.lab.faults.host import EngineProcess, FaultyUnit
-from kvloom.lab.faults.journal import Crashed, FaultTasks, Journal
+from kvloom.lab.faults.host import FaultyHost
+from kvloom.lab.faults.journal import Journal
+from kvloom.lab.sim.processes import Crashed, EngineProcess, ProcessTasks
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
 from kvloom.types.errors import KvloomError, Unavailable
@@ -22,27 +23,85 @@ Asking = Callable[[EngineClient], Awaitable[T]]
 Queue = asyncio.Queue[list[Event] | KvloomError | None]
 
 
-class FaultyWire(RemoteEngine):
-    """Satisfies `EngineClient`, as HTTP to the host's engine would: a call that has gone out arrives, whoever
-    has stopped waiting for it, but a send and a stream end with their callers. delay: seconds of one way.
-    crashed: called with what is no error of ours."""
+class FaultyCalls:
+    """Calls to a process, as HTTP would carry them: what has gone out arrives, even if its caller has stopped
+    waiting."""
 
     def __init__(
         self,
-        host: FaultyUnit,
+        told: tuple[str, str],
         clock: Clock,
         delay: float,
         faults: FaultSource,
         journal: Journal,
         crashed: Crashed,
     ) -> None:
-        self._host = host
+        """told: what and who the journal's lines are about. delay: seconds of one way. crashed: called with
+        what is no error of ours."""
+        self._told = told
         self._clock = clock
         self._delay = delay
         self._faults = faults
         self._journal = journal
+        self._tasks = ProcessTasks(crashed, expected=(KvloomError,))
+
+    def _send(self, name: str, about: str = "") -> CallFault:
+        fault = self._faults.next()
+        self._journal.count("calls")
+        if str(fault):
+            self._journal.count("calls harmed")
+        self._tell(name, about, "is sent", f"({fault})" if str(fault) else "")
+        return fault
+
+    async def _go(self, fault: CallFault) -> None:
+        """Takes the way there."""
+        await self._clock.sleep(self._delay + fault.late)
+        if fault.lost:
+            await self._clock.sleep(fault.noticed)
+            raise Unavailable("the connection broke on the way there")
+
+    async def _come_back(self, fault: CallFault) -> None:
+        """Takes the way back."""
+        if fault.unanswered:
+            await self._clock.sleep(fault.noticed)
+            raise Unavailable("the connection broke before the answer")
+        await self._clock.sleep(self._delay + fault.slow)
+
+    def _tell(self, name: str, *how: object) -> None:
+        self._journal(*self._told, name, *how)
+
+
+async def tried(work: Awaitable[T]) -> T | KvloomError:
+    """Returns the error of the work instead of raising it, because a process's tasks fail of none."""
+    try:
+        return await work
+    except KvloomError as error:
+        return error
+
+
+def outcome(served: asyncio.Task[T | KvloomError]) -> T:
+    """Returns or raises what `tried` has returned."""
+    answer = served.result()
+    if isinstance(answer, KvloomError):
+        raise answer
+    return answer
+
+
+class FaultyWire(FaultyCalls, RemoteEngine):
+    """Satisfies `EngineClient`. A send and a stream end with their callers."""
+
+    def __init__(
+        self,
+        host: FaultyHost,
+        clock: Clock,
+        delay: float,
+        faults: FaultSource,
+        journal: Journal,
+        crashed: Crashed,
+    ) -> None:
+        super().__init__(("call", host.name), clock, delay, faults, journal, crashed)
+        self._host = host
         self._gone = False
-        self._tasks = FaultTasks(crashed, expected=(KvloomError,))
 
     def cut(self) -> None:
         """The caller's process is gone: it asks nothing any more."""
@@ -70,20 +129,11 @@ class FaultyWire(RemoteEngine):
         process = await self._arrive(fault)
         if fault.again is not None:
             self._tasks.spawn(self._once_more(name, about, verb, fault.again))
-        served = process.serve(self._served(process, verb))
+        served = process.tasks.spawn(tried(verb(process.engine)))
         answer: T = await self._outcome(process, served)
-        if fault.unanswered:
-            await self._clock.sleep(fault.noticed)
-            raise Unavailable("the connection broke before the answer")
-        await self._clock.sleep(self._delay + fault.slow)
+        await self._come_back(fault)
         self._tell(name, about, "is answered")
         return answer
-
-    async def _served(self, process: EngineProcess, verb: Asking[T]) -> T | KvloomError:
-        try:
-            return await verb(process.engine)
-        except KvloomError as error:
-            return error
 
     async def _outcome(self, process: EngineProcess, served: asyncio.Task[Any]) -> Any:
         """Returns or raises what the engine did, unless it has died meanwhile."""
@@ -94,10 +144,7 @@ class FaultyWire(RemoteEngine):
             served.cancel()
         if process.over.done():
             raise Unavailable("the connection broke: the engine is gone")
-        answer = served.result()
-        if isinstance(answer, KvloomError):
-            raise answer
-        return answer
+        return outcome(served)
 
     async def _once_more(self, name: str, about: str, verb: Asking[T], after: float) -> None:
         """Nobody waits for what the second copy is answered."""
@@ -105,7 +152,7 @@ class FaultyWire(RemoteEngine):
         process = self._host.process
         if process is not None:
             self._tell(name, about, "arrives again")
-            await asyncio.wait([process.serve(self._served(process, verb))])
+            await asyncio.wait([process.tasks.spawn(tried(verb(process.engine)))])
 
     # -- the one that streams ---------------------------------------------------------------------------
 
@@ -135,7 +182,7 @@ class FaultyWire(RemoteEngine):
             if fault.again is not None:
                 verb = partial(self._first_frame, body)
                 self._tasks.spawn(self._once_more("start_generate", body.request, verb, fault.again))
-            served = process.serve(self._served(process, partial(self._pump, body, frames)))
+            served = process.tasks.spawn(tried(self._pump(body, frames, process.engine)))
             await self._outcome(process, served)
         except KvloomError as error:
             frames.put_nowait(error)
@@ -151,26 +198,15 @@ class FaultyWire(RemoteEngine):
         async with aclosing(engine.start_generate(body)) as events:
             await anext(events, None)
 
-    # -- all of them ------------------------------------------------------------------------------------
+    # -- both of them -----------------------------------------------------------------------------------
 
-    def _send(self, name: str, about: str) -> CallFault:
+    def _send(self, name: str, about: str = "") -> CallFault:
         if self._gone:
             raise Unavailable("the gateway is gone")
-        fault = self._faults.next()
-        self._journal.count("calls")
-        if str(fault):
-            self._journal.count("calls harmed")
-        self._tell(name, about, "is sent", f"({fault})" if str(fault) else "")
-        return fault
+        return super()._send(name, about)
 
     async def _arrive(self, fault: CallFault) -> EngineProcess:
-        await self._clock.sleep(self._delay + fault.late)
-        if fault.lost:
-            await self._clock.sleep(fault.noticed)
-            raise Unavailable("the connection broke on the way there")
+        await self._go(fault)
         if self._host.process is None:
             raise Unavailable("nobody answers there")
         return self._host.process
-
-    def _tell(self, name: str, about: str, *how: object) -> None:
-        self._journal("call", self._host.name, name, about, *how)

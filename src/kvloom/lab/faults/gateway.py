@@ -1,40 +1,36 @@
-"""A gateway's process in a run with faults: a router, what moves its requests, and the clients that have
-reached it.
-"""
+"""The processes of a gateway, with the clients that have reached it, and of a fleet scheduler in a run with
+faults."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import replace
 from math import inf
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
-from kvloom.cluster.launcher import Answered, Ended, FoundProcess, News, Report, Snapshot
+from kvloom.cluster.launcher import News, Snapshot
 from kvloom.cluster.mirror import Mirror, Said
 from kvloom.cluster.orders import FleetOrders
-from kvloom.cluster.reconcile import Timing
-from kvloom.lab.faults.faults import text_of
-from kvloom.lab.faults.faulty_wire import FaultyWire
-from kvloom.lab.faults.host import FaultyUnit
-from kvloom.lab.faults.journal import ClientAnswer, Crashed, FaultTasks, Journal
-from kvloom.lab.sim.unit import SimulatedUnit
-from kvloom.plan.cost.shapes import ModelShape
+from kvloom.lab.faults.faults import FaultSource, text_of
+from kvloom.lab.faults.faulty_wire import FaultyCalls, FaultyWire, outcome, tried
+from kvloom.lab.faults.journal import ClientAnswer, Journal
+from kvloom.lab.sim.fleet import Rescheduling
+from kvloom.lab.sim.processes import Crashed, ProcessTasks
 from kvloom.router.program import Program
 from kvloom.router.rescheduling import Rescheduler
 from kvloom.router.router import Router
 from kvloom.router.units import FleetLink
 from kvloom.types.clock import Clock
-from kvloom.types.errors import KvloomError
+from kvloom.types.errors import KvloomError, Unavailable
 from kvloom.types.request import EndEvent, Event, PromptEvent, TokenEvent
-from kvloom.types.spec import EngineSpec
+from kvloom.types.service import FleetState, Pairs, Steps
 
 T = TypeVar("T")
 
 
 class FaultyGateway:
-    """crashed: called with what is no error of ours. tell: takes what it says to the controller."""
+    """A gateway's process, with the clients that have reached it."""
 
     def __init__(
         self,
@@ -46,6 +42,7 @@ class FaultyGateway:
         snapshot: Snapshot,
         tell: Callable[[Said], None],
     ) -> None:
+        """crashed: called with what is no error of ours. tell: takes what it says to the controller."""
         self.wires = wires
         self.mirror = Mirror(snapshot, self._send)
         self.router = Router(FleetLink(self.mirror, wires.__getitem__), program, clock)
@@ -55,7 +52,7 @@ class FaultyGateway:
         self._gone = False
         self._clock = clock
         self._journal = journal
-        self._tasks = FaultTasks(crashed)
+        self._tasks = ProcessTasks(crashed)
 
     async def start(self) -> None:
         await self.router.__aenter__()
@@ -96,7 +93,6 @@ class FaultyGateway:
     async def answer(self, answer: ClientAnswer) -> None:
         """Serves a client to its end."""
         client, name = answer.client, answer.client.body.request
-        answer.asked = self._clock.now()
         if client.body.sampling.guide is not None:
             self._journal.count("requests guided")
         self._journal(
@@ -183,100 +179,88 @@ def _wish(answer: ClientAnswer) -> str:
     return f"{body.sampling.max_tokens} tokens × {body.n}, priority {body.priority}"
 
 
-AT_ONCE: Final = Timing(first=0.0, most=0.0)
-"""A fault says itself how long what has died stays away."""
+Verb = Callable[[Rescheduler], Awaitable[T]]
 
 
-class FaultyLauncher:
-    """Satisfies `Launcher` with hosts, and with gateways that somebody else opens. A component that was lost
-    gets no process before its time."""
+class FleetWire(FaultyCalls):
+    """Satisfies `FleetControl`: a fleet scheduler's calls to the gateway that is there."""
 
     def __init__(
         self,
-        hosts: Mapping[str, FaultyUnit],
+        gateway: Callable[[], FaultyGateway | None],
         clock: Clock,
+        delay: float,
+        faults: FaultSource,
         journal: Journal,
         crashed: Crashed,
-        *,
-        open_gateway: Callable[[str, Snapshot], Coroutine[Any, Any, None]],
-        tell: Callable[[str, News], None],
-        shapes: Mapping[str, ModelShape],
     ) -> None:
-        """open_gateway: serves the fleet of a snapshot as this gateway. tell: takes news to the one that
-        serves. shapes: of all models that a unit may ever have."""
-        self.hear: Callable[[Report], None] = lambda report: None
-        """Called with what happens to a process: the controller's."""
-        self._hosts = hosts
+        """gateway: returns None while there is none."""
+        super().__init__(("fleet", ""), clock, delay, faults, journal, crashed)
+        self._gateway = gateway
+
+    async def state(self) -> FleetState:
+        return await self._call("state", lambda gateway: gateway.state())
+
+    async def pair(self, pairs: Pairs) -> None:
+        told = ", ".join(f"{one.source} > {one.destination}" for one in pairs.pairs)
+        await self._call(f"pair {told}", lambda gateway: gateway.pair(pairs))
+
+    async def scale(self, steps: Steps) -> None:
+        await self._call("scale", lambda gateway: gateway.scale(steps))
+
+    async def _call(self, name: str, verb: Verb[T]) -> T:
+        """Sent at once; the answer is waited for."""
+        answer: T = await asyncio.shield(self._tasks.spawn(self._carry(name, verb)))
+        return answer
+
+    async def _carry(self, name: str, verb: Verb[T]) -> T:
+        fault = self._send(name)
+        await self._go(fault)
+        if fault.again is not None:
+            self._tasks.spawn(self._once_more(verb, fault.again))
+        answer = await self._served(verb)
+        await self._come_back(fault)
+        return answer
+
+    async def _once_more(self, verb: Verb[Any], after: float) -> None:
+        """Nobody waits for what the second copy is answered."""
+        await self._clock.sleep(after)
+        await self._served(verb)
+
+    async def _served(self, verb: Verb[T]) -> T:
+        """Returns or raises what the gateway does, unless it is lost meanwhile."""
+        gateway = self._gateway()
+        if gateway is None:
+            raise Unavailable("nobody answers there")
+        answering = gateway.spawn(tried(verb(gateway.rescheduler)))
+        await asyncio.wait([answering])
+        if answering.cancelled():
+            raise Unavailable("the connection broke: the gateway is gone")
+        return outcome(answering)
+
+
+class SchedulerProcess:
+    """A fleet scheduler that is lost and started anew, and knows nothing when it starts."""
+
+    def __init__(
+        self, given: Rescheduling, wire: FleetWire, clock: Clock, journal: Journal, crashed: Crashed
+    ) -> None:
+        self._given = given
+        self._wire = wire
         self._clock = clock
         self._journal = journal
-        self._open_gateway = open_gateway
-        self._tell = tell
-        self._tasks = FaultTasks(crashed)
-        self._shapes = shapes
-        self._called_off: set[str] = set()  # What was told to end as it started.
-        self._back: dict[str, float] = {}  # When what was lost may have a process again.
+        self._crashed = crashed
+        self._tasks: ProcessTasks | None = None
 
-    def lose(self, component: str, down: float) -> None:
-        """Its process is gone, and it gets none for `down` seconds."""
-        self._back[component] = self._clock.now() + down
-        self.hear(Ended(component, "was lost"))
+    def start(self) -> None:
+        if self._tasks is None:
+            self._tasks = ProcessTasks(self._crashed)
+            scheduler = self._given.scheduler(self._wire, self._clock)
+            self._tasks.spawn(scheduler.run())
+            self._journal("fleet", "", "scheduler starts")
 
-    def start(self, component: str, generation: int, engine: EngineSpec | None) -> None:
-        if engine is not None:
-            self._tasks.spawn(self._start(component, engine))
-
-    def stop(self, component: str) -> None:
-        if self._hosts[component].process is not None:
-            self._tasks.spawn(self._stop(component))
-        else:
-            self._called_off.add(component)
-
-    def kill(self, component: str) -> None:
-        """Does nothing: a process that was told to end does so here."""
-
-    def retire(self, component: str) -> None:
-        """Does nothing: gateways are lost here, and not replaced."""
-
-    def tell(self, component: str, news: News) -> None:
-        if isinstance(news, Snapshot):
-            self._tasks.spawn(self._serve(component, news))
-        else:
-            self._tell(component, news)
-
-    def forget(self, component: str) -> None:
-        """Does nothing: no component is kept here."""
-
-    def running(self) -> Sequence[FoundProcess]:
-        return [
-            FoundProcess(name, 1, "ready") for name, host in self._hosts.items() if host.process is not None
-        ]
-
-    async def _start(self, unit: str, engine: EngineSpec) -> None:
-        back = self._back.pop(unit, None)
-        host = self._hosts[unit]
-        if back is None:
-            self._journal.count("units started")
-            await self._clock.sleep(host.unit.start)
-        else:
-            await self._clock.sleep(max(0.0, back - self._clock.now()))
-        if unit in self._called_off:
-            self._called_off.discard(unit)
-            self.hear(Ended(unit, "was stopped as it started"))
-            return
-        if engine != host.unit.spec:
-            host.unit = self._replanned(host.unit, engine)
-        host.start()
-        self.hear(Answered(unit))
-
-    def _replanned(self, unit: SimulatedUnit, engine: EngineSpec) -> SimulatedUnit:
-        shapes = {model.name: self._shapes[model.name] for model in engine.models}
-        return replace(unit, spec=engine, shapes=shapes)
-
-    async def _stop(self, unit: str) -> None:
-        self._journal.count("units ended")
-        await self._hosts[unit].stop()
-        self.hear(Ended(unit, "ended with exit code 0"))
-
-    async def _serve(self, gateway: str, snapshot: Snapshot) -> None:
-        await self._open_gateway(gateway, snapshot)
-        self.hear(Answered(gateway))
+    def kill(self) -> None:
+        if self._tasks is not None:
+            self._tasks.cancel()
+            self._tasks = None
+            self._journal("fleet", "", "scheduler dies")

@@ -1,38 +1,40 @@
-"""A unit's place in a run with faults: an engine that dies with all it knows, and another one after it."""
+"""A unit's place in a run with faults: devices that are watched, and processes that die and come back."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
 
-from kvloom.engine.engine import Engine
+from kvloom.cluster.launcher import Answered, Ended, FoundProcess, News, Snapshot
+from kvloom.cluster.reconcile import Timing
 from kvloom.lab.faults.faults import FaultSource
 from kvloom.lab.faults.guides import guided_card
 from kvloom.lab.faults.invariants import InvariantChecker, LentArena, split_job
-from kvloom.lab.faults.journal import Crashed, FaultTasks, Journal
+from kvloom.lab.faults.journal import Journal
 from kvloom.lab.sim.executor import Content, EvenlyOperated, JobFailed, ModelledExecutor
-from kvloom.lab.sim.links import ModelledPlane, ModelledTransport, TimedLink
-from kvloom.lab.sim.offload import OffloadingUnits, SimulatedLenderClient, SimulatedOffloadBackend
+from kvloom.lab.sim.hosting import HostedUnit
+from kvloom.lab.sim.processes import ModelledLauncher, ProcessTasks, Surroundings, UnitHost
 from kvloom.lab.sim.unit import SimulatedUnit, modelled_executor
-from kvloom.offload.loans import LoanKeeper
+from kvloom.plan.cost.shapes import ModelShape
 from kvloom.types.clock import Clock
-from kvloom.types.errors import Unavailable
 from kvloom.types.job import Job
-from kvloom.types.spec import EngineSpec, WeaveSpec
+from kvloom.types.spec import EngineSpec
 
 
 class WatchedDevice:
     """Satisfies `Content`: a checker. Where the seed has it, a job fails: at its end, with all written, or,
     if peers wait for its layers, after some of them."""
 
-    def __init__(self, unit: str, checker: InvariantChecker, faults: FaultSource, journal: Journal) -> None:
-        self._unit = unit
+    def __init__(
+        self, host: UnitHost, checker: InvariantChecker, faults: FaultSource, journal: Journal
+    ) -> None:
+        self._host = host
         self._checker = checker
         self._faults = faults
         self._journal = journal
         self._doomed: set[int] = set()  # by id; while they run
-        self.backend: SimulatedOffloadBackend | None = None  # of a unit that lends or borrows
 
     def begin(self, job: Job) -> None:
         self._tell(job, "begins, share", job.share)
@@ -77,7 +79,8 @@ class WatchedDevice:
 
     def _away(self, model: str) -> InvariantChecker | None:
         """Returns the checker of what the model has in a loan's blocks; None if the loan is over."""
-        found = self.backend.lent_blocks(model) if self.backend else None
+        backend = self._host.process.backend if self._host.process else None
+        found = backend.lent_blocks(model) if backend else None
         if found is None:
             return None
         lender, blocks = found
@@ -99,133 +102,122 @@ class WatchedDevice:
             f"{sequence}[{start}:{start + new}]"
             for sequence, start, new in zip(plan.sequences, plan.starts, plan.appends, strict=True)
         ]
-        self._journal("job", self._unit, job.phase.value, job.model, *batch, *how)
+        self._journal("job", self._host.name, job.phase.value, job.model, *batch, *how)
 
-
-T = TypeVar("T")
 
 LATENCY: Final = 1e-4  # seconds from one unit's memory to another's
 
 
-class EngineProcess:
-    """One engine from its start to its end. over: done at that end, whatever its tasks still tidy up.
-    crashed: called with what it fails of until then."""
+class FaultyHost(UnitHost):
+    """A unit's place with devices that are watched, and whose jobs fail as the seed has it."""
 
     def __init__(
-        self,
-        engine: Engine,
-        executor: ModelledExecutor,
-        transport: ModelledTransport,
-        crashed: Crashed,
-        backend: SimulatedOffloadBackend | None = None,
+        self, unit: SimulatedUnit, around: Surroundings, faults: FaultSource, journal: Journal
     ) -> None:
-        """backend: of a unit that lends or borrows."""
-        self.engine = engine
-        self.executor = executor
-        self.transport = transport
-        self.backend = backend
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._tasks = FaultTasks(crashed)
-        self.running = self._tasks.spawn(engine.run())
-
-    def serve(self, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Runs a call, which ends with the process."""
-        return self._tasks.spawn(call)
-
-    def end(self) -> None:
-        self.over.set_result(None)
-        self.executor.halt()
-        if self.backend is not None:
-            self.backend.die()
-        self._tasks.cancel()
-
-
-class FaultyUnit:
-    """process: None while there is none. checkers: of all its engines. crashed: called with what an engine
-    failed of."""
-
-    def __init__(
-        self,
-        unit: SimulatedUnit,
-        plane: ModelledPlane,
-        clock: Clock,
-        faults: FaultSource,
-        journal: Journal,
-        crashed: Crashed,
-        offloading: OffloadingUnits | None = None,
-        lenders: Mapping[str, FaultyUnit] | None = None,
-    ) -> None:
-        """offloading: the units that lend and borrow. lenders: all units, by name."""
-        self._offloading = offloading
-        self._lenders = {} if lenders is None else lenders
-        self.name = unit.spec.unit
-        self.unit = unit
-        self.process: EngineProcess | None = None
+        super().__init__(unit, around)
         self.checkers: list[InvariantChecker] = []
-        self._plane = plane
-        self._clock = clock
+        """Those of all its processes, one after the other."""
         self._faults = faults
         self._journal = journal
-        self._crashed = crashed
 
     def start(self) -> None:
-        unit, spec = self.unit, self.unit.spec
-        blocks = spec.kv_bytes // spec.block_bytes
-        geometries = {name: shape.geometry(spec.block_bytes) for name, shape in unit.shapes.items()}
+        checker = self._checker()
+        self.checkers.append(checker)
+        super().start()
+        process = self.reached
+        process.transport.arena = checker.arena
+        self._journal("engine", self.name, "starts,", process.executor.blocks, "blocks")
+
+    def _checker(self) -> InvariantChecker:
+        unit, block = self.unit, self.unit.spec.block_bytes
+        geometries = {name: shape.geometry(block) for name, shape in unit.shapes.items()}
         vocab = next(iter(unit.shapes.values())).vocab
         others = unit.cost.shapes.values() if isinstance(unit.cost, EvenlyOperated) else ()
-        width = max((shape.geometry(spec.block_bytes).tokens_per_block for shape in others), default=0)
-        checker = InvariantChecker(geometries, blocks, vocab, width=width)
-        self.checkers.append(checker)
-        device = self._device(checker)
-        executor = modelled_executor(unit, device)
+        width = max((shape.geometry(block).tokens_per_block for shape in others), default=0)
+        return InvariantChecker(geometries, unit.spec.kv_bytes // block, vocab, width=width)
+
+    def _executor(self, hosted: HostedUnit | None) -> ModelledExecutor:
+        executor = modelled_executor(self.unit, self.device(self.checkers[-1]), hosted)
         executor.cards = {name: guided_card(card) for name, card in executor.cards.items()}
-        link = TimedLink(unit.bandwidth, LATENCY)
-        transport = self._plane.join(self.name, blocks, link, arena=checker.arena)
-        backend = self._offloading.backend(unit, executor, transport) if self._offloading else None
-        if isinstance(device, WatchedDevice):
-            device.backend = backend
-        engine = Engine(executor, transport, spec, self._clock, backend)
-        self.process = EngineProcess(engine, executor, transport, self._crashed, backend)
-        if spec.weave is not None:
-            self.process.serve(self._borrow(engine, spec, spec.weave))
-        self._journal("engine", self.name, "starts,", blocks, "blocks")
+        return executor
 
-    async def _borrow(self, engine: Engine, spec: EngineSpec, weave: WeaveSpec) -> None:
-        """Keeps the unit's model in a loan for as long as the process lives."""
-
-        def reach() -> Engine:
-            lender = self._lenders[weave.cold].process
-            if lender is None:
-                raise Unavailable(f"{weave.cold} has no process", retry_after=1)
-            return lender.engine
-
-        client = SimulatedLenderClient(reach, self._clock, LATENCY)
-        await LoanKeeper(engine.borrower, spec.models[0].name, weave, client, self._clock).run()
-
-    def _device(self, checker: InvariantChecker) -> Content:
-        return WatchedDevice(self.name, checker, self._faults, self._journal)
+    def device(self, checker: InvariantChecker) -> Content:
+        return WatchedDevice(self, checker, self._faults, self._journal)
 
     def kill(self) -> None:
-        """Ends the process at once. What its tasks still tidy up reaches nobody."""
-        gone = self.process
-        if gone is not None:
+        if self.process is not None:
             self._journal("engine", self.name, "dies")
-            self._out(gone)
+        super().kill()
 
     async def stop(self) -> None:
-        """Ends the process as a request does: what it has ends with an error, and it takes no more."""
-        gone = self.process
-        if gone is not None:
+        if self.process is not None:
             self._journal("engine", self.name, "stops")
-            await gone.engine.stop()
-            await asyncio.wait([gone.running])
-            if self.process is gone:
-                self._out(gone)
+        await super().stop()
 
-    def _out(self, gone: EngineProcess) -> None:
-        self.process = None
-        self._plane.kill(gone.transport)
-        if self._offloading is not None:
-            self._offloading.forget(gone.transport)
-        gone.end()
+
+AT_ONCE: Final = Timing(first=0.0, most=0.0)
+"""A fault says itself how long what has died stays away."""
+
+
+class FaultyLauncher(ModelledLauncher):
+    """Satisfies `Launcher`. A component that was lost gets no process before its time. Gateways are opened by
+    somebody else."""
+
+    def __init__(
+        self,
+        hosts: Mapping[str, UnitHost],
+        clock: Clock,
+        tasks: ProcessTasks,
+        journal: Journal,
+        shapes: Mapping[str, ModelShape],
+        open_gateway: Callable[[str, Snapshot], Coroutine[Any, Any, None]],
+    ) -> None:
+        """shapes: of all models that a unit may ever have. open_gateway: serves the fleet of a snapshot as
+        the gateway of this name."""
+        super().__init__(hosts, clock, tasks)
+        self._journal = journal
+        self._shapes = shapes
+        self._open_gateway = open_gateway
+        self._back: dict[str, float] = {}  # When what was lost may have a process again.
+        self._called_off: set[str] = set()  # What was told to end as it started.
+
+    def lose(self, component: str, down: float) -> None:
+        """Tells that the component's process is gone, and gives it none for `down` seconds."""
+        self._back[component] = self._clock.now() + down
+        self.hear(Ended(component, "was lost"))
+
+    def _call_off(self, component: str) -> None:
+        """Lets the start end when its time is over, because what was lost stays away for that long."""
+        self._called_off.add(component)
+
+    def tell(self, component: str, news: News) -> None:
+        if isinstance(news, Snapshot):
+            self._tasks.spawn(self._serve(component, news))
+        else:
+            super().tell(component, news)
+
+    def running(self) -> Sequence[FoundProcess]:
+        """Returns the units' processes: no gateway is there from the beginning."""
+        return [found for found in super().running() if found.component in self._hosts]
+
+    async def _load(self, host: UnitHost, engine: EngineSpec) -> None:
+        back = self._back.pop(host.name, None)
+        if back is None:
+            self._journal.count("units started")
+            await super()._load(host, engine)
+        else:
+            await self._clock.sleep(max(0.0, back - self._clock.now()))
+        if host.name in self._called_off:
+            self._called_off.discard(host.name)
+            raise asyncio.CancelledError
+        if engine != host.unit.spec:
+            shapes = {model.name: self._shapes[model.name] for model in engine.models}
+            host.unit = replace(host.unit, spec=engine, shapes=shapes)
+
+    async def _stop(self, name: str) -> None:
+        self._journal.count("units ended")
+        await super()._stop(name)
+
+    async def _serve(self, gateway: str, snapshot: Snapshot) -> None:
+        await self._open_gateway(gateway, snapshot)
+        self.hear(Answered(gateway))

@@ -110,7 +110,7 @@ class InvariantChecker:
 
     def write(self, job: Job, layers: range) -> None:
         plan, part = job.plan, slice(layers.start, layers.stop)
-        numbers = self._numbers(plan.model, plan.positions, job.tokens)[:, part]
+        numbers = self.numbers(plan.model, plan.positions, job.tokens)[:, part]
         self.arena[plan.page_map[plan.slot_page, part], plan.slot_offset[:, None, None]] = numbers
 
     def draw(self, job: Job, step: int) -> list[int]:
@@ -170,12 +170,12 @@ class InvariantChecker:
         blocks = plan.page_map[plan.tables[i, positions // width]]
         found = self.arena[blocks, (positions % width)[:, None, None]]
         tokens: I64 = found[:, 0, 0] % _TOKENS
-        if not (found == self._numbers(plan.model, positions, tokens)).all():
+        if not (found == self.numbers(plan.model, positions, tokens)).all():
             self.wrong.append(f"{plan.model}: sequence {plan.sequences[i]} reads what is not its own")
         history: list[int] = tokens.tolist()
         return history
 
-    def _numbers(self, model: str, positions: I64, tokens: I64) -> I64:
+    def numbers(self, model: str, positions: I64, tokens: I64) -> I64:
         """[N, layers, kv_heads], no number twice."""
         places = self._places[model][None] * _TOKENS
         numbers: I64 = (places + positions[:, None, None]) * _TOKENS + tokens[:, None, None]

@@ -12,7 +12,7 @@ from kvloom.cluster.state import ABSENT
 from kvloom.engine.sequence import Sequence
 from kvloom.lab.faults.faults import VOCAB, FaultScenario
 from kvloom.lab.faults.guides import begin_guide
-from kvloom.lab.faults.host import FaultyUnit
+from kvloom.lab.faults.host import FaultyHost
 from kvloom.lab.faults.invariants import lone_answer
 from kvloom.lab.faults.journal import ClientAnswer
 from kvloom.offload.planner import OffloadingPlanner
@@ -134,7 +134,7 @@ def _fate(answer: ClientAnswer, scenario: FaultScenario) -> Iterator[str]:
         yield f"nothing has failed, but it is told: {error.message}"
 
 
-def check_pool(host: FaultyUnit) -> Iterator[Broken]:
+def check_pool(host: FaultyHost) -> Iterator[Broken]:
     """Law 1, at any moment."""
     if host.process is None:
         return
@@ -146,7 +146,7 @@ def check_pool(host: FaultyUnit) -> Iterator[Broken]:
         yield Broken(CONSERVATION, f"{host.name}: {error}")
 
 
-def _loan(host: FaultyUnit) -> OffloadingPlanner[Sequence] | None:
+def _loan(host: FaultyHost) -> OffloadingPlanner[Sequence] | None:
     """Returns what the unit's model has borrowed, if it borrows."""
     spec = host.unit.spec
     if host.process is None or spec.weave is None:
@@ -154,7 +154,7 @@ def _loan(host: FaultyUnit) -> OffloadingPlanner[Sequence] | None:
     return host.process.engine.borrower.loan(spec.models[0].name)
 
 
-def check_idle(host: FaultyUnit, load: UnitLoad) -> Iterator[Broken]:
+def check_idle(host: FaultyHost, load: UnitLoad) -> Iterator[Broken]:
     """Yields what is left at a unit that has nothing to do, and whose leases have run out."""
     yield from check_pool(host)
     for model, one in load.models.items():
@@ -172,7 +172,7 @@ def check_idle(host: FaultyUnit, load: UnitLoad) -> Iterator[Broken]:
             yield Broken(NOTHING_LEAKS, f"{host.name}: {loan.count} sequences are offloaded still")
 
 
-def check_invariants(host: FaultyUnit) -> Iterator[Broken]:
+def check_invariants(host: FaultyHost) -> Iterator[Broken]:
     for checker in host.checkers:
         for what in checker.wrong[:3]:
             yield Broken(SAME_TOKENS, f"{host.name}: {what}")

@@ -20,7 +20,6 @@ from kvloom.lab.faults.faults import (
     Rates,
     Relocation,
     SchedulerLoss,
-    SeededDraws,
     Switch,
 )
 from kvloom.lab.faults.more_draws import with_edits, with_guides, with_stop_strings, with_weaving
@@ -33,56 +32,6 @@ from kvloom.types.service import GroupSpec, Scale
 from kvloom.types.spec import EngineSpec, ModelSpec, Option, Policy
 
 LONGEST: Final = 4.0  # seconds in which clients come
-
-
-class Traits(SeededDraws):
-    """Drawn first: models, and how wide all else is drawn."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self.seed = seed
-        draw = self._random
-        self.shapes = {name: self._shape() for name in ("ash", "birch", "cedar")[: draw.randint(1, 3)]}
-        self.lasting = self._odds(0.35)  # answers are long
-        self.contexts = {
-            name: draw.choice((80, 100) if self.lasting else (24, 48, 80)) for name in self.shapes
-        }
-        self.prefixes = [self._tokens(draw.randint(3, 60)) for _ in range(draw.randint(1, 3))]
-        self.span = draw.choice((0.02, 0.3, 1.0, LONGEST))
-        self.hasty = self._odds(0.3)  # many hang up, and links are slow
-        self.cramped = self._odds(0.4)  # prompts are long, and pools hold one or two
-        self.calm = self._odds(0.2)  # nobody dies, and no call is lost
-        self.served = 0.9  # of the models, by each unit
-        self.odd = 0.05  # of the units, those with blocks of their own size
-        self.delays: Sequence[float] = (0.0001, 0.0003, 0.02)
-        self.scheduled = 0.7  # of the fleets of several units
-        self.rooms: Sequence[float] = (1.0, 1.0, 1.2, 1.6, 2.1) if self.cramped else (0.6, 1.0, 1.4, 3.0, 8.0)
-        self.paces: Sequence[float] = (1e-3, 3e-3) if self.lasting else (1e-5, 1e-4, 1e-3)
-        self.links: Sequence[float] = (3e3, 1e4) if self.hasty else (1e4, 1e5, 1e6, 1e9)
-        self.crowd = (4, 8 if self.lasting else 16)  # clients
-        self.answers: Sequence[int] = (5, 30, 40) if self.lasting else (1, 2, 5, 12)
-
-    def _shape(self) -> ModelShape:
-        draw = self._random
-        return ModelShape(
-            layers=draw.randint(1, 3),
-            hidden=16,
-            heads=2,
-            kv_heads=draw.randint(1, 2),
-            head_dim=draw.choice((4, 8)),
-            ffn=16,
-            vocab=VOCAB,
-        )
-
-    def prompt(self, length: int) -> list[int]:
-        """Returns a prompt of at most `length` tokens, which mostly begins as others do."""
-        draw = self._random
-        length = draw.randint(max(1, length // 2) if self.cramped else 1, max(1, length))
-        begin = draw.choice(self.prefixes)[: draw.randint(0, length)] if self._odds(0.8) else []
-        return [*begin, *self._tokens(length - len(begin))]
-
-    def _tokens(self, count: int) -> list[int]:
-        return [self._random.randrange(VOCAB) for _ in range(count)]
 
 
 LEASES: Final = (1.0, 2.0, 4.0)  # seconds
@@ -107,8 +56,64 @@ PROGRAMS: Final[Mapping[str, Mapping[str, tuple[Option, ...]]]] = {
 STAYING: Final = ("data_parallel", "least_loaded", "freest", "infaas", "cache_aware")  # they move no K and V
 
 
-class DrawnScenario(Traits):
+class DrawnScenario:
     """Draws all of one seed's scenario but what `more_draws` adds."""
+
+    def __init__(self, seed: int) -> None:
+        """Draws the models, and how wide all else is drawn."""
+        self.seed = seed
+        self._random = draw = random.Random(seed)
+        self.shapes = {name: self._shape() for name in ("ash", "birch", "cedar")[: draw.randint(1, 3)]}
+        self.lasting = self._odds(0.35)  # answers are long
+        self.contexts = {
+            name: draw.choice((80, 100) if self.lasting else (24, 48, 80)) for name in self.shapes
+        }
+        self.prefixes = [self._tokens(draw.randint(3, 60)) for _ in range(draw.randint(1, 3))]
+        self.span = draw.choice((0.02, 0.3, 1.0, LONGEST))
+        self.hasty = self._odds(0.3)  # many hang up, and links are slow
+        self.cramped = self._odds(0.4)  # prompts are long, and pools hold one or two
+        self.calm = self._odds(0.2)  # nobody dies, and no call is lost
+        self.served = 0.9  # of the models, by each unit
+        self.odd = 0.05  # of the units, those with blocks of their own size
+        self.delays: Sequence[float] = (0.0001, 0.0003, 0.02)
+        self.scheduled = 0.7  # of the fleets of several units
+        self.rooms: Sequence[float] = (1.0, 1.0, 1.2, 1.6, 2.1) if self.cramped else (0.6, 1.0, 1.4, 3.0, 8.0)
+        self.paces: Sequence[float] = (1e-3, 3e-3) if self.lasting else (1e-5, 1e-4, 1e-3)
+        self.links: Sequence[float] = (3e3, 1e4) if self.hasty else (1e4, 1e5, 1e6, 1e9)
+        self.crowd = (4, 8 if self.lasting else 16)  # clients
+        self.answers: Sequence[int] = (5, 30, 40) if self.lasting else (1, 2, 5, 12)
+
+    def _odds(self, of: float) -> bool:
+        return self._random.random() < of
+
+    def _count(self, least: int, most: int) -> int:
+        return self._random.randint(least, most)
+
+    def _moment(self) -> float:
+        """Returns the seconds of a job, of a few, or of a lease."""
+        return self._random.choice((0.002, 0.02, 0.2, 2.0)) * self._random.uniform(0.5, 2.0)
+
+    def _shape(self) -> ModelShape:
+        draw = self._random
+        return ModelShape(
+            layers=draw.randint(1, 3),
+            hidden=16,
+            heads=2,
+            kv_heads=draw.randint(1, 2),
+            head_dim=draw.choice((4, 8)),
+            ffn=16,
+            vocab=VOCAB,
+        )
+
+    def prompt(self, length: int) -> list[int]:
+        """Returns a prompt of at most `length` tokens, which mostly begins as others do."""
+        draw = self._random
+        length = draw.randint(max(1, length // 2) if self.cramped else 1, max(1, length))
+        begin = draw.choice(self.prefixes)[: draw.randint(0, length)] if self._odds(0.8) else []
+        return [*begin, *self._tokens(length - len(begin))]
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._random.randrange(VOCAB) for _ in range(count)]
 
     def draw(self) -> FaultScenario:
         units = self._units()

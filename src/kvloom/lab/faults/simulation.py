@@ -7,11 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from kvloom.cluster.controller import Controller
 from kvloom.cluster.edits import Edit, UnitEdit
-from kvloom.cluster.launcher import Counted, News, Snapshot, UnitSeen
-from kvloom.cluster.mirror import Said
-from kvloom.cluster.state import ABSENT, FleetSpec, Phase, Rolling, UnitSpec, gateway_name
+from kvloom.cluster.launcher import News, Snapshot
+from kvloom.cluster.state import ABSENT, Rolling, gateway_name
 from kvloom.lab.faults.faults import (
     Death,
     Fault,
@@ -30,14 +28,14 @@ from kvloom.lab.faults.faults import (
     UnitRemoved,
 )
 from kvloom.lab.faults.faulty_wire import FaultyWire
-from kvloom.lab.faults.fleet_wire import FleetWire, SchedulerProcess
-from kvloom.lab.faults.gateway import AT_ONCE, FaultyGateway, FaultyLauncher
-from kvloom.lab.faults.host import FaultyUnit
-from kvloom.lab.faults.journal import ClientAnswer, FaultTasks, Journal
+from kvloom.lab.faults.gateway import FaultyGateway, FleetWire, SchedulerProcess
+from kvloom.lab.faults.host import AT_ONCE, LATENCY, FaultyHost, FaultyLauncher
+from kvloom.lab.faults.journal import ClientAnswer, Journal
 from kvloom.lab.faults.laws import Broken, check_pool
-from kvloom.lab.sim.fleet import Rescheduling
-from kvloom.lab.sim.links import ModelledPlane
+from kvloom.lab.sim.fleet import begin, take
+from kvloom.lab.sim.links import TimedLink
 from kvloom.lab.sim.offload import OffloadingUnits
+from kvloom.lab.sim.processes import ProcessTasks, Surroundings
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.router.program import Program, load_program
 from kvloom.types.clock import Clock
@@ -57,18 +55,19 @@ _EDITED: Final = {
 class Parts:
     """The classes that simulations are made of. Tests put in what breaks a law."""
 
-    host: type[FaultyUnit] = FaultyUnit
+    host: type[FaultyHost] = FaultyHost
     wire: type[FaultyWire] = FaultyWire
 
 
 class FaultSimulation:
-    """Breaks what the scenario says, when it says so, and decides nothing else. crash: what an engine, a
-    router or a call failed of that is no error of ours. broken: what was seen on the way."""
+    """Breaks what the scenario says, when it says so, and decides nothing else."""
 
     def __init__(self, scenario: FaultScenario, clock: Clock, journal: Journal, parts: Parts) -> None:
         self.scenario = scenario
         self.crash: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        """What an engine, a router or a call has failed of that is no error of ours."""
         self.broken: list[Broken] = []
+        """What was seen on the way."""
         self.answers = [ClientAnswer(client) for client in scenario.clients]
         self.gateway: FaultyGateway | None = None
         self._clock = clock
@@ -76,39 +75,26 @@ class FaultSimulation:
         self._parts = parts
         self._faults: list[FaultSource] = []
         self._calm = False  # Nothing goes wrong any more, at gateways that open later neither.
-        self._plane = ModelledPlane()
         specs = [unit.spec for unit in scenario.all_units]
-        self._offloading = OffloadingUnits(specs) if any(spec.weave for spec in specs) else None
-        self.hosts: dict[str, FaultyUnit] = {}
+        self._around = Surroundings(clock, OffloadingUnits(specs), self._crashed, LATENCY, _link)
         joining = [fault.unit for fault in scenario.faults if isinstance(fault, UnitAdded)]
-        self.hosts |= {unit.spec.unit: self._host(unit) for unit in (*scenario.units, *joining)}
-        given = scenario.rescheduling or Rescheduling()
+        self.hosts = {unit.spec.unit: self._host(unit) for unit in (*scenario.units, *joining)}
+        self._around.hosts.update(self.hosts)
         self._launcher = FaultyLauncher(
             self.hosts,
             clock,
+            ProcessTasks(self._crashed),
             journal,
-            self._crashed,
-            open_gateway=self._open_gateway,
-            tell=self._tell,
-            shapes={model: shape for unit in scenario.all_units for model, shape in unit.shapes.items()},
+            {model: shape for unit in scenario.all_units for model, shape in unit.shapes.items()},
+            self._open_gateway,
         )
-        for unit in scenario.units:
-            if unit.spec.unit not in given.away:
-                self.hosts[unit.spec.unit].start()
-        spec = FleetSpec(
-            units={
-                unit.spec.unit: UnitSpec(engine=unit.spec, wanted=unit.spec.unit not in given.away)
-                for unit in scenario.units
-            },
-            groups=dict(given.groups),
-        )
-        self.controller = Controller(spec, self._launcher, clock, timing=AT_ONCE)
-        self._launcher.hear = self.controller.hear
+        self._launcher.told = self._tell
+        self.controller = begin(self._launcher, scenario.units, scenario.rescheduling, clock, AT_ONCE)
         self._program = _load(scenario.program)
         self._up = asyncio.Event()
         self._opening: FaultyGateway | None = None  # The one that serves, or is about to.
         self._opens = 0.0  # When another gateway may.
-        self._tasks = FaultTasks(self._crashed)
+        self._tasks = ProcessTasks(self._crashed)
         self._scheduler = self._make_scheduler()
 
     async def start(self) -> None:
@@ -148,13 +134,10 @@ class FaultSimulation:
 
     # -- who is there -----------------------------------------------------------------------------------
 
-    def _host(self, unit: SimulatedUnit) -> FaultyUnit:
-        faults = self._fates(unit.spec.unit)
-        return self._parts.host(
-            unit, self._plane, self._clock, faults, self._journal, self._crashed, self._offloading, self.hosts
-        )
+    def _host(self, unit: SimulatedUnit) -> FaultyHost:
+        return self._parts.host(unit, self._around, self._fates(unit.spec.unit), self._journal)
 
-    def _wire(self, host: FaultyUnit) -> FaultyWire:
+    def _wire(self, host: FaultyHost) -> FaultyWire:
         faults = self._fates(f"to {host.name}")
         return self._parts.wire(host, self._clock, self.scenario.delay, faults, self._journal, self._crashed)
 
@@ -184,24 +167,15 @@ class FaultSimulation:
             self._journal,
             self._crashed,
             self.controller.snapshot,
-            lambda said: self._said(name, said),
+            lambda said: take(self.controller, name, said),
         )
         await gateway.start()
         self.gateway = gateway
         self._up.set()
 
-    def _tell(self, name: str, news: News) -> None:
+    def _tell(self, news: News) -> None:
         if self._opening is not None:
             self._opening.heed(news)
-
-    def _said(self, name: str, said: Said) -> None:
-        match said:
-            case Edit():
-                self.controller.answer(name, said)
-            case Counted():
-                self.controller.count(name, said)
-            case UnitSeen():
-                self.controller.hear(said)
 
     async def _ask(self, answer: ClientAnswer) -> None:
         await self._clock.sleep(answer.client.at)
@@ -244,11 +218,9 @@ class FaultSimulation:
             await host.stop()
         else:
             host.kill()
-        if self._phase(death.unit) in ("ready", "draining") and not host.process:
+        status = self.controller.status.processes.get(death.unit, ABSENT)
+        if status.phase in ("ready", "draining") and not host.process:
             self._launcher.lose(death.unit, death.down)
-
-    def _phase(self, unit: str) -> Phase:
-        return self.controller.status.processes.get(unit, ABSENT).phase
 
     async def _lose_gateway(self, loss: GatewayLoss) -> None:
         gateway, self.gateway = self.gateway, None
@@ -327,3 +299,7 @@ class FaultSimulation:
 
 def _load(switch: Switch) -> Program:
     return load_program(switch.program, switch.options)
+
+
+def _link(unit: SimulatedUnit) -> TimedLink:
+    return TimedLink(unit.bandwidth, LATENCY)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from kvloom.lab.sim.hosting import HostedUnit
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import CostModel, Operator, Work
 from kvloom.types.geometry import Geometry
@@ -65,22 +66,6 @@ class Loans(Protocol):
         """Lets all whom it concerns find their pace: other jobs run here than before."""
 
 
-class HostCpu(Protocol):
-    """A processor on which jobs run beside other work."""
-
-    def join(self, changed: Callable[[], None]) -> None:
-        """changed: called when jobs may have become slower or faster."""
-
-    def running(self, cores: float) -> None:
-        """Takes in how many cores jobs use from now on."""
-
-    def slower(self, work: Work, cores: float) -> float:
-        """Returns how many times longer a job on so many cores takes, as things are."""
-
-    def landed(self, batch: int, tokens: int, call: Callable[[], None]) -> None:
-        """A job of so many sequences has ended and drawn so many tokens; `call` when the engine may know."""
-
-
 @dataclass(slots=True, eq=False)
 class _Running:
     """A job at one of its steps. left: the part of the step that is still to do, at `since`; seconds: all of
@@ -126,7 +111,7 @@ class ModelledExecutor:
         content: Content | None = None,
         overhead: Callable[[int], float] | None = None,
         stride: int = 4096,
-        host: HostCpu | None = None,
+        host: HostedUnit | None = None,
     ) -> None:
         self.cards = cards
         self.geometries = geometries

@@ -13,20 +13,29 @@ from kvloom.cluster.edits import Edit
 from kvloom.cluster.launcher import Counted, UnitSeen
 from kvloom.cluster.mirror import Mirror, Said
 from kvloom.cluster.orders import FleetOrders
-from kvloom.cluster.scheduler import FleetScheduler
+from kvloom.cluster.reconcile import TIMING, Timing
+from kvloom.cluster.scheduler import FleetControl, FleetScheduler
 from kvloom.cluster.state import FleetSpec, UnitSpec
 from kvloom.engine.engine import Engine
 from kvloom.engine.freeness import Thresholds
-from kvloom.lab.sim.hosting import HostedMachine
+from kvloom.lab.sim.hosting import HostedMachine, HostedServer
 from kvloom.lab.sim.links import Link
-from kvloom.lab.sim.processes import GATEWAY_NAME, ModelledLauncher
+from kvloom.lab.sim.offload import OffloadingUnits
+from kvloom.lab.sim.processes import (
+    GATEWAY_NAME,
+    ModelledLauncher,
+    ModelledWire,
+    ProcessTasks,
+    Surroundings,
+    UnitHost,
+)
 from kvloom.lab.sim.unit import SimulatedUnit, timed_link
 from kvloom.lab.sim.virtual_time import LoopClock
 from kvloom.router.program import Program
 from kvloom.router.rescheduling import Rescheduler
 from kvloom.router.router import Router
 from kvloom.router.units import FleetLink
-from kvloom.types.client import Generator
+from kvloom.types.client import EngineClient, Generator
 from kvloom.types.clock import Clock
 from kvloom.types.load import UnitLoad
 from kvloom.types.service import PATIENCE, GroupSpec
@@ -46,6 +55,9 @@ class Rescheduling:
     usage: Callable[[UnitLoad], float] | None = None
     """The measure that their number follows; None for the scheduler's own."""
 
+    def scheduler(self, fleet: FleetControl, clock: Clock) -> FleetScheduler:
+        return FleetScheduler(fleet, clock, period=self.period, thresholds=self.thresholds, usage=self.usage)
+
 
 def rescheduling(
     spec: SchedulerSpec, groups: Mapping[str, GroupSpec] | None = None, away: frozenset[str] = frozenset()
@@ -54,31 +66,16 @@ def rescheduling(
     return Rescheduling(spec.period, Thresholds(spec.out, spec.into), groups or {}, away)
 
 
-@asynccontextmanager
-async def rescheduled(
-    router: Router, clock: Clock, given: Rescheduling, orders: FleetOrders | None = None
-) -> AsyncIterator[Rescheduler]:
-    """Requests of `router` move while it is open, and units come and go if there are orders to give."""
-    async with Rescheduler(router, clock, orders) as rescheduler, asyncio.TaskGroup() as group:
-        scheduler = FleetScheduler(
-            rescheduler, clock, period=given.period, thresholds=given.thresholds, usage=given.usage
-        )
-        running = group.create_task(scheduler.run())
-        try:
-            yield rescheduler
-        finally:
-            running.cancel()
-
-
 @dataclass(frozen=True, slots=True)
 class SimulatedFleet:
-    """server: what clients ask; the router, or the gateway that it works in. rescheduler: None where no
-    fleet scheduler runs."""
+    """A fleet that serves in virtual time."""
 
     router: Router
     processes: ModelledLauncher
     server: Generator
+    """What clients ask: the router, or the gateway that it works in."""
     rescheduler: Rescheduler | None = None
+    """None if no fleet scheduler runs."""
 
     @property
     def engines(self) -> Mapping[str, Engine]:
@@ -97,56 +94,72 @@ async def simulated(
     rescheduling: Rescheduling | None = None,
     patience: float = PATIENCE,
 ) -> AsyncIterator[SimulatedFleet]:
-    """The fleet while it runs, on a virtual loop. delay: of the wire, in seconds, one way. link: a unit's
-    way out. machine: what all units run on, where its own work counts. rescheduling: of the fleet scheduler;
-    None where there is none. patience: the router's."""
-    clock, by_name = LoopClock(asyncio.get_running_loop()), {unit.spec.unit: unit for unit in units}
-    away = rescheduling.away if rescheduling else frozenset()
+    """Yields the fleet while it runs, on a virtual loop.
+
+    delay: of the wire, in seconds, one way. link: returns a unit's way out. machine: what all units run on,
+    if its own work counts. rescheduling: of the fleet scheduler; None if there is none. patience: the
+    router's."""
+    clock = LoopClock(asyncio.get_running_loop())
     async with asyncio.TaskGroup() as group, AsyncExitStack() as stack:
-        processes = ModelledLauncher(by_name, clock, group, delay=delay, link=link, machine=machine)
-        processes.begin([name for name in by_name if name not in away])
+
+        def crashed(error: BaseException) -> None:
+            group.create_task(_fail(error))
+
+        offloading = OffloadingUnits(unit.spec for unit in units)
+        around = Surroundings(clock, offloading, crashed, delay, link, machine)
+        around.hosts.update((unit.spec.unit, UnitHost(unit, around)) for unit in units)
+        processes = ModelledLauncher(around.hosts, clock, ProcessTasks(crashed))
+        controller = begin(processes, units, rescheduling, clock)
         stack.push_async_callback(processes.end)
-        mirror = _controlled(processes, by_name, rescheduling, clock, stack)
-        router = Router(FleetLink(mirror, processes.client), program, clock, patience=patience)
+        mirror = Mirror(controller.snapshot, lambda said: take(controller, GATEWAY_NAME, said))
+        processes.told = mirror.heed
+        running = asyncio.get_running_loop().create_task(controller.run())
+        stack.callback(running.cancel)
+
+        def client(unit: str) -> EngineClient:
+            return ModelledWire(around.hosts[unit], clock, delay, hosted=machine is not None)
+
+        router = Router(FleetLink(mirror, client), program, clock, patience=patience)
         await stack.enter_async_context(router)
         rescheduler = None
         if rescheduling:
             orders = FleetOrders(mirror, router.units, seconds=inf)
-            moving = rescheduled(router, clock, rescheduling, orders)
-            rescheduler = await stack.enter_async_context(moving)
-        server = machine.server(router) if machine else router
+            rescheduler = await stack.enter_async_context(Rescheduler(router, clock, orders))
+            scheduling = group.create_task(rescheduling.scheduler(rescheduler, clock).run())
+            stack.callback(scheduling.cancel)
+        server = HostedServer(router, machine) if machine else router
         yield SimulatedFleet(router, processes, server, rescheduler)
 
 
-def _controlled(
-    processes: ModelledLauncher,
-    units: Mapping[str, SimulatedUnit],
+async def _fail(error: BaseException) -> None:
+    raise error
+
+
+def begin(
+    launcher: ModelledLauncher,
+    units: Sequence[SimulatedUnit],
     rescheduling: Rescheduling | None,
     clock: Clock,
-    stack: AsyncExitStack,
-) -> Mirror:
-    """Returns what a gateway knows of these units. Their controller works until the stack is closed."""
+    timing: Timing = TIMING,
+) -> Controller:
+    """Gives the units their processes, and returns the controller of the fleet, which has yet to run."""
     given = rescheduling or Rescheduling()
-    spec = FleetSpec(
-        units={
-            name: UnitSpec(engine=unit.spec, wanted=name not in given.away) for name, unit in units.items()
-        },
-        groups=dict(given.groups),
-    )
-    controller = Controller(spec, processes, clock)
-    processes.hear = controller.hear
+    wanted = {
+        unit.spec.unit: UnitSpec(engine=unit.spec, wanted=unit.spec.unit not in given.away) for unit in units
+    }
+    launcher.begin([name for name, unit in wanted.items() if unit.wanted])
+    spec = FleetSpec(units=wanted, groups=dict(given.groups))
+    controller = Controller(spec, launcher, clock, timing=timing)
+    launcher.hear = controller.hear
+    return controller
 
-    def send(said: Said) -> None:
-        match said:
-            case Edit():
-                controller.answer(GATEWAY_NAME, said)
-            case Counted():
-                controller.count(GATEWAY_NAME, said)
-            case UnitSeen():
-                controller.hear(said)
 
-    mirror = Mirror(controller.snapshot, send)
-    processes.told = mirror.heed
-    running = asyncio.get_running_loop().create_task(controller.run())
-    stack.callback(running.cancel)
-    return mirror
+def take(controller: Controller, gateway: str, said: Said) -> None:
+    """Takes to the controller what a gateway says."""
+    match said:
+        case Edit():
+            controller.answer(gateway, said)
+        case Counted():
+            controller.count(gateway, said)
+        case UnitSeen():
+            controller.hear(said)

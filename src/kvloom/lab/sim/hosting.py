@@ -7,12 +7,10 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from kvloom.lab.sim.wire import ModelledWire
 from kvloom.plan.cost.measured import Hosting, Upkeep
 from kvloom.plan.cost.profile import Role
 from kvloom.plan.cost.work import Work
-from kvloom.types.client import EngineClient, Generator
-from kvloom.types.clock import Clock
+from kvloom.types.client import Generator
 from kvloom.types.request import Event, ModelCard, StartGenerate
 
 Wish = Callable[[], float]
@@ -28,17 +26,18 @@ class Cores:
         self._devices: list[tuple[Wish, Callable[[], None]]] = []
 
     def thread(self) -> Thread:
-        """One more, idle."""
+        """Returns one more thread, which is idle."""
         thread = Thread(self)
         self._threads.append(thread)
         return thread
 
     def join(self, wish: Wish, changed: Callable[[], None]) -> None:
-        """A device: how many cores its jobs use now, and whom to tell when what they can have has changed."""
+        """Takes in a device. wish: returns the cores that its jobs use now. changed: called when what they
+        can have has changed."""
         self._devices.append((wish, changed))
 
     def leave(self, thread: Thread, wish: Wish) -> None:
-        """These want nothing any more."""
+        """Takes a thread and a device out, which want nothing any more."""
         self._threads.remove(thread)
         self._devices = [one for one in self._devices if one[0] != wish]
         self.changed()
@@ -50,7 +49,7 @@ class Cores:
         return threads + jobs - self._count
 
     def changed(self) -> None:
-        """Somebody has begun or ended."""
+        """Shares the cores out anew, because somebody has begun or ended."""
         pace = self._count / max(self._count, self._count + self.over)
         for thread in self._threads:
             thread.set_pace(pace)
@@ -74,7 +73,7 @@ class Thread:
         return self._timer is not None
 
     def charge(self, seconds: float) -> None:
-        """Queue so much CPU work."""
+        """Queues so much CPU work."""
         if seconds <= 0.0:
             return
         self._queued += seconds
@@ -84,7 +83,7 @@ class Thread:
             self._cores.changed()
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Queue so much, and `call` when it and all before it is done: at once where that is nothing."""
+        """Queues so much, and calls `call` when it and all before it is done: at once if that is nothing."""
         self.charge(seconds)
         if self._timer is None:
             call()
@@ -92,13 +91,13 @@ class Thread:
         self._waiting.append((self._queued, call))
 
     async def passed(self, seconds: float = 0.0) -> None:
-        """Queue so much, and wait until it and all before it is done."""
+        """Queues so much, and waits until it and all before it is done."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.after(seconds, lambda: None if future.done() else future.set_result(None))
         await future
 
     def set_pace(self, pace: float) -> None:
-        """The part of a core that it has from now on."""
+        """Gives the thread this part of a core from now on."""
         if self._timer is not None and pace != self._pace:
             self._advance()
             self._pace = pace
@@ -140,7 +139,7 @@ class Worker:
         self._upkeep = upkeep
 
     def tokens(self, count: int) -> None:
-        """So many come at once, each in a frame of its own."""
+        """Takes in so many tokens that come at once, each in a frame of its own."""
         self.thread.charge(self._upkeep.turn + count * self._upkeep.token)
 
     async def take_request(self) -> None:
@@ -152,44 +151,41 @@ class Worker:
 
 
 class HostedMachine:
-    """client_here: whether who asks does so on the same machine."""
+    """The one machine that all units run on."""
 
     def __init__(self, hosting: Hosting, *, client_here: bool) -> None:
+        """client_here: whether the client is on the same machine."""
         self.hosting = hosting
         self.cores = Cores(hosting.cores)
         roles: list[Role] = ["client", "gateway"] if client_here else ["gateway"]
-        self.ways = [Worker(self.cores, hosting.upkeep(role)) for role in roles]  # that a request goes
-
-    def unit(self, between: Callable[[int], float] | None) -> HostedUnit:
-        return HostedUnit(self, between or (lambda _: 0.0))
-
-    def server(self, server: Generator) -> HostedServer:
-        return HostedServer(server, self.ways)
+        self.ways = [Worker(self.cores, hosting.upkeep(role)) for role in roles]
+        """Those whose work a request is, one after the other, before an engine has it."""
 
 
 class HostedUnit:
-    """An engine's loop beside its jobs. between: seconds of its own work after a job of so many sequences,
-    before it can launch the next."""
+    """An engine's loop beside its jobs."""
 
-    def __init__(self, machine: HostedMachine, between: Callable[[int], float]) -> None:
+    def __init__(self, machine: HostedMachine, between: Callable[[int], float] | None) -> None:
+        """between: returns the seconds of the engine's own work after a job of so many sequences, before it
+        can launch the next; None for no work."""
         self.loop = Worker(machine.cores, machine.hosting.upkeep("engine"))
         self._machine = machine
-        self._between = between
+        self._between = between or (lambda _: 0.0)
         self._jobs = 0.0
 
     def join(self, changed: Callable[[], None]) -> None:
-        """changed: jobs that run are to ask anew for what they lose."""
+        """changed: called when jobs may have become slower or faster."""
         self._machine.cores.join(self._wish, changed)
 
     def leave(self) -> None:
-        """Its engine has ended."""
+        """Takes the engine out, which has ended."""
         self._machine.cores.leave(self.loop.thread, self._wish)
 
     def _wish(self) -> float:
         return self._jobs
 
     def running(self, cores: float) -> None:
-        """So many are used by jobs from now on."""
+        """Takes in how many cores jobs use from now on."""
         self._jobs = cores
         self._machine.cores.changed()
 
@@ -200,8 +196,8 @@ class HostedUnit:
         return slower / hosting.pace(work, cores) if busy else slower
 
     def landed(self, batch: int, tokens: int, call: Callable[[], None]) -> None:
-        """A job of `batch` sequences has ended: `call` when the engine has seen to it. Then each of so many
-        tokens is a frame on its way to who asked."""
+        """Calls `call` when the engine has seen to the end of a job of `batch` sequences. Then each of so
+        many tokens is a frame on its way to the client."""
 
         def seen() -> None:
             for worker in (self.loop, *self._machine.ways[::-1]):
@@ -211,37 +207,12 @@ class HostedUnit:
         self.loop.thread.after(self._between(batch), seen)
 
 
-class HostedWire(ModelledWire):
-    """Calls to a hosted engine: a request waits for its loop, and so do its frames. It takes no time of its
-    own, which is in what both ends were measured to do."""
-
-    def __init__(
-        self,
-        reach: Callable[[], EngineClient],
-        clock: Clock,
-        delay: float,
-        loop: Callable[[], Worker],
-    ) -> None:
-        super().__init__(reach, clock, delay)
-        self._loop = loop
-
-    async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
-        loop = self._loop()
-        await loop.take_request()
-        async with aclosing(self._reach().start_generate(body)) as frames:
-            async for frame in frames:
-                if frame:
-                    await loop.passed()
-                yield frame
-
-
 class HostedServer:
-    """Satisfies `Generator`. ways: whose work a request is before `server` has it, in this order, and its
-    frames after it, in the other."""
+    """Satisfies `Generator`: a server to which requests go the ways of a machine, and its frames back."""
 
-    def __init__(self, server: Generator, ways: list[Worker]) -> None:
+    def __init__(self, server: Generator, machine: HostedMachine) -> None:
         self._server = server
-        self._ways = ways
+        self._ways = machine.ways
 
     async def models(self) -> list[ModelCard]:
         return await self._server.models()

@@ -25,9 +25,10 @@ class Link(Protocol):
 
 
 class TimedLink:
-    """Satisfies `Link`. bandwidth: bytes a second, which all copies of the unit share; latency: seconds."""
+    """Satisfies `Link`."""
 
     def __init__(self, bandwidth: float, latency: float) -> None:
+        """bandwidth: bytes a second, which all copies of the unit share. latency: seconds."""
         self._bandwidth = bandwidth
         self._latency = latency
         self._free_at = 0.0
@@ -43,7 +44,7 @@ class TimedLink:
 
 @dataclass(slots=True)
 class Entry:
-    """One ticket in a receiver's ledger. copying: copies for it that are under way."""
+    """One ticket in a receiver's ledger."""
 
     ticket: Ticket
     digest: int
@@ -51,6 +52,7 @@ class Entry:
     received: int
     closing: bool = False
     copying: int = 0
+    """Copies for it that are under way."""
 
 
 @dataclass
@@ -63,8 +65,8 @@ class ModelledPlane:
     def join(
         self, unit: str, blocks: int, link: Link, *, arena: AnyArray | None = None, slots: int = SLOTS
     ) -> ModelledTransport:
-        """blocks: of the unit's arena. arena: [blocks, tokens of a block], one number for K and V of a token;
-        None where nothing is to be seen of what is sent."""
+        """Returns a new member. blocks: of the unit's arena. arena: [blocks, tokens of a block], one number
+        for K and V of a token; None if nobody looks at what is sent."""
         endpoint = Endpoint(unit=unit, kind="modelled", where=f"{unit}/{next(self._names)}".encode())
         member = ModelledTransport(self, endpoint, blocks, link, arena, slots)
         self.members[endpoint.where] = member
@@ -222,7 +224,7 @@ class ModelledTransfer(Transfer):
         self.become(TransferState.ARRIVED)
 
     def _give_back(self) -> None:
-        """The claim, unless nobody is left to do it."""
+        """Gives the claim back, unless nobody is left to do it."""
         if not self._source.plane.reaches(self._source):
             return
         entry = self._target.ledger.get(self.address.ticket.slot)

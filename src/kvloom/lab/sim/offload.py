@@ -11,18 +11,16 @@ from typing import Final
 
 import numpy as np
 
-from kvloom.engine.engine import Engine
 from kvloom.lab.sim.executor import ModelledExecutor
 from kvloom.lab.sim.links import ModelledTransport
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.offload.queueing import Cut, Exchange, Rule, cut_up, issued, parts_of
 from kvloom.offload.terms import Borrow, LentBlocks, Loan
 from kvloom.plan.cost.work import Operated, Work
-from kvloom.types.clock import Clock
 from kvloom.types.errors import BadRequest, ConfigError, Conflict, Unavailable
 from kvloom.types.geometry import I32
 from kvloom.types.job import Job, PageMove, Phase
-from kvloom.types.load import UnitLoad, Waits
+from kvloom.types.load import Waits
 from kvloom.types.spec import EngineSpec
 
 SIGNAL: Final = 2e-6  # seconds until a word that was written into a peer's memory is seen there
@@ -325,25 +323,3 @@ class OffloadingUnits:
     def forget(self, transport: ModelledTransport) -> None:
         """Drops the backend of an engine that has ended."""
         self.backends.pop(transport.endpoint.where, None)
-
-
-class SimulatedLenderClient:
-    """Satisfies `LenderClient`."""
-
-    def __init__(self, reach: Callable[[], Engine], clock: Clock, delay: float) -> None:
-        """reach: returns the lender's engine, or raises Unavailable. delay: seconds of one way."""
-        self._reach = reach
-        self._clock = clock
-        self._delay = delay
-
-    async def load(self) -> UnitLoad:
-        await self._clock.sleep(self._delay)
-        load = await self._reach().load()
-        await self._clock.sleep(self._delay)
-        return load
-
-    async def lend(self, body: Borrow) -> Loan:
-        await self._clock.sleep(self._delay)
-        loan = await self._reach().lend(body)
-        await self._clock.sleep(self._delay)
-        return loan

@@ -1,30 +1,217 @@
-"""The engines of a fleet in virtual time: which units have one, and how they come by it and lose it."""
+"""The processes of a fleet in virtual time: each unit's place for one, the wire to it, and the launcher that
+starts and ends them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
 
 from kvloom.cluster.launcher import Answered, Ended, FoundProcess, News, Report
 from kvloom.cluster.state import gateway_name
 from kvloom.engine.engine import Engine
-from kvloom.lab.sim.hosting import HostedMachine, HostedUnit, HostedWire, Worker
+from kvloom.lab.sim.executor import ModelledExecutor
+from kvloom.lab.sim.hosting import HostedMachine, HostedUnit
 from kvloom.lab.sim.links import Link, ModelledPlane, ModelledTransport
-from kvloom.lab.sim.offload import OffloadingUnits, SimulatedLenderClient
+from kvloom.lab.sim.offload import OffloadingUnits, SimulatedOffloadBackend
 from kvloom.lab.sim.unit import SimulatedUnit, modelled_executor
-from kvloom.lab.sim.wire import ModelledWire
 from kvloom.offload.loans import LoanKeeper
-from kvloom.types.client import EngineClient
+from kvloom.offload.terms import LEND, Borrow, Loan
 from kvloom.types.clock import Clock
 from kvloom.types.errors import Unavailable
+from kvloom.types.request import Event, StartGenerate
 from kvloom.types.spec import EngineSpec, WeaveSpec
 from kvloom.types.transfer import NoTransport
+from kvloom.types.verbs import Answer, Body, RemoteEngine, Verb
+
+T = TypeVar("T")
+
+GATEWAY_NAME: Final = gateway_name(1)
+
+Crashed = Callable[[BaseException], None]
+"""Called with the error of a task that nobody else hears of."""
+
+
+class ProcessTasks:
+    """The tasks of one process, which end with it."""
+
+    def __init__(self, crashed: Crashed, expected: tuple[type[Exception], ...] = ()) -> None:
+        """expected: errors of which `crashed` is not told."""
+        self._crashed = crashed
+        self._expected = expected
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._cancelled = False
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(self._ended)
+        return task
+
+    def cancel(self) -> list[asyncio.Task[Any]]:
+        """Cancels all tasks, in the order in which they began. Nobody is told of what they still fail of."""
+        self._cancelled = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        del self._tasks[task]
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._cancelled and not isinstance(error, self._expected):
+            self._crashed(error)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProcess:
+    """One engine from its start to its end."""
+
+    engine: Engine
+    executor: ModelledExecutor
+    transport: ModelledTransport
+    backend: SimulatedOffloadBackend | None
+    """None if the unit neither lends nor borrows."""
+    hosted: HostedUnit | None
+    """The engine's own work, if that counts."""
+    tasks: ProcessTasks
+    running: asyncio.Task[None]
+    """The engine's loop."""
+    over: asyncio.Future[None]
+    """Done when the process ends, whatever its tasks still tidy up."""
+
+    def end(self) -> None:
+        self.over.set_result(None)
+        self.executor.halt()
+        if self.backend is not None:
+            self.backend.die()
+        if self.hosted is not None:
+            self.hosted.leave()
+        self.tasks.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What all units of a fleet have in common."""
+
+    clock: Clock
+    offloading: OffloadingUnits
+    crashed: Crashed
+    """Called with the error of an engine's task."""
+    delay: float
+    """Seconds that a call from one unit to another takes one way."""
+    link: Callable[[SimulatedUnit], Link]
+    """Returns a unit's way out."""
+    machine: HostedMachine | None = None
+    """What all units run on, if its own work counts."""
+    plane: ModelledPlane = field(default_factory=ModelledPlane)
+    hosts: dict[str, UnitHost] = field(default_factory=dict)
+    """The units by name, which borrow of each other."""
+
+
+class UnitHost:
+    """A unit's place in the fleet, in which one process may follow another."""
+
+    def __init__(self, unit: SimulatedUnit, around: Surroundings) -> None:
+        self.name = unit.spec.unit
+        self.unit = unit
+        self.process: EngineProcess | None = None
+        """None while there is none."""
+        self._around = around
+
+    @property
+    def reached(self) -> EngineProcess:
+        """Returns the process. Raises Unavailable if there is none."""
+        if self.process is None:
+            raise Unavailable(f"{self.name} has no process", retry_after=1)
+        return self.process
+
+    def start(self) -> None:
+        """Gives the unit a process at once."""
+        unit, spec, around = self.unit, self.unit.spec, self._around
+        hosted = HostedUnit(around.machine, unit.overhead) if around.machine else None
+        executor = self._executor(hosted)
+        transport = around.plane.join(self.name, executor.blocks, around.link(unit))
+        backend = around.offloading.backend(unit, executor, transport)
+        plane = transport if spec.tensor_parallel == 1 else NoTransport(self.name)
+        engine = Engine(executor, plane, spec, around.clock, backend)
+        tasks, over = ProcessTasks(around.crashed), asyncio.get_running_loop().create_future()
+        running = tasks.spawn(engine.run())
+        self.process = EngineProcess(engine, executor, transport, backend, hosted, tasks, running, over)
+        if spec.weave is not None:
+            tasks.spawn(self._borrow(engine, spec.models[0].name, spec.weave))
+
+    def _executor(self, hosted: HostedUnit | None) -> ModelledExecutor:
+        return modelled_executor(self.unit, host=hosted)
+
+    async def _borrow(self, engine: Engine, model: str, weave: WeaveSpec) -> None:
+        """Keeps the unit's model in a loan for as long as the process lives."""
+        around = self._around
+        lender = ModelledWire(around.hosts[weave.cold], around.clock, around.delay)
+        await LoanKeeper(engine.borrower, model, weave, lender, around.clock).run()
+
+    def kill(self) -> None:
+        """Ends the process at once. What its tasks still tidy up reaches nobody."""
+        if self.process is not None:
+            self._out(self.process)
+
+    async def stop(self) -> None:
+        """Ends the process as a request does: what it has ends with an error, and it takes no more."""
+        gone = self.process
+        if gone is not None:
+            await gone.engine.stop()
+            await asyncio.wait([gone.running])
+            if self.process is gone:
+                self._out(gone)
+
+    def _out(self, gone: EngineProcess) -> None:
+        self.process = None
+        self._around.plane.kill(gone.transport)
+        self._around.offloading.forget(gone.transport)
+        gone.end()
+
+
+class ModelledWire(RemoteEngine):
+    """Satisfies `EngineClient` and `LenderClient`: calls go straight to the process that the unit has when
+    they arrive. A stream's frames take no time, so that they keep their distances; its first one has both
+    ways behind it."""
+
+    def __init__(self, host: UnitHost, clock: Clock, delay: float, *, hosted: bool = False) -> None:
+        """delay: seconds of one way. hosted: whether the engine's own work counts. Then a request and its
+        frames wait for the engine's loop, and the wire takes no time, because that is in what both ends were
+        measured to do."""
+        self._host = host
+        self._clock = clock
+        self._delay = delay
+        self._hosted = hosted
+
+    async def call(self, verb: Verb[Body, Answer], body: Body) -> Answer:
+        await self._clock.sleep(self._delay)
+        answer = await verb.ask(self._host.reached.engine, body)
+        await self._clock.sleep(self._delay)
+        return answer
+
+    async def lend(self, body: Borrow) -> Loan:
+        return await self.call(LEND, body)
+
+    async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
+        loop = None
+        if self._hosted and (hosted := self._host.reached.hosted):
+            loop = hosted.loop
+            await loop.take_request()
+        else:
+            await self._clock.sleep(2 * self._delay)
+        async with aclosing(self._host.reached.engine.start_generate(body)) as frames:
+            async for frame in frames:
+                if loop is not None and frame:
+                    await loop.passed()
+                yield frame
 
 
 class Census:
-    """least, most: that there have been; those of the beginning come all at once."""
+    """Counts over the time how many units there are; those of the beginning come all at once."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -69,81 +256,50 @@ class Census:
             self._most = self.most
 
 
-GATEWAY_NAME: Final = gateway_name(1)
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedProcess:
-    """One engine from its start to its end. host: where its own work counts. borrowing: of who borrows."""
-
-    engine: Engine
-    transport: ModelledTransport
-    host: HostedUnit | None
-    running: asyncio.Task[None]
-    borrowing: asyncio.Task[None] | None
-
-    async def stop(self) -> None:
-        await self.engine.stop()
-        if self.borrowing is not None:
-            self.borrowing.cancel()
-
-
 class ModelledLauncher:
     """Satisfies `Launcher`: engines in virtual time, and one gateway that is there from the beginning."""
 
-    def __init__(
-        self,
-        units: Mapping[str, SimulatedUnit],
-        clock: Clock,
-        tasks: asyncio.TaskGroup,
-        *,
-        delay: float,
-        link: Callable[[SimulatedUnit], Link],
-        machine: HostedMachine | None,
-    ) -> None:
-        """tasks: of the engines that run. delay: of the wire, in seconds, one way. link: a unit's way out.
-        machine: what all units run on, if its own work counts."""
+    def __init__(self, hosts: Mapping[str, UnitHost], clock: Clock, tasks: ProcessTasks) -> None:
+        """tasks: for what the launcher waits for."""
         self.census = Census(clock)
         """Counts the units that have a process, or are about to."""
         self.hear: Callable[[Report], None] = lambda report: None
         """Called with what happens to a process: the controller's."""
         self.told: Callable[[News], None] = lambda news: None
         """Called with what the gateway is told: its mirror's."""
-        self._units = units
+        self._hosts = hosts
         self._clock = clock
         self._tasks = tasks
-        self._delay = delay
-        self._link = link
-        self._machine = machine
-        self._plane = ModelledPlane()
-        self._offloading = OffloadingUnits(unit.spec for unit in units.values())
-        self._processes: dict[str, SimulatedProcess] = {}
         self._starts: dict[str, asyncio.Task[None]] = {}
         self._preempted = 0  # by engines that have ended
 
     @property
     def engines(self) -> dict[str, Engine]:
         """Returns the engines that run now, by unit."""
-        return {name: process.engine for name, process in self._processes.items()}
+        return {name: host.process.engine for name, host in self._hosts.items() if host.process is not None}
 
     def begin(self, names: Collection[str]) -> None:
         """Gives these units a process at once."""
         for name in names:
             self.census.more()
-            self._launch(name)
+            self._hosts[name].start()
 
     def start(self, component: str, generation: int, engine: EngineSpec | None) -> None:
-        """Takes as long as the unit's model has to be loaded."""
-        self._starts[component] = self._tasks.create_task(self._start(component))
+        """Takes as long as the unit's models have to be loaded."""
+        if engine is not None:
+            self._starts[component] = self._tasks.spawn(self._start(component, engine))
 
     def stop(self, component: str) -> None:
-        if component in self._processes:
-            self._tasks.create_task(self._stop(component))
-        elif starting := self._starts.get(component):
-            starting.cancel()
+        if self._hosts[component].process is not None:
+            self._tasks.spawn(self._stop(component))
+        elif component in self._starts:
+            self._call_off(component)
+
+    def _call_off(self, component: str) -> None:
+        self._starts[component].cancel()
 
     def kill(self, component: str) -> None:
-        """Does nothing: engines here end by themselves once their jobs have."""
+        """Does nothing: a process that was told to end does so here once its jobs have."""
 
     def retire(self, component: str) -> None:
         """Does nothing: the gateway has no successor."""
@@ -155,82 +311,44 @@ class ModelledLauncher:
         """Does nothing: no component is kept here."""
 
     def running(self) -> Sequence[FoundProcess]:
-        return [FoundProcess(name, 1, "ready") for name in (*self._processes, GATEWAY_NAME)]
+        return [FoundProcess(name, 1, "ready") for name in (*self.engines, GATEWAY_NAME)]
 
-    async def _start(self, name: str) -> None:
+    async def _start(self, name: str, engine: EngineSpec) -> None:
+        host = self._hosts[name]
         self.census.more()
         try:
-            await self._clock.sleep(self._units[name].start)
+            await self._load(host, engine)
         except asyncio.CancelledError:
             self.census.less()
             self.hear(Ended(name, "was stopped as it started"))
             raise
         finally:
             del self._starts[name]
-        self._launch(name)
+        host.start()
         self.hear(Answered(name))
 
+    async def _load(self, host: UnitHost, engine: EngineSpec) -> None:
+        """Waits until the unit's models are loaded."""
+        await self._clock.sleep(host.unit.start)
+
     async def _stop(self, name: str) -> None:
-        process = self._processes[name]
-        await process.stop()
-        await asyncio.wait([process.running])
-        self._preempted += await _preemptions(process.engine)
-        self._plane.kill(process.transport)
-        self._offloading.forget(process.transport)
-        if process.host is not None:
-            process.host.leave()
-        del self._processes[name]
+        host = self._hosts[name]
+        gone = host.process
+        await host.stop()
+        if gone is not None:
+            self._preempted += await _preemptions(gone.engine)
         self.census.less()
         self.hear(Ended(name, "ended with exit code 0"))
 
     async def end(self) -> None:
-        """Ends all that run; their loops end when their jobs have."""
+        """Ends all processes, each once its jobs have ended."""
         for starting in self._starts.values():
             starting.cancel()
-        for process in self._processes.values():
-            await process.stop()
+        await asyncio.gather(*(host.stop() for host in self._hosts.values()))
 
     async def preemptions(self) -> int:
         """Returns the preemptions so far, by all engines that there were."""
         return self._preempted + sum([await _preemptions(engine) for engine in self.engines.values()])
-
-    def client(self, unit: str) -> EngineClient:
-        """Returns a client of whatever engine the unit has when it is called."""
-
-        def reach() -> Engine:
-            return self._reached(unit).engine
-
-        def loop() -> Worker:
-            host = self._reached(unit).host
-            assert host is not None
-            return host.loop
-
-        if self._machine is None:
-            return ModelledWire(reach, self._clock, self._delay)
-        return HostedWire(reach, self._clock, self._delay, loop)
-
-    def _launch(self, name: str) -> None:
-        unit = self._units[name]
-        host = self._machine.unit(unit.overhead) if self._machine else None
-        executor = modelled_executor(unit, host=host)
-        transport = self._plane.join(name, executor.blocks, self._link(unit))
-        offload = self._offloading.backend(unit, executor, transport)
-        whole = unit.spec.tensor_parallel == 1
-        engine = Engine(executor, transport if whole else NoTransport(name), unit.spec, self._clock, offload)
-        running, weave = self._tasks.create_task(engine.run()), unit.spec.weave
-        borrowing = self._tasks.create_task(self._borrow(engine, unit.spec, weave)) if weave else None
-        self._processes[name] = SimulatedProcess(engine, transport, host, running, borrowing)
-
-    async def _borrow(self, engine: Engine, spec: EngineSpec, weave: WeaveSpec) -> None:
-        """Keeps the unit's model in a loan for ever."""
-        lender = SimulatedLenderClient(lambda: self._reached(weave.cold).engine, self._clock, self._delay)
-        await LoanKeeper(engine.borrower, spec.models[0].name, weave, lender, self._clock).run()
-
-    def _reached(self, unit: str) -> SimulatedProcess:
-        process = self._processes.get(unit)
-        if process is None:
-            raise Unavailable(f"{unit} has no process", retry_after=1)
-        return process
 
 
 async def _preemptions(engine: Engine) -> int:

@@ -40,7 +40,7 @@ async def play(
     *,
     interval: int = FEW_FRAMES,
 ) -> None:
-    """Open loop: each ask goes out at its time, whatever became of those before. Asks come in order.
+    """Sends each request at its time, whatever became of those before (open loop). Requests come in order.
     interval: tokens a frame."""
     begin = clock.now()
     async with asyncio.TaskGroup() as group:
@@ -104,9 +104,11 @@ def simulate(
     rescheduling: Rescheduling | None = None,
     patience: float = PATIENCE,
 ) -> Results:
-    """Add all outcomes to `summary`, telling each. seed: of the order of what happens at one moment. hosting:
-    the work besides jobs of the one machine that all units are on; client_here: the asking too. rescheduling:
-    of the fleet scheduler; None where there is none. patience: the router's."""
+    """Adds all results to `summary`, and tells each.
+
+    seed: of the order of what happens at one moment. hosting: the work besides jobs of the one machine that
+    all units are on. client_here: whether the client is there too. rescheduling: of the fleet scheduler; None
+    if there is none. patience: the router's."""
 
     def add(outcome: RequestResult) -> None:
         summary.add(outcome)
@@ -127,7 +129,7 @@ def simulate(
 
 
 async def upheaval(fleet: SimulatedFleet) -> Upheaval:
-    """So far."""
+    """Returns what has been moved and started so far."""
     mover, census = fleet.rescheduler, fleet.processes.census
     return Upheaval(
         preempted=await fleet.processes.preemptions(),
@@ -140,7 +142,8 @@ async def upheaval(fleet: SimulatedFleet) -> Upheaval:
 
 
 def scaled(units: Sequence[SimulatedUnit], scale: float) -> Scaled:
-    """Within `scale` times what a request takes alone on the best of the units that serve its model."""
+    """Returns the objective of an answer within `scale` times what a request takes alone on the best of the
+    units that serve its model."""
 
     def alone(ask: WorkloadRequest) -> float:
         return min(_alone(unit, ask) for unit in units if ask.model in unit.shapes)
@@ -149,7 +152,7 @@ def scaled(units: Sequence[SimulatedUnit], scale: float) -> Scaled:
 
 
 def _alone(unit: SimulatedUnit, ask: WorkloadRequest) -> float:
-    """One prefill and the decode steps, as MuxServe adds them up (section 4.2)."""
+    """Returns the seconds of one prefill and the decode steps, as MuxServe adds them up (section 4.2)."""
     prefill = unit.cost.seconds(Work.prefill(ask.model, 1.0, [ask.prompt]))
     step = unit.cost.seconds(Work.decode(ask.model, 1.0, [ask.prompt + ask.output // 2]))
     return prefill + (ask.output - 1) * step

@@ -34,19 +34,22 @@ best (NVIDIA, Run:ai Model Streamer, 2024)."""
 
 @dataclass(frozen=True, slots=True)
 class SimulatedUnit:
-    """One engine to be. shapes: by model of the spec. compute: units that its devices are shared out in.
-    bandwidth: of its way out, in bytes a second. overhead: seconds of the engine's own work before a job of
-    so many sequences. stride: decode steps that may be one job. start: seconds until one that is started
-    while the fleet serves can answer."""
+    """An engine's specification, and its devices."""
 
     spec: EngineSpec
     shapes: Mapping[str, ModelShape]
+    """The shapes of the specification's models."""
     compute: int
+    """The units that its devices are shared out in."""
     cost: CostModel
     bandwidth: float = PCIE4
+    """Bytes a second of its way out."""
     overhead: Callable[[int], float] | None = None
+    """Returns the seconds of the engine's own work before a job of so many sequences."""
     stride: int = 4096
+    """Decode steps that may be one job."""
     start: float = 0.0
+    """Seconds until a process that is started while the fleet serves can answer."""
 
 
 def start_seconds(shapes: Iterable[ModelShape]) -> float:
@@ -61,8 +64,8 @@ def timed_link(unit: SimulatedUnit) -> Link:
 def modelled_executor(
     unit: SimulatedUnit, content: Content | None = None, host: HostedUnit | None = None
 ) -> ModelledExecutor:
-    """The unit's devices. content: what their pages hold; nothing where it is left out. host: what sees to
-    the engine's own work, step by step."""
+    """Returns the unit's devices. content: what their pages hold; None for nothing. host: what sees to the
+    engine's own work, step by step."""
     spec = unit.spec
     contexts = {model.name: model.max_context or CONTEXT for model in spec.models}
     return ModelledExecutor(
