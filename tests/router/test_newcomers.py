@@ -185,26 +185,24 @@ async def test_what_comes_of_an_earlier_question_late_does_not_count(first: Said
     assert unit.up == (second is not BROKEN)
 
 
-class CountedText(str):
-    """Counts how often it is compared."""
+class CountedTokens(dict[str, str]):
+    """Counts how often such tokens are compared."""
 
     compared = 0
 
     def __ne__(self, other: object) -> bool:
-        CountedText.compared += 1
-        return str.__ne__(self, other)
-
-    __hash__ = str.__hash__
+        CountedTokens.compared += 1
+        return dict.__ne__(self, other)
 
 
 async def test_a_newcomer_is_compared_with_one_replica_of_each_model() -> None:
     world = World()
     for number in range(20):
-        world.engine(f"unit-{number}", card(tokenizer=CountedText("{}")))
-    CountedText.compared = 0
+        world.engine(f"unit-{number}", card(special_tokens=CountedTokens()))
+    CountedTokens.compared = 0
     async with Router(world.engines, load_program("data_parallel"), ManualClock()) as router:
         assert set(router.services.values()) == {"up"}
-    assert CountedText.compared == 19
+    assert CountedTokens.compared == 19
 
 
 async def test_a_unit_that_answers_at_the_second_question_has_no_problem_any_more() -> None:
