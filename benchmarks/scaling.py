@@ -1,11 +1,11 @@
 """How the engine's and the gateway's own work grows: with models, requests, units and contexts.
 
-python -m benchmarks.scaling [--quick]. One thing grows at a time, the others stay small. `step` is the CPU of
-the engine's process for a step (one job), over a device that takes no time; no token is sent in it but at the
-end. `token` is the CPU of the real gateway's process for a streamed token, a request's own part included;
-`memory` is its
-peak; `rest` is its CPU for a second without requests. The engines behind it are all in one process and answer
-at once, but where requests are to wait. Writes build/bench/scaling.svg beside the table.
+python -m benchmarks.scaling [--quick] [--of models waiting units context]. One thing grows at a time, the
+others stay small. `step` is the CPU of the engine's process for a step (one job), over a device that takes no
+time; no token is sent in it but at the end. `token` is the CPU of the real gateway's process for a streamed
+token, a request's own part included; `memory` is its peak; `rest` is its CPU for a second without requests.
+The engines behind it are all in one process and answer at once, unless requests are to wait. Writes
+build/bench/scaling.svg beside the table.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ PATIENCE = 540.0
 PROMPT = 128
 RUNNING = 64
 BLOCKS = 1 << 20
-WAITING_TOKENS, WAITING_PERIOD = 16, 0.2  # of each stream; seconds between two tokens
+WAITING_TOKENS, WAITING_PERIOD = 8, 0.2  # of each stream; seconds between two tokens
 WAITING_PACE = 500.0  # requests a second
 
 
@@ -216,15 +216,15 @@ def exponent(points: Sequence[Point], measure: Measure) -> float | None:
     return math.log(last / first) / math.log(points[-1].size / points[0].size)
 
 
-async def measure(effort: Effort, console: Console) -> Report:
+async def measure(effort: Effort, kinds: Sequence[Kind], console: Console) -> Report:
     machine, points = this_machine(), list[Point]()
-    for kind, sizes in effort.sizes.items():
-        for size in sizes:
+    for kind in kinds:
+        for size in effort.sizes[kind]:
             console.print(f"scaling: {size:,} {TOLD[kind]}", style="dim")
             step = await asyncio.to_thread(engine_step, kind, size, effort.steps)
             points.append(Point(kind, size, step, *await gateway(kind, size, effort)))
     findings = []
-    for kind in effort.sizes:
+    for kind in kinds:
         found = [point for point in points if point.kind == kind]
         for told in COLUMNS:
             power = exponent(found, told)
@@ -264,8 +264,9 @@ def picture(points: Sequence[Point], path: Path) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes, which prove that it runs")
-    console = Console()
-    publish(asyncio.run(measure(QUICK if parser.parse_args().quick else FULL, console)), console)
+    parser.add_argument("--of", nargs="+", choices=[*TOLD], default=[*TOLD], help="what is to grow")
+    given, console = parser.parse_args(), Console()
+    publish(asyncio.run(measure(QUICK if given.quick else FULL, given.of, console)), console)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ async def front(period: float, shape: Shape = ONE) -> AsyncIterator[Front]:
         tempfile.TemporaryDirectory() as folder,
         socket.create_server(("127.0.0.1", 0), backlog=4096) as listener,
     ):
-        secret = secrets.token_urlsafe(16)
+        secret = secrets.token_hex(16)
         urls = {unit: f"unix://{Path(folder) / name}" for unit, name in shape.sockets.items()}
         argv = ["--folder", folder, "--secret", secret, "--period", str(period)]
         argv += ["--units", str(shape.units), "--models", str(shape.models)]

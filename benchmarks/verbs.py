@@ -48,7 +48,7 @@ async def many(client: HttpEngineClient, calls: int) -> float:
 async def measure(calls: int, rounds: int) -> Report:
     machine = this_machine()
     with tempfile.TemporaryDirectory() as folder:
-        path, secret = Path(folder) / "unit-0.sock", secrets.token_urlsafe(16)
+        path, secret = Path(folder) / "unit-0.sock", secrets.token_hex(16)
         engine = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "benchmarks.null_engine", "--folder", folder, "--secret", secret,
             stdout=asyncio.subprocess.PIPE,

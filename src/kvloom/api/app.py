@@ -32,7 +32,7 @@ from kvloom.types.load import UnitLoad
 
 DEFAULT_MAX_BODY = 8 << 20
 BODY_SECONDS = 30.0
-ENGINE_SECONDS = 5.0  # An engine that does not answer within this time counts as away.
+ENGINE_SECONDS = 5.0  # for the engines to tell their loads
 
 
 def create_app(

@@ -25,7 +25,7 @@ _MEANINGS: Final = {
     413: "The body is too large.",
     429: "The queue is full; `Retry-After` says when to come again.",
     500: "Something broke; the server's log has the details.",
-    503: "The engine is away.",
+    503: "The engine cannot be reached.",
 }
 _ADMIN_MEANINGS: Final = _MEANINGS | {
     400: "The body is wrong; the message says what would be right.",

@@ -47,7 +47,7 @@ class Timing:
     successor: float = 60.0
     """For a gateway to answer that is to take another one's place."""
     margin: float = 5.0
-    """Beyond its time, after which a gateway that has been replaced is killed."""
+    """A gateway that has been replaced is killed so long after its time to drain is over."""
 
     def pause(self, last: float, lived: float) -> float:
         """Returns the pause before the next start. last: the pause before the process that has ended, 0 if
@@ -185,6 +185,7 @@ def _all(spec: FleetSpec, status: FleetStatus, now: float, timing: Timing) -> It
 def _unit(
     name: str, unit: UnitSpec | None, process: ComponentStatus, now: float, timing: Timing
 ) -> Iterator[Action]:
+    """Yields what is due for a unit. unit: None if the specification has it no more."""
     generation = unit.generation if unit is not None and unit.wanted else 0
     match process.phase:
         case "absent" if unit is not None and not generation:

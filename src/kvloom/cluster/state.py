@@ -91,7 +91,7 @@ class FleetSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     gateway: int = 1
     """The generation of the gateway that is to serve; 0 if there is none."""
     scheduler: int = 0
-    """The generation of the fleet scheduler; 0 where there is to be none."""
+    """The generation of the fleet scheduler; 0 if there is to be none."""
     drain: float = 60.0
     """Seconds that a gateway which another one has replaced is given for its requests."""
     rolling: Rolling | None = None
@@ -119,7 +119,8 @@ class ComponentStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
     chat: tuple[str, ...] = ()
     """Its models that have a chat template, if it has answered."""
     calls: int | None = None
-    """Requests in flight there, over all gateways; None while a gateway has yet to say, or is not asked."""
+    """Calls in flight and reservations held there, over all gateways; None while a gateway has yet to say, or
+    is not asked."""
     problem: str = ""
     """Why it is not ready, or takes no requests though it is, in one line."""
     failures: int = 0

@@ -97,7 +97,7 @@ class Scheduler:
         """Does what the policy says. Returns False if nothing began: the policy says nothing, what it says
         needs a running job's end first, or the decode step waits for a sequence that is about to arrive.
 
-        watched: the lender waits to decide something after each step, so a job has one step.
+        watched: the unit's lender decides anew after each step, so a decode job has one step.
         """
         view = self._view()
         action = self._policy(view)

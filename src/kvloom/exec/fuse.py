@@ -1,10 +1,10 @@
 """Makes a loaded model fast without touching its code: layers over one input are merged, norms, rotary and
 gates replaced by what a device has for them.
 
-Everything is found by structure. What stands in for a stock module agrees with it on random input in float32,
-which shows a factor or a form that half precision would hide, so that an architecture nobody thought of is
-served as it is rather than wrongly. Whether the whole model's logits agree, the loader looks at in the
-precision that is served.
+Everything is found by structure. Products that are merged are the same arithmetic. A norm, a gate or a
+rotary function is replaced only if what stands in for it agrees with it on random input in float32, which
+shows a factor or a form that half precision would hide. So an architecture that nobody thought of is served
+as it is rather than wrongly. The loader compares the whole model's logits in the precision that is served.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Replacements:
 
 
 def fuse(model: nn.Module, ours: Replacements) -> None:
-    """Fuses in place. Stock weights are let go module by module, so that the peak is one layer's."""
+    """Fuses in place. Stock weights are let go module by module, so at most one layer's are held twice."""
     served = next(model.parameters()).dtype
     for parent, name, child in list(children(model)):
         if type(child).__name__.endswith("Attention"):

@@ -25,7 +25,7 @@ class DecodePlanner(Generic[S]):
     """Whether a decode job may take several steps."""
 
     def __init__(self, home: ModelCache, tokens_total: int = 0) -> None:
-        """tokens_total: tokens that were ever computed elsewhere, under earlier loans too."""
+        """tokens_total: tokens whose attention another unit has ever computed, under earlier loans too."""
         self.home = home
         self.tokens_total = tokens_total
 
@@ -100,8 +100,9 @@ class OffloadingPlanner(DecodePlanner[S]):
     """Plans the decode steps of a model that has a loan: some sequences are at home, and some offloaded.
 
     An offloaded sequence is registered with the loan's cache alone; while a step copies it, with both caches.
-    Its number and `share`, which may be set at any time, say whether it is to be offloaded: later steps move
-    the sequences that this concerns, as far as there is room for them, and a few at a time.
+    A sequence's id and `share`, which may be set at any time, decide whether it is to be offloaded
+    (`OffloadPolicy.wants`): later steps move the sequences that this concerns, as far as there is room for
+    them, and a few at a time.
     """
 
     multi_step = False
@@ -127,7 +128,7 @@ class OffloadingPlanner(DecodePlanner[S]):
         self.cache.pages.on_change = home.pages.on_change
         self.policy = OffloadPolicy[S](self.cache, share, rows)
         self.went = self.came = 0  # sequences that moved out, and back
-        self.tokens = 0  # computed elsewhere under this loan
+        self.tokens = 0  # whose attention the lender has computed under this loan
         self.short = False  # requests have waited for blocks since this was last unset
         self.withdrawn = False  # the lender says that it has its blocks back
         self._ended = ended

@@ -15,7 +15,9 @@ from kvloom.router.replicas import Fleet, Replica
 from kvloom.types.errors import KvloomError, OutOfBlocks, QueueFull, Unavailable, UnknownModel
 from kvloom.types.request import StartGenerate
 
-DEATHS: Final = 3  # of engines with one request between two of its tokens; it may be what they die of
+DEATHS: Final = 3
+"""An engine's death may be the request's doing: the request goes on after so many deaths between two of its
+tokens, and no more."""
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +85,8 @@ class Candidates:
         self.fleet = serving()
         """The replicas that may still be asked."""
         self.needs = 0
-        """Tokens of context that the replica which took the request first has promised; 0 before."""
+        """Tokens of context that a replica must have: as many as the first one that let the request in
+        allowed; 0 before."""
         self.refused: set[Replica] = set()
         """Replicas that would not, or could not, generate."""
         self._body = body
@@ -106,7 +109,7 @@ class Candidates:
         self.needs = self.needs or min(most, replica.card.context_length)
 
     def go_on_after(self, error: KvloomError) -> None:
-        """Raises `error` if nobody is left to ask."""
+        """Takes in a failure: leaves in `fleet` who may still be asked. Raises `error` if that is nobody."""
         self.fleet = fleet = self._less(self._with_newcomers(), error)
         if self._held.aborted and self._let_in:
             return  # Its ends are told next.
@@ -138,15 +141,16 @@ class Candidates:
         return fleet.without(refused | short)
 
     def _awaits(self, replica: Replica) -> bool:
-        """Returns whether the replica will be up again, and is worth waiting for: if it died, only for a
-        request that had been let in."""
+        """Returns whether the replica is worth waiting for: its unit is awaited, or, if no controller says
+        so, it has died with a request that it had let in."""
         return replica.awaited or (self._let_in and replica.unit.lost)
 
     def _awaited(self, fleet: Fleet) -> list[Replica]:
         return [replica for replica in fleet.replicas if self._awaits(replica)]
 
     async def until_somebody_is_up(self) -> None:
-        """Waits until a replica is up, or none will be soon. Raises Unavailable if that takes too long."""
+        """Waits until a replica is up, none will be soon, or the caller wants no more. Raises Unavailable
+        if that takes too long."""
         model = self._body.model
         try:
             await self._room.wait_while(self._nobody_yet, model, self._body.request)
@@ -168,8 +172,8 @@ class Candidates:
         )
 
     def _with_newcomers(self) -> Fleet:
-        """Returns the fleet with the replicas that were not there when the request came, but for those of
-        shorter contexts than it was promised: units come and go while a request waits."""
+        """Adds to the fleet the replicas that have come since the request did, but for those of too short a
+        context, and returns it: units come and go while a request waits."""
         found: list[Replica] = []
         with suppress(UnknownModel):  # by now nobody may serve it any more
             found = [one for one in self._serving().replicas if one not in self._seen]

@@ -94,7 +94,7 @@ class ReplicaHost(Protocol):
 
     @property
     def awaited(self) -> bool:
-        """Returns whether the unit will be up again without having died, so that requests may wait for it."""
+        """Returns whether the unit will take requests again, so that they may wait for it."""
 
     @property
     def lost(self) -> bool:
@@ -147,7 +147,7 @@ class Replica:
 
     @property
     def awaited(self) -> bool:
-        """Returns whether the unit will be up again without having died, and will still serve this model."""
+        """Returns whether the unit will take requests again, and will still serve this model."""
         return self.unit.awaited and self.card.name in self.unit.replicas
 
     @property

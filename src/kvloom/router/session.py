@@ -226,7 +226,7 @@ class Session:
         """Lets the request go on at `target` as `name` after `made`, which is empty if it has not begun, once
         `source` has told the last of it. Raises KvloomError, and all is as it was, if the target does not let
         it in or the request has gone on otherwise."""
-        if not target.up:  # Room is not counted as a call, so the target may have been drained.
+        if not target.up:  # A reservation is no call, so a drain of the target may have ended meanwhile.
             raise Unavailable(f"{target.name} takes no requests any more")
         refused = target in self.candidates.refused
         leg = Leg(self, target, name, made=made)

@@ -60,7 +60,7 @@ def ahead() -> list[Callable[[], object]]:
 
 
 async def serve(parent: Parent, order: EngineOrder) -> None:
-    """Loads the models, then answers verbs until SIGTERM, which the parent's end brings too."""
+    """Loads the models, then answers verbs until SIGTERM, which also comes when the parent ends."""
     spec = order.spec
     require_hub(spec.models)
     hide_progress()
@@ -95,8 +95,9 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
 
 
 def require_hub(models: Iterable[ModelSpec]) -> None:
-    """Raises ConfigError for a model that is neither here nor to be had. The loaders would find that out too,
-    after half a minute of asking again; what the hub answers is left to them."""
+    """Raises ConfigError for a model that is no folder and is not in the hub's cache, if the hub cannot be
+    reached. The loaders would find that out too, after half a minute of asking again; what the hub answers is
+    left to them."""
     for model in models:
         if Path(model.path).is_dir():
             continue

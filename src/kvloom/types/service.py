@@ -23,8 +23,8 @@ class UnitState(Struct, frozen=True, kw_only=True):
     name: str
     state: Service
     """up: it takes requests. down: it does not answer. draining: it takes none and still works on some.
-    drained: it works on none. restarting: it is about to be a new process. away: it has no process, and gets
-    one when it is needed. starting: it is about to have one."""
+    drained: it works on none. restarting: it is about to be a new process. away: it has no process,
+    because it was stopped, is not needed, or failed to start. starting: it is about to have one."""
     calls: int
     """Those that the router has in flight there."""
     models: tuple[str, ...]

@@ -11,13 +11,14 @@ from kvloom.engine.batching.view import Action, UnitView, last_resort
 Policy = Callable[[UnitView], Action | None]
 
 
-def _moving(policy: Policy) -> Policy:
+def _with_last_resort(policy: Policy) -> Policy:
+    """Returns the policy, with what goes on when it says nothing and nothing runs."""
     return lambda view: policy(view) or last_resort(view)
 
 
 POLICIES: dict[str, Policy] = {
-    "adbs": _moving(adbs),
-    "fcfs": _moving(fcfs),
-    "round-robin": _moving(round_robin),
-    "partitioned": _moving(partitioned),
+    "adbs": _with_last_resort(adbs),
+    "fcfs": _with_last_resort(fcfs),
+    "round-robin": _with_last_resort(round_robin),
+    "partitioned": _with_last_resort(partitioned),
 }

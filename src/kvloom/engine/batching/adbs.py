@@ -1,5 +1,8 @@
-"""Adaptive batch scheduling (MuxServe, algorithm 3): prefill first and one at a time, round-robin over
-models; decodes of all models with room beside it; block quotas decide who gives way."""
+"""Adaptive batch scheduling (MuxServe, algorithm 3).
+
+Prefills go first, one at a time, round-robin over the models. Decodes of all models that have room run beside
+them. Block quotas decide who gives way.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from kvloom.engine.batching.view import (
 
 
 def adbs(view: UnitView) -> Action | None:
+    """Returns the next action of adaptive batch scheduling, the default policy."""
     prompts = [model for model in view.models if model.wants_prefill]
     if not view.prefill_runs:
         action, hold = _next_prefill(view, prompts)

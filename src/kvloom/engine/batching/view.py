@@ -140,6 +140,7 @@ def same_turn(one: Action | None, other: Action | None) -> bool:
 
 
 def last_resort(view: UnitView) -> Action | None:
+    """Returns what goes on if a policy says nothing and nothing runs, so that no request waits for ever."""
     if view.idle < view.compute:
         return None
     first = min((m for m in view.models if m.wants_prefill), key=lambda m: m.head, default=None)

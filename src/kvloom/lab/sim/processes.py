@@ -211,7 +211,8 @@ class ModelledWire(RemoteEngine):
 
 
 class Census:
-    """Counts over the time how many units there are; those of the beginning come all at once."""
+    """Counts the units that have a process, over time: the least, the most and the mean. Those of the
+    beginning come all at once."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -264,9 +265,9 @@ class ModelledLauncher:
         self.census = Census(clock)
         """Counts the units that have a process, or are about to."""
         self.hear: Callable[[Report], None] = lambda report: None
-        """Called with what happens to a process: the controller's."""
+        """Called with each report of a process; the controller sets it."""
         self.told: Callable[[News], None] = lambda news: None
-        """Called with what the gateway is told: its mirror's."""
+        """Called with each piece of news for the gateway; its mirror sets it."""
         self._hosts = hosts
         self._clock = clock
         self._tasks = tasks
@@ -285,7 +286,7 @@ class ModelledLauncher:
             self._hosts[name].start()
 
     def start(self, component: str, generation: int, engine: EngineSpec | None) -> None:
-        """Takes as long as the unit's models have to be loaded."""
+        """Begins a start, which is over once the unit's models would be loaded."""
         if engine is not None:
             self._starts[component] = self._tasks.spawn(self._start(component, engine))
 
