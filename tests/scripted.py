@@ -70,6 +70,8 @@ class ScriptedEngine:
     def services(self) -> dict[str, Service]:
         return {"unit-0": "up"}
 
+    awaited = ()
+
     async def prep_recv(self, body: PrepRecv) -> Prepared:
         raise NotImplementedError
 

@@ -127,6 +127,8 @@ class ScriptedEngine:
     def services(self) -> dict[str, Service]:
         return {"unit-0": "down" if self.away else "up"}
 
+    awaited = ()
+
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
         if self.error is not None:
             raise self.error

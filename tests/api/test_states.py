@@ -30,7 +30,7 @@ def bring(router: Router, name: str, state: Service, stack: ExitStack) -> None:
     if state == "draining":
         found.begin_call()
         stack.callback(found.end_call)
-    if state in ("restarting", "starting", "away"):
+    if state in ("restarting", "starting", "down", "away"):
         found.stand(state, drained=False, life=None, problem=None)
 
 
@@ -77,6 +77,18 @@ def test_no_unit_takes_requests() -> None:
     assert answer.status_code == 503
     said = "no engine takes requests: unit-0 is drained, unit-1 is draining"
     assert answer.json()["error"]["message"] == said
+
+
+@pytest.mark.parametrize(("drained", "status"), [(False, 200), (True, 503)])
+def test_a_unit_that_died_while_it_was_drained_is_not_waited_for(drained: bool, status: int) -> None:
+    async def asked() -> int:
+        async with Router({"unit-0": GONE}, load_program("data_parallel"), ManualClock()) as router:
+            router.units["unit-0"].stand("down", drained=drained, life=None, problem=None)
+            transport = httpx.ASGITransport(create_app(router))
+            async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+                return (await client.get("/health")).status_code
+
+    assert asyncio.run(asked()) == status
 
 
 def test_metrics() -> None:

@@ -9,7 +9,9 @@ from functools import partial
 import pytest
 
 from kvloom.router.candidates import WaitingRoom
-from tests.router.fleets import turns
+from kvloom.types.errors import Unavailable
+from tests.router.fleets import ask, begin, body, turns
+from tests.router.managed import managed
 
 
 async def test_a_change_wakes_only_those_whom_it_concerns() -> None:
@@ -43,3 +45,15 @@ async def test_who_waits_for_too_long() -> None:
         await room.wait_while(lambda: True, "m", "r")
     assert not room.waiting
     room.tell_one("m", "r")
+
+
+async def test_who_waits_for_a_dead_unit_that_is_drained_is_told_at_once() -> None:
+    async with managed(1) as played:
+        played.processes.die("a")
+        await turns()
+        waiting = await begin(ask(played.fleets.router, body()))
+        assert played.states() == {"a": "down"}
+        draining = await begin(played.orders.drain("a", 0.0))
+        with pytest.raises(Unavailable):
+            await waiting
+        await draining

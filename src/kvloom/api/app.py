@@ -112,8 +112,9 @@ class _Information:
         services = self.gateway.client.services
         if any(services[unit] == "up" for unit in loads):
             return _json({"status": "ok", "units": services})
-        for service in ("restarting", "starting", "down", "away"):  # Requests wait for such a unit.
-            if service in services.values():
+        awaited = [services[unit] for unit in self.gateway.client.awaited]
+        for service in ("restarting", "starting", "down", "away"):
+            if service in awaited:
                 return _json({"status": service, "units": services})
         said = ", ".join(f"{unit} is {service}" for unit, service in services.items())
         return error_response(request.scope, Unavailable(f"no engine takes requests: {said}"))

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final
 from cyclopts import App, Parameter
 
 from kvloom.cli.app import INVALID, CommandFailed, Models
+from kvloom.serve.machine import raise_open_files
 from kvloom.serve.prefork import launched
 from kvloom.types.errors import ConfigError
 
@@ -81,6 +82,7 @@ def serve(
     for key, file in (("api_key_file", api_key_file), ("admin_key_file", admin_key_file)):
         if file is not None:
             flags[key] = file.expanduser().absolute()
+    raise_open_files()  # before the first process starts, for all of them
     with launched() as forks:
         # imported while that process imports torch
         from kvloom.config.file import load_config, parse_models  # noqa: PLC0415

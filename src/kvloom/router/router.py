@@ -161,6 +161,10 @@ class Router:
         return {name: unit.service for name, unit in self._units.items()}
 
     @property
+    def awaited(self) -> list[str]:
+        return [name for name, unit in self._units.items() if unit.awaited]
+
+    @property
     def units(self) -> Units:
         return self._units
 

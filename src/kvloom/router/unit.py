@@ -116,6 +116,7 @@ class Unit:
         """Takes in what the controller says. life: names the unit's process. problem: what it died of.
         Returns whether the unit is to be asked (`ask`) what it serves: until then one that has come stands as
         before, so that requests go on waiting for it."""
+        waited_for = self.awaited or self.lost
         admitted = self.drained and not drained and outlook == "here"
         self.drained = drained
         if outlook == "here" and life != self._life:
@@ -125,7 +126,6 @@ class Unit:
                 self._withdraw()
             return not asked
         self._come = None
-        waited_for = self.awaited or self.lost
         if outlook == "failed" and self.outlook != "failed":
             self._failed_at = self._clock.now()
         elif outlook != "failed":
@@ -176,6 +176,8 @@ class Unit:
         self._arrive(life)
         if failure is not None:
             self._lose(failure)
+            if not self.awaited:
+                self._changed(self.replicas)
             return
         for card in cards:
             known = self.replicas.setdefault(card.name, Replica(self, card))

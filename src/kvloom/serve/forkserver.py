@@ -219,8 +219,9 @@ class ForkServer:
                 self._began = self._clock.now()
                 try:
                     how = await self._live()
-                except OSError as error:
-                    how = f"cannot be started: {error.strerror}"
+                except* OSError as errors:
+                    first = errors.exceptions[0]
+                    how = f"cannot be started: {first.strerror if isinstance(first, OSError) else first}"
                 healthy = self._clock.now() - self._began >= HEALTHY_SECONDS
                 pause = self._pause if healthy else min(max(self._pause, 2 * pause), LONGEST_PAUSE)
                 self._log(NAME, f"{how}; it starts again in {pause:g} s; engines start without it meanwhile")

@@ -67,14 +67,12 @@ class Forks:
         """Returns the module to run, in the forked process alone."""
         why = hindrance()
         if why is not None:
-            self._tell(ForkRefused(why))
-            return None
+            return self._refuse(why, orders, output, reports)
         gc.freeze()  # a collection would write to all pages, which then were shared no longer
         try:
             pid = os.fork()
         except OSError as error:
-            self._tell(ForkRefused(f"it cannot fork: {error.strerror}"))
-            return None
+            return self._refuse(f"it cannot fork: {error.strerror}", orders, output, reports)
         if not pid:
             self._forget()
             become(request, orders, output, reports)
@@ -86,6 +84,11 @@ class Forks:
             os.close(end)
         self._tell(Forked(pid), handle)
         return None
+
+    def _refuse(self, why: str, *descriptors: int) -> None:
+        for end in descriptors:
+            os.close(end)
+        self._tell(ForkRefused(why))
 
     def _bury(self, handle: int) -> None:
         pid = self._processes.pop(handle)

@@ -59,9 +59,14 @@ def launch(module: str = MODULE) -> LaunchedForkServer:
 
 
 @contextmanager
-def launched() -> Iterator[LaunchedForkServer]:
-    """Launches the process, which does not outlive the block. Raises OSError."""
-    made = launch()
+def launched() -> Iterator[LaunchedForkServer | None]:
+    """Launches the process, which does not outlive the block. Yields None if that fails: the fleet tries it
+    again later, and starts its engines as new interpreters meanwhile."""
+    try:
+        made = launch()
+    except OSError:
+        yield None
+        return
     with made.process:
         try:
             yield made

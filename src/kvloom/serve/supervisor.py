@@ -20,7 +20,7 @@ from kvloom.cluster.state import GATEWAY, ComponentStatus, FleetSpec, UnitSpec, 
 from kvloom.config.config import Config
 from kvloom.serve.forkserver import ForkServer
 from kvloom.serve.local import ENGINE_MODULE, Heard, LocalLauncher, Roles
-from kvloom.serve.machine import listen, private_folder, raise_open_files
+from kvloom.serve.machine import listen, private_folder
 from kvloom.serve.messages import StartProgress
 from kvloom.serve.prefork import LaunchedForkServer
 from kvloom.serve.screen import Screen
@@ -49,7 +49,7 @@ class Supervisor:
         clock: Clock,
         listener: socket.socket,
         folder: Path,
-        forks: LaunchedForkServer,
+        forks: LaunchedForkServer | None,
     ) -> None:
         """listener: the socket at which clients connect; folder: the fleet's own, for sockets."""
         self._config = config
@@ -201,12 +201,11 @@ class Supervisor:
         return _shown(component) if len(self._controller.spec.units) > 1 else ""
 
 
-def serve_fleet(config: Config, forks: LaunchedForkServer) -> Outcome:
+def serve_fleet(config: Config, forks: LaunchedForkServer | None) -> Outcome:
     """Serves until the fleet ends, and returns how it did. Raises ConfigError if nothing can be listened at,
     or there is no place for sockets."""
     clock = WallClock()
     screen = Screen(Console(highlight=False), clock)
-    raise_open_files()
     with listen(config.host, config.port) as listener, private_folder() as folder:
         try:
             return asyncio.run(Supervisor(config, screen, clock, listener, folder, forks).run())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from kvloom.types.load import UnitLoad
@@ -68,6 +68,10 @@ class ModelServer(Generator, Protocol):
     @property
     def services(self) -> Mapping[str, Service]:
         """The state of each unit, by the unit's name."""
+
+    @property
+    def awaited(self) -> Collection[str]:
+        """The units that take no requests now, but will, so that requests wait for them."""
 
 
 class EngineClient(Generator, Protocol):
