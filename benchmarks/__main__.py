@@ -83,7 +83,9 @@ def alone(options: argparse.Namespace, console: Console) -> dict[str, Measure]:
         "fleet": lambda: asyncio.to_thread(fleet.measure, [*fleet.MOST], 4 if quick else fleet.PERIODS),
         "planner": lambda: asyncio.to_thread(planner.measure, [32] if quick else [*planner.SIZES]),
         "simulator": lambda: asyncio.to_thread(simulator.measure, 200 if quick else simulator.REQUESTS),
-        "scaling": lambda: scaling.measure(scaling.QUICK if quick else scaling.FULL, console),
+        "scaling": lambda: scaling.measure(
+            scaling.QUICK if quick else scaling.FULL, list(scaling.TOLD), console
+        ),
         "memory-start": lambda: memory_start.measure(1 if quick else 3, console),
         "transfer": lambda: asyncio.to_thread(transfer.measure, 2 if quick else 30),
         "streaming": lambda: streaming.measure(streams, console),

@@ -37,8 +37,9 @@ class WeavingExecutor(ModelledExecutor):
         seed: int = 0,
         losing: frozenset[int] = frozenset(),
         failing: frozenset[int] = frozenset(),
+        models: tuple[str, ...] = (MODEL,),
     ) -> None:
-        super().__init__(blocks, compute=1, seed=seed, models=(MODEL,), failing=failing)
+        super().__init__(blocks, compute=1, seed=seed, models=models, failing=failing)
         self.losing = losing
         self.woven = 0  # steps
         self.moved: list[

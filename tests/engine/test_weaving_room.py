@@ -305,3 +305,34 @@ def test_whatever_moves_the_tokens_are_those_of_a_lone_request(seed: int) -> Non
         failed = any(end.reason == "error" for end in task.result().ends.values())
         whole = not failed and body.request not in stirred.aborted
         check(stirred.executor, body, task.result(), whole=whole)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_policy_sees_that_a_loan_has_ended_before_anybody_left(seed: int) -> None:
+    """Two models take turns, so a sequence that is to leave waits for the other model's job."""
+    executor = WeavingExecutor(80, 48, seed=seed, models=(MODEL, "thin"))
+    engine = engine_over(executor, offload=ModelledBackend(executor), policy="partitioned")
+
+    async def stir() -> None:
+        draws = random.Random(seed)
+        while True:
+            loan = engine.borrower.loan(MODEL)
+            if loan is None:
+                borrow(engine, 0.01, 12)
+            elif loan.policy.offloaded or draws.random() < 0.2:
+                engine.borrower.withdraw(MODEL)
+            await asyncio.sleep(0)
+
+    async def play() -> None:
+        stirring = asyncio.create_task(stir())
+        bodies = [
+            order(f"{model}-{number}", model, prompt, max_tokens=40)
+            for number in range(16)
+            for model, prompt in ((MODEL, 16), ("thin", 9))
+        ]
+        answers = await asyncio.gather(*(ask(engine, body) for body in bodies))
+        stirring.cancel()
+        for body, answer in zip(bodies, answers, strict=True):
+            check(executor, body, answer, whole=True)
+
+    serve(play(), engine, executor)

@@ -279,6 +279,7 @@ class Borrower(Generic[S]):
     def _drop(self, model: str) -> None:
         queue = self._queues[model]
         queue.planner = DecodePlanner(queue.cache, self._loans.pop(model).tokens_total)
+        queue.changed()
         _able(self._backend).give_back(model)
 
 

@@ -67,12 +67,14 @@ class Forks:
         """Returns the module to run, in the forked process alone."""
         why = hindrance()
         if why is not None:
-            return self._refuse(why, orders, output, reports)
+            self._refuse(why, orders, output, reports)
+            return None
         gc.freeze()  # a collection would write to all pages, which then were shared no longer
         try:
             pid = os.fork()
         except OSError as error:
-            return self._refuse(f"it cannot fork: {error.strerror}", orders, output, reports)
+            self._refuse(f"it cannot fork: {error.strerror}", orders, output, reports)
+            return None
         if not pid:
             self._forget()
             become(request, orders, output, reports)
