@@ -86,7 +86,7 @@ def join(linears: Sequence[nn.Linear]) -> nn.Linear:
 
 @dataclass(frozen=True)
 class Replacements:
-    """What a device has in the places of stock modules."""
+    """The modules and functions that a device has in place of stock ones."""
 
     fits: Callable[[Tensor], bool]
     """Returns whether the device's products take this weight."""

@@ -1,1 +1,1 @@
-"""What is for finding out, beside the product: simulation, faults, workloads, benchmarks, reproduction."""
+"""The lab is for finding out, beside the product: simulation, faults, workloads, benchmarks, reproduction."""

@@ -36,8 +36,8 @@ class Demand:
 
     @property
     def flops(self) -> float:
-        """Of one request: two for each weight and token, and attention's four for each pair and number of a
-        head."""
+        """Returns the operations of one request: two for each weight and token, and attention's four for each
+        pair and number of a head."""
         tokens = self.prompt + self.output
         shape = self.shape
         layer = shape.attention_parameters + shape.active * shape.expert_parameters
@@ -109,7 +109,7 @@ def mesh_kinds(cluster: Sequence[Nodes]) -> tuple[MeshKind, ...]:
 
 
 class DeviceCosts:
-    """What work costs on each device: by the device's sheet, and for cores by a profile."""
+    """The costs of work on each device: by the device's sheet, and for cores by a profile."""
 
     def __init__(self, nodes: Sequence[Nodes], demands: Sequence[Demand], profile: Profile | None) -> None:
         """Raises ConfigError if cores are to be used whose costs were not measured."""

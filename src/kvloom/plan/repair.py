@@ -105,7 +105,7 @@ State = tuple[frozenset[str], frozenset[int]]
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """What is to end and to begin, and the search for an order of it."""
+    """The units that are to end and to begin, and the search for an order."""
 
     old: Mapping[str, Placed]
     new: Mapping[int, Placed]

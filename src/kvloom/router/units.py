@@ -232,7 +232,7 @@ class Units(Mapping[str, Unit]):
             asked.cancel()
 
     def _withdraw(self, names: Collection[str], link: FleetLink) -> None:
-        """Those of them that get no new requests the controller is to know the calls of."""
+        """Lets the controller know the calls of those that get no new requests."""
         units, processes = link.mirror.spec.units, link.mirror.status.processes
         told = False
         for name in names:

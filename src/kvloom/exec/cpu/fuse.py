@@ -1,4 +1,4 @@
-"""What the CPU has in the places of a model's stock modules: packed products, and float32 kernels."""
+"""The CPU's replacements for a model's stock modules: packed products, and float32 kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a device has in the places of a model's stock modules: norms, rotary and gates of one launch each."""
+"""A GPU's replacements for a model's stock modules: norms, rotary and gates of one launch each."""
 
 from __future__ import annotations
 

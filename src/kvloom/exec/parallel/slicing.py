@@ -50,7 +50,7 @@ class Split(nn.Module):
 
 
 class Gathered(nn.Module):
-    """What each rank's `inner` gives, side by side: `width` columns in all, of which the last rank may have
+    """A product whose columns the ranks' `inner` give side by side: `width` in all, of which the last may have
     fewer than the others."""
 
     def __init__(self, inner: nn.Module, group: RankGroup, width: int) -> None:

@@ -149,7 +149,7 @@ def text_of(tokens: Iterable[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CallFault:
-    """What becomes of one call."""
+    """The fate of one call."""
 
     late: float = 0.0
     """Seconds more on the way there."""

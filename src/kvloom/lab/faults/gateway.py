@@ -75,7 +75,7 @@ class FaultyGateway:
         await self.router.__aexit__(None, None, None)
 
     async def lose(self) -> None:
-        """Its process is gone at once; what its tasks still tidy up reaches nobody."""
+        """Ends the process at once; what its tasks still tidy up reaches nobody."""
         self._journal("gateway", "", "is lost")
         self._journal.count("gateways lost")
         self._gone = True

@@ -37,7 +37,7 @@ Fate = Literal["waits", "ended", "failed", "left", "lost"]
 
 @dataclass(slots=True)
 class ClientAnswer:
-    """What a client has been answered so far."""
+    """The answer that a client has had so far."""
 
     client: Client
     fate: Fate = "waits"

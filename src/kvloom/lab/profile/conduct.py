@@ -99,7 +99,7 @@ async def measured_hosting(
 
 
 def whole_machine(config: Config) -> EngineSpec:
-    """One engine with the models of all, on the cores of all."""
+    """Returns one engine with the models of all, on the cores of all."""
     engines = config.engines
     models = {model.name: model for engine in engines for model in engine.models}
     return replace(

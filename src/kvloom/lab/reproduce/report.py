@@ -1,4 +1,4 @@
-"""What a paper found in one experiment and what is found here, and the tables that show both."""
+"""Findings of a paper's experiment beside those found here, and the tables that show both."""
 
 from __future__ import annotations
 

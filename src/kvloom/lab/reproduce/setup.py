@@ -1,4 +1,4 @@
-"""What the papers' experiments share: engines on whole GPUs, a runtime's part of jobs, requests, runs."""
+"""The experiments' shared parts: engines on whole GPUs, a runtime's part of jobs, requests, runs."""
 
 from __future__ import annotations
 

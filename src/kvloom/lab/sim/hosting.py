@@ -17,7 +17,7 @@ Wish = Callable[[], float]
 
 
 class Cores:
-    """Where more want to run than there are cores, threads get equal parts of them. What jobs lose is what
+    """If more threads want to run than there are cores, they get equal parts of them. What jobs lose is what
     was measured, and their device's matter."""
 
     def __init__(self, count: float) -> None:

@@ -94,7 +94,7 @@ class EngineProcess:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What all units of a fleet have in common."""
+    """The surroundings that all units of a fleet have in common."""
 
     clock: Clock
     offloading: OffloadingUnits

@@ -103,7 +103,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of |predicted / measured − 1| over `rows` rows: the median and the 90th percentile. bias: the median of
+    """The spread of |predicted / measured − 1| over `rows` rows: median and 90th percentile. bias: the median of
     predicted / measured − 1."""
 
     rows: int
@@ -113,7 +113,7 @@ class Spread:
 
     @staticmethod
     def of(predicted: Sequence[float], measured: Sequence[float]) -> Spread:
-        """Of rows in the same order, one at least."""
+        """Returns the spread of rows in the same order, one at least."""
         wrong = np.asarray(predicted) / np.asarray(measured) - 1.0
         off = np.abs(wrong)
         return Spread(len(off), float(np.median(off)), float(np.quantile(off, 0.9)), float(np.median(wrong)))
@@ -201,7 +201,7 @@ class Measured:
         return self.seconds(work)
 
     def attention(self, model: str, shape: ModelShape, rows: int, context: int) -> float:
-        """Of a model that this machine was measured with."""
+        """Returns the seconds of attention of a model that this machine was measured with."""
         step = Work(model, Phase.DECODE, 1.0, rows, rows, rows, rows + context, context)
         return (self.seconds(step) - self.seconds(but(step, context=0))) / shape.layers
 
@@ -227,7 +227,7 @@ def cross_validate(profile: Profile) -> dict[str, Spread]:
 
 
 def _features(work: Work) -> tuple[float, float, float, float]:
-    """What a curve takes."""
+    """Returns the inputs of a curve."""
     if work.phase is Phase.DECODE:
         return work.batch, work.context, 0.0, 0.0
     return work.tokens, work.pairs, work.context, work.batch
@@ -341,7 +341,7 @@ class _Known:
         self._nearest: dict[tuple[str, bool, float], list[Point]] = {}
 
     def of(self, work: Work, cores: float) -> list[Point]:
-        """Of the model itself where it was measured, on the nearest number of cores that was."""
+        """Returns the model's own costs if it was measured, on the nearest number of cores that was."""
         asked = work.model, work.phase is Phase.DECODE, cores
         if asked not in self._nearest:
             self._nearest[asked] = self._find(*asked)

@@ -59,7 +59,7 @@ class _Parts:
         return products + compute * self.attention + memory * self.traffic + self.rest
 
     def demand(self, compute: float, memory: float) -> tuple[float, float]:
-        """What part of the unit's computing and of its bandwidth it uses while it runs so much slower."""
+        """Returns the parts of the unit's computing and bandwidth that the work uses, slowed so much."""
         seconds = self.seconds(compute, memory)
         return (self.products + self.attention) / seconds, (self.weights + self.traffic) / seconds
 

@@ -65,7 +65,7 @@ class ModelShape(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token."""
+        """Returns the bytes of one token's K and V."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
 
     def geometry(self, block_bytes: int) -> Geometry:

@@ -164,7 +164,7 @@ def shown_times(*measures: Times) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What a system makes of its requests."""
+    """The results of one system at one load."""
 
     prefill: Times
     """To the first token."""
@@ -229,7 +229,7 @@ class Curves(Struct, frozen=True):
     figures: dict[str, dict[str, dict[str, list[tuple[float, float]]]]] = {}
 
     def at(self, traffic: str, measure: str, system: str, rate: float) -> float | None:
-        """None where nothing was published, or the file is not here."""
+        """Returns None if nothing was published, or the file is not here."""
         curve = self.figures.get(traffic, {}).get(measure, {}).get(system, [])
         return next((value for at, value in curve if abs(at - rate) < 1e-6), None)
 

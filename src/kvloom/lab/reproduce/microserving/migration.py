@@ -69,7 +69,7 @@ class Move:
 
 
 def move(context: int, *, cached: bool) -> Move:
-    """One engine prefills a prompt of `context` and UNIQUE tokens for another one. cached: it has the context
+    """Plays one engine that prefills `context` and UNIQUE tokens for another one. cached: it has the context
     already."""
     copies: list[Copy] = []
 

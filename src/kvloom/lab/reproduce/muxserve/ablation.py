@@ -1,4 +1,4 @@
-"""What each part of MuxServe is worth (section 4.4, figures 8 to 10), and the cost model (figure 3)."""
+"""The worth of each part of MuxServe (section 4.4, figures 8 to 10), and the cost model (figure 3)."""
 
 from __future__ import annotations
 
