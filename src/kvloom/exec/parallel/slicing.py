@@ -50,7 +50,7 @@ class Split(nn.Module):
 
 
 class Gathered(nn.Module):
-    """A product whose columns the ranks' `inner` give side by side: `width` in all, of which the last may have
+    """A product whose columns the ranks' `inner` give side by side: `width` in all; the last rank may have
     fewer than the others."""
 
     def __init__(self, inner: nn.Module, group: RankGroup, width: int) -> None:

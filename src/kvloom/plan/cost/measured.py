@@ -103,7 +103,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The spread of |predicted / measured − 1| over `rows` rows: median and 90th percentile. bias: the median of
+    """The spread of |predicted / measured − 1| over `rows` rows: median and 90th percentile. bias: median of
     predicted / measured − 1."""
 
     rows: int
