@@ -192,14 +192,23 @@ class Transfers:
         return end.cached_tokens
 
     async def _settle(self, queue: ModelQueue, request: str, transfer: Transfer) -> None:
-        """Ends the copies, and then gives back the pages that were kept for them."""
+        """Ends the copies, and then gives back the pages that were kept for them. If the caller is cancelled
+        meanwhile, that waits: a copy that is under way reads the pages for some milliseconds more."""
+        interrupted: asyncio.CancelledError | None = None
         try:
             transfer.abandon()
-            with suppress(KvloomError):
-                await transfer.arrived()
+            while not transfer.over:
+                try:
+                    await transfer.arrived()
+                except KvloomError:
+                    break
+                except asyncio.CancelledError as error:
+                    interrupted = error
         finally:
             queue.cache.sends.settle(transfer)
             self._wake()  # others may have waited for the pages
             self._open[request].discard(transfer)
             if not self._open[request]:
                 del self._open[request]
+        if interrupted is not None:
+            raise interrupted

@@ -54,6 +54,12 @@ def test_300_seeds_keep_the_laws() -> None:
     assert counts["requests ended"] > counts["requests failed"]
 
 
+def test_seeds_that_once_broke_a_law_keep_them() -> None:
+    """3969: a send whose caller was gone gave its pages back while a job that fed it still ran, which then
+    kept them for ever."""
+    assert not run_quietly(3969).broken
+
+
 def test_control_c_never_reaches_the_processes_that_play() -> None:
     """It is blocked from before they are anything, and heard here again once they are started."""
     found = verdicts(range(4), jobs=2)
