@@ -147,7 +147,9 @@ def with_weaving(scenario: FaultScenario) -> FaultScenario:
         return scenario
     hot, cold = draw.sample(scenario.units, 2)
     model = draw.choice(list(hot.shapes))
-    others = {name for unit in scenario.units if unit is not hot for name in unit.shapes}
+    away = scenario.rescheduling.away if scenario.rescheduling is not None else frozenset[str]()
+    here = (unit for unit in scenario.units if unit is not hot and unit.spec.unit not in away)
+    others = {name for unit in here for name in unit.shapes}  # a gateway must have heard of each model
     if hot.spec.block_bytes != cold.spec.block_bytes or not set(hot.shapes) <= {model, *others}:
         return scenario
     weave = WeaveSpec(
