@@ -51,6 +51,9 @@ class Queue(Protocol[S]):
     def decoding(self) -> bool:
         """A decode job of the model is under way."""
 
+    def changed(self) -> None:
+        """Tells that what the policy is to see of the queue has changed."""
+
     def put_back(self, sequence: S, jobs: int) -> None:
         """Lets a running sequence wait again, without K and V. jobs: how many the unit has started."""
 
