@@ -14,7 +14,6 @@ import pytest
 
 from kvloom.engine.engine import Engine
 from kvloom.offload.cpu.attention import RemoteAttention
-from kvloom.offload.memory import borrower
 from kvloom.offload.memory.borrower import BorrowedBlocks, TaskSender
 from kvloom.types.errors import Conflict, Unavailable
 from kvloom.types.verbs import Prefix
@@ -26,7 +25,7 @@ from tests.weaving import MODEL, PAGES, ColdUnit, cold_unit, until, weaving, wov
 
 COUNT = 16
 PROMPTS = [[i, 5, 7] * 9 for i in range(5)]
-WAITING, BACK = "while it is waited for", "as one comes back"
+WAITED_FOR, WAITING, BACK = "before one is waited for", "while it is waited for", "as one comes back"
 Kill = Callable[[], None]
 
 
@@ -54,10 +53,12 @@ def before(target: type, method: str, nth: int) -> Callable[[pytest.MonkeyPatch,
     return arm
 
 
-def before_waiting(patch: pytest.MonkeyPatch, kill: Kill) -> None:
-    """By the host, which waits where the kernel has not looked often enough."""
-    patch.setattr(borrower, "_SPINS", 0)
-    before(TaskSender, "collect", 2)(patch, kill)
+def stop(process: Any) -> None:
+    """The process stands still when this returns: it attends to no task that comes."""
+    os.kill(process.pid, signal.SIGSTOP)
+    state = Path(f"/proc/{process.pid}/stat")
+    while state.read_text().rpartition(")")[2].split()[0] != "T":
+        os.sched_yield()
 
 
 POINTS = {
@@ -65,8 +66,8 @@ POINTS = {
     "before a later one": before(BorrowedBlocks, "put", 4),
     "before a task descriptor": before(TaskSender, "begin", 3),
     "before a step's tasks": before(RemoteAttention, "enter", 3),
-    "before one is waited for": before_waiting,
-    WAITING: before_waiting,
+    WAITED_FOR: before(TaskSender, "collect", 1),
+    WAITING: before(RemoteAttention, "enter", 3),
     BACK: before(BorrowedBlocks, "take", 1),
 }
 
@@ -76,14 +77,16 @@ def test_a_cold_unit_that_dies_costs_no_token(paths: tuple[Path, Path]) -> None:
 
     async def at(point: str, hot: Engine, cold: ColdUnit) -> list[list[int]]:
         def kill() -> None:
-            if point == WAITING:  # it has stopped, and dies a moment later: nobody wakes who waits
-                os.kill(cold.process.pid, signal.SIGSTOP)
+            if point == WAITING:  # it dies a moment later: nobody wakes who waits
+                stop(cold.process)
                 threading.Timer(0.05, cold.process.kill).start()
             else:
                 cold.process.kill()
                 cold.process.join()
 
         with pytest.MonkeyPatch.context() as patch:
+            if point == WAITED_FOR:  # the kernel waits in vain, and leaves it to the host
+                before(RemoteAttention, "enter", 3)(patch, lambda: stop(cold.process))
             POINTS[point](patch, kill)
             terms = hot.borrower.terms(MODEL, PAGES)
             hot.borrower.borrow(terms, await cold.lend(terms), 1.0)
