@@ -26,9 +26,17 @@ class _NoToken:
     def accepts(self, token: int) -> bool:
         return False
 
+    def copy(self) -> _NoToken:
+        return self
+
+
+class _Unguided:
+    def copy(self) -> None:
+        return None
+
 
 def test_a_guide_that_refuses_its_token_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GuideCompiler, "start", lambda self, guide, choices: [_NoToken()])
+    monkeypatch.setattr(GuideCompiler, "start", lambda self, guide: _NoToken())
     executor = ModelledExecutor(100)
     engine = engine_over(executor)
 
@@ -46,9 +54,9 @@ def test_a_guide_that_refuses_its_token_ends_its_request_alone(monkeypatch: pyte
 def test_a_guide_ready_after_the_stop_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ready = threading.Event()
 
-    def slow(compiler: GuideCompiler, guide: Guide, choices: int = 1) -> list[_NoToken]:
+    def slow(compiler: GuideCompiler, guide: Guide) -> _NoToken:
         assert ready.wait(10)
-        return [_NoToken()]
+        return _NoToken()
 
     monkeypatch.setattr(GuideCompiler, "start", slow)
     executor = ModelledExecutor(100)
@@ -77,11 +85,11 @@ def test_an_abort_while_a_guide_compiles_ends_the_request(
     """All of it or one choice; its id is free at once, and what nobody wants any more is not compiled."""
     ready, compiled, loop = threading.Event(), list[str](), threading.get_ident()
 
-    def slow(compiler: GuideCompiler, guide: Guide, choices: int = 1) -> list[None]:
+    def slow(compiler: GuideCompiler, guide: Guide) -> _Unguided:
         if threading.get_ident() != loop:  # The oracle, which compares on the loop, compiles too.
             compiled.append(guide.text)
             assert ready.wait(10)
-        return [None] * choices
+        return _Unguided()
 
     monkeypatch.setattr(GuideCompiler, "start", slow)
     executor = ModelledExecutor(100)

@@ -8,12 +8,13 @@ import importlib
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import uvloop
 
 from kvloom.serve.orders import EngineOrder, Ready, StartProgress, keep_cards
 from kvloom.serve.parent import Parent, end_at_once, run_child
+from kvloom.serve.sandbox import Limits, Sandbox, grammar_trial
 
 if TYPE_CHECKING:
     from kvloom.engine.engine import Engine
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from kvloom.types.transfer import NoTransport
 
 GRACE_SECONDS = 1
+TRIALS: Final = 2  # grammars that are tried at the same time
+TRIAL_LIMITS: Final = Limits(seconds=2.0, memory=512 << 20)
 
 
 def main(parent: Parent) -> None:
@@ -77,7 +80,9 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
     executor = load_unit(spec, folder, lambda text: parent.report(StartProgress(text)))
     transport = open_transport(spec, executor.arena)
     clock = WallClock()
-    engine = Engine(executor, transport, spec, clock, open_offload(executor, transport))
+    sandbox = Sandbox("grammars", TRIALS, TRIAL_LIMITS)
+    offload = open_offload(executor, transport)
+    engine = Engine(executor, transport, spec, clock, offload, grammar_trial(sandbox))
     cards = await engine.models()
     keep_cards(folder, spec.unit, cards)
     chat = tuple(card.name for card in cards if card.chat_template is not None)
@@ -89,7 +94,7 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
     )
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.end)
     try:
-        async with asyncio.TaskGroup() as group:
+        async with sandbox, asyncio.TaskGroup() as group:
             group.create_task(engine.run())
             beside = [group.create_task(_end_when_lost(executor))]
             if spec.weave is not None:
