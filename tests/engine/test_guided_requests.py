@@ -30,9 +30,9 @@ class _NoToken:
         return self
 
 
-class _Unguided:
-    def copy(self) -> None:
-        return None
+class _Unguided(_NoToken):
+    def accepts(self, token: int) -> bool:
+        return True
 
 
 def test_a_guide_that_refuses_its_token_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
