@@ -13,6 +13,7 @@ from kvloom.cli.app import INVALID, CommandFailed, Models
 from kvloom.config.config import Config
 from kvloom.config.file import load_config, parse_models
 from kvloom.config.machine import Machine
+from kvloom.serve.log import log_to
 from kvloom.serve.machine import listen, private_folder, raise_open_files
 from kvloom.serve.screen import Screen
 from kvloom.serve.supervisor import Supervisor
@@ -97,6 +98,7 @@ def serve_fleet(config: Config) -> None:
     CommandFailed if the fleet failed."""
     clock = WallClock()
     screen = Screen(Console(highlight=False), clock)
+    log_to(lambda line: screen.warn("fleet", line))
     raise_open_files()
     with listen(config.host, config.port) as listener, private_folder() as folder:
         try:
