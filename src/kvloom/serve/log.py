@@ -24,7 +24,7 @@ class Background:
     fails is lost, and the next one is tried."""
 
     def __init__(self, name: str, tell_lost: Callable[[int], None]) -> None:
-        """tell_lost: is called on the thread, after the next call that does not fail, with how many were lost."""
+        """tell_lost: is called on the thread, after the next call that succeeds. It is given their count."""
         self._tell_lost = tell_lost
         self._calls: queue.Queue[Callable[[], object] | None] = queue.Queue(MOST_WAITING)
         self._lost = 0
