@@ -20,6 +20,7 @@ from kvloom.types.geometry import U32
 from kvloom.types.request import JSON_SPACING, Guide, ModelCard, StartGenerate
 
 _BITS = 32
+_NOTHING_FITS = "NoExtensionBias"  # as llguidance says it
 _ANY_OBJECT = json.dumps({"type": "object"})
 KEPT: Final = 64  # grammars of a unit that stay compiled
 MOST_BYTES: Final = {"json": 0, "json_schema": 256 << 10, "lark": 256 << 10, "regex": 16 << 10}
@@ -66,11 +67,12 @@ class GuideCompiler:
             matcher = llguidance.LLMatcher(self.trie(), _grammar(guide), log_level=0, limits=LIMITS)
         except (ValueError, RecursionError) as error:
             raise refused(guide, str(error)) from None
-        state = GuideState(matcher, self._card.vocab_size, self._card.eos_token_ids)
-        if not (matcher.is_error() or state.mask().any() or matcher.is_error()):
-            raise refused(guide, "no text of the model's tokens fits it")
         if matcher.is_error():
-            raise refused(guide, matcher.get_error().splitlines()[0])
+            raise refused(guide, matcher.get_error())
+        state = GuideState(matcher, self._card.vocab_size, self._card.eos_token_ids)
+        if not state.mask().any():
+            why = matcher.get_error().partition("\n")[0] if matcher.is_error() else _NOTHING_FITS
+            raise refused(guide, "no text fits it" if why == _NOTHING_FITS else why)
         return state
 
     def trie(self) -> llguidance.LLTokenizer:

@@ -112,7 +112,7 @@ class LogHandler(logging.Handler):
         if now - self._told.get(cause, -WINDOW_SECONDS) >= WINDOW_SECONDS:
             self._told[cause] = now
             return self.format(record)
-        return f"{record.levelname} {record.name}: {record.getMessage()}: {type(error).__name__}: {error}"
+        return f"{record.levelname} {record.name}: {record.getMessage().strip()}: {type(error).__name__}: {error}"
 
     def _post(self, text: str) -> None:
         self._background.post(lambda: self._write(text))

@@ -163,7 +163,7 @@ class Sandbox:
             str(self._limits.memory),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            process_group=0,
+            start_new_session=True,
             env=environment(os.environ),
         )
         return _Worker(process, set())
