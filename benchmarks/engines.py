@@ -10,9 +10,9 @@ from pathlib import Path
 
 from benchmarks.places import checkpoint
 from kvloom.router.client import HttpEngineClient
-from kvloom.serve.child import ChildProcess
 from kvloom.serve.local import ENGINE_MODULE
-from kvloom.serve.messages import EngineOrder, OrderRefused, Ready
+from kvloom.serve.processes.child import ChildProcess
+from kvloom.serve.processes.messages import EngineOrder, OrderRefused, Ready
 from kvloom.types.spec import EngineSpec, ModelSpec
 
 MODEL = "m"

@@ -34,9 +34,9 @@ from kvloom.api.app import DEFAULT_MAX_BODY
 from kvloom.cluster.launcher import Snapshot
 from kvloom.cluster.state import ComponentStatus, FleetSpec, FleetStatus, UnitSpec
 from kvloom.router.client import HttpEngineClient
-from kvloom.serve.child import ChildProcess
 from kvloom.serve.local import GATEWAY_MODULE
-from kvloom.serve.messages import GatewayOrder, Ready
+from kvloom.serve.processes.child import ChildProcess
+from kvloom.serve.processes.messages import GatewayOrder, Ready
 from kvloom.types.request import SamplingParams, StartGenerate
 from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
 

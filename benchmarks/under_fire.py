@@ -38,7 +38,7 @@ from kvloom.router.client import HttpEngineClient
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
 from kvloom.serve.local import ENGINE_MODULE, Heard, LocalLauncher, Role
-from kvloom.serve.messages import EngineOrder
+from kvloom.serve.processes.messages import EngineOrder
 from kvloom.types.client import Generator
 from kvloom.types.clock import WallClock
 from kvloom.types.errors import KvloomError

@@ -29,9 +29,9 @@ from rich.console import Console
 from benchmarks.engines import MODEL, ending, ready, spec_of
 from benchmarks.report import Cell, Finding, Report, make_parser, publish, this_machine
 from kvloom.router.client import HttpEngineClient
-from kvloom.serve.child import ChildProcess
 from kvloom.serve.local import ENGINE_MODULE
-from kvloom.serve.messages import EngineOrder
+from kvloom.serve.processes.child import ChildProcess
+from kvloom.serve.processes.messages import EngineOrder
 from kvloom.types.load import ModelLoad, UnitLoad, Waits
 from kvloom.types.request import SamplingParams, StartGenerate
 from kvloom.types.spec import EngineSpec, WeaveSpec

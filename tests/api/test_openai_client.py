@@ -207,7 +207,7 @@ def test_guides_as_vllm_names_them(
 
 def test_a_choice_is_written_whole() -> None:
     for one in CHOICES:
-        state = GuideCompiler(card()).start(GUIDES[-1][2])[0]
+        state = GuideCompiler(card()).start(GUIDES[-1][2])
         assert all(state.accepts(made) for made in tokens(one))
         assert state.done
 

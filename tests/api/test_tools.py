@@ -99,7 +99,7 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
 def test_a_forced_call_can_be_written_and_is_found(family: Family) -> None:
     model = card()
     guide = forced_guide(family, [("weather", SCHEMA)], Tokenizer(model.tokenizer), several=False)
-    state = GuideCompiler(model).start(guide)[0]
+    state = GuideCompiler(model).start(guide)
     key = "parameters" if family is Family.LLAMA else "arguments"
     call = json.dumps({"name": "weather", key: {"city": "Bern"}})
     written = {
@@ -120,7 +120,7 @@ def test_a_mark_that_is_an_added_token_is_drawn_as_that_token() -> None:
     vocabulary.add_tokens([AddedToken(mark, special=False) for mark in marks])
     model = card(tokenizer=vocabulary.to_str())
     guide = forced_guide(Family.HERMES, [("weather", SCHEMA)], Tokenizer(model.tokenizer), several=False)
-    state = GuideCompiler(model).start(guide)[0]
+    state = GuideCompiler(model).start(guide)
     call = json.dumps({"name": "weather", "arguments": {"city": "Bern"}})
     written = vocabulary.encode(f"<tool_call>\n{call}\n</tool_call>").ids
     assert [written[0], written[-1]] == [vocabulary.token_to_id(mark) for mark in marks]

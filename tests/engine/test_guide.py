@@ -47,7 +47,7 @@ def play(state: GuideState, text: str) -> None:
 
 
 def test_json_schema_to_its_end(compiler: GuideCompiler) -> None:
-    state = compiler.start(Guide("json_schema", json.dumps(SCHEMA)))[0]
+    state = compiler.start(Guide("json_schema", json.dumps(SCHEMA)))
     assert token(EOS) not in allowed(state)
     play(state, '{"a": 12, "b": "fox"')
     assert not state.done
@@ -61,7 +61,7 @@ def test_json_schema_to_its_end(compiler: GuideCompiler) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_random_walks_end_in_what_the_schema_says(compiler: GuideCompiler, seed: int) -> None:
     draw = random.Random(seed)
-    state = compiler.start(Guide("json_schema", json.dumps(SCHEMA)))[0]
+    state = compiler.start(Guide("json_schema", json.dumps(SCHEMA)))
     made: list[int] = []
     while token(EOS) not in (choices := allowed(state)):
         assert max(choices) < byte_level().get_vocab_size()
@@ -74,7 +74,7 @@ def test_random_walks_end_in_what_the_schema_says(compiler: GuideCompiler, seed:
 
 
 def test_a_grammar_that_may_end_or_go_on(compiler: GuideCompiler) -> None:
-    state = compiler.start(Guide("regex", "ab*"))[0]
+    state = compiler.start(Guide("regex", "ab*"))
     play(state, "a")
     assert set(allowed(state)) == {token(EOS), token("b")}
     assert not state.done
@@ -82,7 +82,7 @@ def test_a_grammar_that_may_end_or_go_on(compiler: GuideCompiler) -> None:
 
 def test_lark_with_a_special_token(compiler: GuideCompiler) -> None:
     mark = token("[TOOL_CALLS]")
-    state = compiler.start(Guide("lark", f'start: <[{mark}]> "x"'))[0]
+    state = compiler.start(Guide("lark", f'start: <[{mark}]> "x"'))
     assert allowed(state) == [mark]
     assert state.accepts(mark)
     play(state, "x")
@@ -90,7 +90,7 @@ def test_lark_with_a_special_token(compiler: GuideCompiler) -> None:
 
 
 def test_any_object(compiler: GuideCompiler) -> None:
-    state = compiler.start(Guide("json"))[0]
+    state = compiler.start(Guide("json"))
     assert {byte_level().decode([one])[:1] for one in allowed(state)} == {"{"}
     play(state, '{"x": [1, {"y": null}]}')
     assert token(EOS) in allowed(state)
@@ -98,7 +98,7 @@ def test_any_object(compiler: GuideCompiler) -> None:
 
 @pytest.mark.parametrize("guide", [Guide("json"), Guide("json_schema", json.dumps(SCHEMA))])
 def test_space_cannot_go_on_for_ever(compiler: GuideCompiler, guide: Guide) -> None:
-    state = compiler.start(guide)[0]
+    state = compiler.start(guide)
     for so_far in ("{", '"a": ', "12", ', "b": ', '"fox"'):
         play(state, so_far)
         assert not {token(space) for space in ("Ġ", "Ċ", "ĉ")} & set(allowed(state))
@@ -107,13 +107,13 @@ def test_space_cannot_go_on_for_ever(compiler: GuideCompiler, guide: Guide) -> N
 
 @pytest.mark.parametrize("text", ['{"a": 1, "b": "fox"}', '{"a":1,"b":"fox"}'])
 def test_json_with_and_without_spaces(compiler: GuideCompiler, text: str) -> None:
-    state = compiler.start(Guide("json_schema", json.dumps(SCHEMA)))[0]
+    state = compiler.start(Guide("json_schema", json.dumps(SCHEMA)))
     play(state, text)
     assert state.done
 
 
 def test_a_forbidden_token_is_no_step(compiler: GuideCompiler) -> None:
-    state = compiler.start(Guide("regex", "ab"))[0]
+    state = compiler.start(Guide("regex", "ab"))
     assert not state.accepts(token("z"))
 
 
@@ -133,7 +133,7 @@ def test_what_is_no_grammar_is_a_bad_request(compiler: GuideCompiler, guide: Gui
 
 
 def test_vocabulary_narrower_than_the_tokenizer() -> None:
-    state = GuideCompiler(card(vocab_size=300)).start(Guide("regex", "[a-z]+"))[0]
+    state = GuideCompiler(card(vocab_size=300)).start(Guide("regex", "[a-z]+"))
     assert len(state.mask()) == 10
     assert state.accepts(token("a"))
     bits = np.unpackbits(state.mask().view(np.uint8), bitorder="little")
@@ -143,7 +143,7 @@ def test_vocabulary_narrower_than_the_tokenizer() -> None:
 def test_a_matcher_that_gives_up_has_not_ended_the_grammar(compiler: GuideCompiler) -> None:
     """Law 3: half an answer is no answer. The pattern compiles, and grows too large on the way."""
     schema = {"type": "string", "pattern": "(.*a.{0,100}){1,30}"}
-    state = compiler.start(Guide("json_schema", json.dumps(schema)))[0]
+    state = compiler.start(Guide("json_schema", json.dumps(schema)))
     taken = 0
     for one in tokens('"' + "ab" * 200):
         if not state.accepts(one):
@@ -158,7 +158,7 @@ def test_a_matcher_that_gives_up_has_not_ended_the_grammar(compiler: GuideCompil
 
 
 def test_eos_ends_a_grammar_whoever_ignores_it(compiler: GuideCompiler) -> None:
-    state = compiler.start(Guide("regex", "a*"))[0]
+    state = compiler.start(Guide("regex", "a*"))
     assert state.accepts(token("a"))
     assert not state.done
     assert state.accepts(token(EOS))
@@ -166,7 +166,8 @@ def test_eos_ends_a_grammar_whoever_ignores_it(compiler: GuideCompiler) -> None:
 
 
 def test_choices_step_apart(compiler: GuideCompiler) -> None:
-    one, two = compiler.start(Guide("regex", "ab|ba"), 2)
+    one = compiler.start(Guide("regex", "ab|ba"))
+    two = one.copy()
     assert one.accepts(token("a"))
     assert two.accepts(token("b"))
     assert not two.accepts(token("b"))
@@ -184,9 +185,17 @@ class _NoToken:
     def accepts(self, token: int) -> bool:
         return False
 
+    def copy(self) -> _NoToken:
+        return self
+
+
+class _Unguided(_NoToken):
+    def accepts(self, token: int) -> bool:
+        return True
+
 
 def test_a_guide_that_refuses_its_token_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GuideCompiler, "start", lambda self, guide, choices: [_NoToken()])
+    monkeypatch.setattr(GuideCompiler, "start", lambda self, guide: _NoToken())
     executor = ModelledExecutor(100)
     engine = engine_over(executor)
 
@@ -204,9 +213,9 @@ def test_a_guide_that_refuses_its_token_ends_its_request_alone(monkeypatch: pyte
 def test_a_guide_ready_after_the_stop_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ready = threading.Event()
 
-    def slow(compiler: GuideCompiler, guide: Guide, choices: int = 1) -> list[_NoToken]:
+    def slow(compiler: GuideCompiler, guide: Guide) -> _NoToken:
         assert ready.wait(10)
-        return [_NoToken()]
+        return _NoToken()
 
     monkeypatch.setattr(GuideCompiler, "start", slow)
     executor = ModelledExecutor(100)
@@ -235,11 +244,11 @@ def test_an_abort_while_a_guide_compiles_ends_the_request(
     """All of it or one choice; its id is free at once, and what nobody wants any more is not compiled."""
     ready, compiled, loop = threading.Event(), list[str](), threading.get_ident()
 
-    def slow(compiler: GuideCompiler, guide: Guide, choices: int = 1) -> list[None]:
+    def slow(compiler: GuideCompiler, guide: Guide) -> _Unguided:
         if threading.get_ident() != loop:  # The oracle, which compares on the loop, compiles too.
             compiled.append(guide.text)
             assert ready.wait(10)
-        return [None] * choices
+        return _Unguided()
 
     monkeypatch.setattr(GuideCompiler, "start", slow)
     executor = ModelledExecutor(100)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvloom.serve.messages import StartProgress
-from kvloom.serve.parent import Parent, run_child
+from kvloom.serve.processes.messages import StartProgress
+from kvloom.serve.processes.parent import Parent, run_child
 from kvloom.types.errors import ConfigError
 
 

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from kvloom.cluster.launcher import Snapshot
-from kvloom.serve.messages import GatewayOrder, News, Ready, RetireOrder, StartProgress
-from kvloom.serve.parent import Parent, run_child
+from kvloom.serve.processes.messages import GatewayOrder, News, Ready, RetireOrder, StartProgress
+from kvloom.serve.processes.parent import Parent, run_child
 from kvloom.types.errors import ConfigError
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from kvloom.api.routes import MAX_CONFIG
 from kvloom.cluster.edits import Edit, UnitEdit
-from kvloom.serve import child
-from kvloom.serve.child import LONGEST_REPORT, ChildProcess
-from kvloom.serve.messages import Report, StartProgress
+from kvloom.serve.processes import child
+from kvloom.serve.processes.child import LONGEST_REPORT, ChildProcess
+from kvloom.serve.processes.messages import Report, StartProgress
 from kvloom.types.clock import ending
 from kvloom.types.spec import ModelSpec
 from tests.processes import DEADLINE

@@ -6,12 +6,13 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
@@ -73,6 +74,65 @@ def test_a_head_without_end(tmp_path: Path, piece: bytes) -> None:
         async with connected(tmp_path) as (reader, writer):
             writer.write(HEAD + b"x-long: " + piece * 400)
             assert b" 400 " in await reader.readline()
+
+    run(play)
+
+
+def test_a_long_head_that_comes_at_once(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with connected(tmp_path) as (reader, writer):
+            writer.write(HEAD + b"x-long: " + b"x" * 100_000 + b"\r\n\r\n")
+            assert (await reader.read()).endswith(b"larger than 65536 bytes.")
+
+    run(play)
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the length of the body, and with the names of the headers."""
+    request = Request(scope, receive)
+    try:
+        body = await request.body()
+    except ClientDisconnect:
+        return
+    await PlainTextResponse(f"{len(body)} {sorted(request.headers)}")(scope, receive, send)
+
+
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+
+
+def test_trailers_are_no_headers(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with connected(tmp_path, echo) as (reader, writer):
+            writer.write(CHUNKED + b"5\r\nhello\r\n0\r\nauthorization: Bearer secret\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert b" 200 " in head
+            assert await reader.readexactly(31) == b"5 ['host', 'transfer-encoding']"
+
+    run(play)
+
+
+def test_a_body_in_tiny_chunks(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with connected(tmp_path, echo) as (reader, writer):
+            writer.write(CHUNKED + b"1\r\na\r\n" * 50_000 + b"0\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+            assert await reader.readexactly(6) == b"50000 "
+
+    run(play)
+
+
+@pytest.mark.parametrize("piece", [b"x-more: " + b"x" * 1000 + b"\r\n", b"x" * 1000])
+def test_trailers_without_end(tmp_path: Path, piece: bytes) -> None:
+    async def play() -> None:
+        async with connected(tmp_path, echo) as (reader, writer):
+            writer.write(CHUNKED + b"5\r\nhello\r\n0\r\n")
+            taken = 0
+            with suppress(ConnectionError):
+                while taken < 10_000_000 and not reader.at_eof():
+                    writer.write(piece)
+                    await writer.drain()
+                    taken += len(piece)
+            assert taken < 10_000_000
 
     run(play)
 

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 from benchmarks.procfs import command_line, descendants
 
-from kvloom.serve import forkserver
-from kvloom.serve.child import ChildProcess
-from kvloom.serve.forkserver import IMPORT_SECONDS, ForkServer
-from kvloom.serve.messages import OrderRefused, Report, StartProgress
-from kvloom.serve.prefork import NAME, launch
+from kvloom.serve.processes import forkserver
+from kvloom.serve.processes.child import ChildProcess
+from kvloom.serve.processes.forkserver import IMPORT_SECONDS, ForkServer
+from kvloom.serve.processes.messages import OrderRefused, Report, StartProgress
+from kvloom.serve.processes.prefork import NAME, launch
 from kvloom.types.clock import Clock, WallClock
 from tests.processes import DEADLINE, outlived
 
@@ -300,8 +300,8 @@ SUPERVISOR = f"""
 import asyncio
 from benchmarks.procfs import command_line, descendants
 from kvloom.types.clock import WallClock
-from kvloom.serve.forkserver import ForkServer
-from kvloom.serve.prefork import launch
+from kvloom.serve.processes.forkserver import ForkServer
+from kvloom.serve.processes.prefork import launch
 
 async def main():
     forks = ForkServer(["{FORKED}"], WallClock(), print, launch=lambda: launch("{BARE}"))

@@ -14,9 +14,9 @@ from pathlib import Path
 from kvloom.cluster.launcher import Snapshot
 from kvloom.cluster.state import ComponentStatus, FleetSpec, FleetStatus, UnitSpec
 from kvloom.router.client import HttpEngineClient
-from kvloom.serve.child import ChildProcess
 from kvloom.serve.local import ENGINE_MODULE, GATEWAY_MODULE
-from kvloom.serve.messages import EngineOrder, GatewayOrder, Order, Ready
+from kvloom.serve.processes.child import ChildProcess
+from kvloom.serve.processes.messages import EngineOrder, GatewayOrder, Order, Ready
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import SamplingParams, StartGenerate
 from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec

@@ -19,7 +19,7 @@ from kvloom.cluster.launcher import Answered, Ended, Missed, Started
 from kvloom.cluster.reconcile import Timing
 from kvloom.cluster.state import ComponentStatus, FleetSpec, Phase, UnitSpec, is_gateway
 from kvloom.serve.local import Heard, LocalLauncher, Role, answers
-from kvloom.serve.messages import GatewayOrder, StartProgress
+from kvloom.serve.processes.messages import GatewayOrder, StartProgress
 from kvloom.types.clock import WallClock
 from kvloom.types.spec import EngineSpec, ProgramSpec
 from tests.processes import DEADLINE

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvloom.config.config import DEMO
 from kvloom.exec.huggingface import kept_names
-from kvloom.serve.prefork import SINGLE_THREADED
+from kvloom.serve.processes.prefork import SINGLE_THREADED
 
 PROGRAM = f"""
 import os, sys

@@ -65,7 +65,7 @@ def test_a_unit_of_two_ranks_and_the_death_of_one(tmp_path: Path) -> None:
             with outlived([before["unit-0"], before["unit-0-rank-1"]]):
                 os.kill(before["unit-0-rank-1"], signal.SIGKILL)
             assert texts([first, *stream]) == whole
-        running.wait_for("unit-0 | ERROR kvloom.serve.parent: unit-0: rank 1 was killed by SIGKILL")
+        running.wait_for("unit-0 | ERROR kvloom.serve.processes.parent: unit-0: rank 1 was killed by SIGKILL")
         running.wait_for("unit-0 | ended with exit code 1; it starts again in 0.5 s")
         running.wait_for("unit-0 | answers again")
         assert sum_of(url, 40, 2) == "40 + 2 = 42."

@@ -35,8 +35,9 @@ B = TypeVar("B", bound=GenerationBody)
 class LimitBody:
     """An ASGI middleware that bounds the size of a request's body and the time that it takes to come.
 
-    It counts the bytes that come, whatever the headers promise. `MAX_HELD` bounds the bytes of all requests
-    together. The app that reads a body beyond the bounds gets a KvloomError for it.
+    It counts the bytes that come, whatever the headers promise. An answer to a body that was not read ends
+    its connection. `MAX_HELD` bounds the bytes of all requests together. The app that reads a body beyond the
+    bounds gets a KvloomError for it.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: float) -> None:
@@ -49,13 +50,22 @@ class LimitBody:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        declared = Headers(scope=scope).get("content-length", "0")
+        headers = Headers(scope=scope)
+        declared = headers.get("content-length", "0")
         if declared.isdigit() and int(declared[:20]) > self._max_bytes:
             await error_response(scope, _too_large(self._max_bytes))(scope, receive, send)
             return
         body = _BoundedBody(receive, self._max_bytes, self._max_seconds, self._hold)
+        comes = declared != "0" or "transfer-encoding" in headers
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start" and comes and not body.complete:
+                # What is still to come would be read, and thrown away, for as long as the caller likes.
+                message.setdefault("headers", []).append((b"connection", b"close"))
+            await send(message)
+
         try:
-            await self._app(scope, body.receive, send)
+            await self._app(scope, body.receive, answer)
         finally:
             self._held -= body.seen
 
@@ -84,10 +94,10 @@ class _BoundedBody:
         self._max_seconds = max_seconds
         self.seen = 0
         self._deadline: float | None = None
-        self._complete = False
+        self.complete = False
 
     async def receive(self) -> Message:
-        if self._complete:
+        if self.complete:
             return await self._receive()
         if self._deadline is None:
             self._deadline = asyncio.get_running_loop().time() + self._max_seconds
@@ -101,7 +111,7 @@ class _BoundedBody:
         self._hold(size)
         if self.seen > self._max_bytes:
             raise _too_large(self._max_bytes)
-        self._complete = not message.get("more_body", False)
+        self.complete = not message.get("more_body", False)
         return message
 
 

@@ -9,7 +9,7 @@ from cyclopts import App, Parameter
 
 from kvloom.cli.app import INVALID, CommandFailed, Models
 from kvloom.serve.machine import raise_open_files
-from kvloom.serve.prefork import launched
+from kvloom.serve.processes.prefork import launched
 from kvloom.types.errors import ConfigError
 
 EXAMPLES: Final = """\

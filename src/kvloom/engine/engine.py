@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from typing import Final
 
-from kvloom.engine.guide import Guides
+from kvloom.engine.guide import Guides, GuideTrial, no_trial
 from kvloom.engine.leases import Leases, Pins, Promises
 from kvloom.engine.migration import Llumlet, Pauses
 from kvloom.engine.quotas import QuotaTuner, fit
@@ -54,6 +54,7 @@ class Engine:
         spec: EngineSpec,
         clock: Clock,
         offload: OffloadBackend | None = None,
+        trial: GuideTrial = no_trial,
     ) -> None:
         self._spec = spec
         self._stopping = False
@@ -63,7 +64,7 @@ class Engine:
 
         # The requests, and what is kept for them.
         requests = self._requests = Requests(queues)
-        self._guides = Guides({name: queue.card for name, queue in queues.items()})
+        self._guides = Guides({name: queue.card for name, queue in queues.items()}, trial)
         promises = Promises(queues, self.pool.total)
         self._pins = Pins(queues, promises, clock, spec.lease)
         self._reservations = Reservations(

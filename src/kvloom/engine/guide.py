@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import suppress
+from typing import Any, Final, Protocol
 
 import llguidance
+import msgspec
 import numpy as np
 
 from kvloom.types.errors import BadRequest
@@ -15,7 +20,36 @@ from kvloom.types.geometry import U32
 from kvloom.types.request import JSON_SPACING, Guide, ModelCard, StartGenerate
 
 _BITS = 32
+_NOTHING_FITS = "NoExtensionBias"  # as llguidance says it
 _ANY_OBJECT = json.dumps({"type": "object"})
+KEPT: Final = 64  # grammars of a unit that stay compiled
+MOST_BYTES: Final = {"json": 0, "json_schema": 256 << 10, "lark": 256 << 10, "regex": 16 << 10}
+MOST_DEPTH: Final = 100
+MOST_RULES: Final = 2000
+MOST_REPEATED: Final = 10_000
+MOST_ALTERNATIVES: Final = 5000
+MOST_CHAINED: Final = 50
+_BRACKETS: Final = re.compile(r"[][(){}]")
+_RULE: Final = re.compile(r"^\s*[?!]?\w+\s*(?:\.\s*-?\d+\s*)?:", re.MULTILINE)
+_REPEATED: Final = re.compile(r"\{\s*(?:\d+\s*,\s*)?(\d+)\s*\}")
+LIMITS: Final = llguidance.LLParserLimits(
+    max_grammar_size=100_000,
+    max_lexer_states=50_000,
+    step_lexer_fuel=200_000,  # about 14 ms a mask
+    step_max_items=50_000,  # about 2.5 ms a mask
+    verbose_errors=False,
+)
+
+
+class GuideTrial(Protocol):
+    """Tries a grammar where it can do no harm."""
+
+    async def __call__(self, card: ModelCard, guide: Guide) -> None:
+        """Raises BadRequest if the grammar cannot be used, or takes too much to compile."""
+
+
+async def no_trial(card: ModelCard, guide: Guide) -> None:
+    """Tries nothing."""
 
 
 class GuideCompiler:
@@ -26,19 +60,23 @@ class GuideCompiler:
         self._card = card
         self._tokenizer: llguidance.LLTokenizer | None = None
 
-    def start(self, guide: Guide, choices: int = 1) -> list[GuideState]:
-        """Returns a state at the beginning of the grammar for each choice. Raises BadRequest if the grammar
-        cannot be used."""
+    def start(self, guide: Guide) -> GuideState:
+        """Returns a state at the beginning of the grammar. Raises BadRequest if it cannot be used, or
+        if no text fits it."""
         try:
-            matcher = llguidance.LLMatcher(self._trie(), _grammar(guide), log_level=0)
-        except ValueError as error:
-            raise _refused(guide, str(error)) from None
+            matcher = llguidance.LLMatcher(self.trie(), _grammar(guide), log_level=0, limits=LIMITS)
+        except (ValueError, RecursionError) as error:
+            raise refused(guide, str(error)) from None
         if matcher.is_error():
-            raise _refused(guide, matcher.get_error())
-        copies = [matcher, *(matcher.deep_copy() for _ in range(choices - 1))]
-        return [GuideState(copy, self._card.vocab_size, self._card.eos_token_ids) for copy in copies]
+            raise refused(guide, matcher.get_error())
+        state = GuideState(matcher, self._card.vocab_size, self._card.eos_token_ids)
+        if not state.mask().any():
+            why = matcher.get_error().partition("\n")[0] if matcher.is_error() else _NOTHING_FITS
+            raise refused(guide, "no text fits it" if why == _NOTHING_FITS else why)
+        return state
 
-    def _trie(self) -> llguidance.LLTokenizer:
+    def trie(self) -> llguidance.LLTokenizer:
+        """Returns the model's tokens as a trie."""
         if self._tokenizer is None:
             # Its own copy of the vocabulary must not be wider than the tokenizer: masks are cut or padded
             # to the logits' width by GuideState.
@@ -49,24 +87,107 @@ class GuideCompiler:
 
 
 class Guides:
-    """A unit's compilers, by model."""
+    """The grammars that a unit's requests have asked for. A grammar is tried first, and compiled once."""
 
-    def __init__(self, cards: Mapping[str, ModelCard]) -> None:
+    def __init__(self, cards: Mapping[str, ModelCard], trial: GuideTrial = no_trial) -> None:
+        self._cards = cards
+        self._trial = trial
         self._compilers = {name: GuideCompiler(card) for name, card in cards.items()}
-        self._turn = asyncio.Semaphore(1)
+        self._turns = {name: asyncio.Semaphore(1) for name in cards}
+        self._work: set[asyncio.Task[GuideState | BadRequest]] = set()
+        self._known: OrderedDict[bytes, GuideState | BadRequest] = OrderedDict()
 
     async def compiled(self, body: StartGenerate, wanted: Callable[[], bool]) -> list[GuideState | None]:
-        """Returns a state for each choice, or None. A large grammar takes a while, so grammars are compiled
-        one at a time, beside the loop; a request may not want its own any more when its turn comes. Raises
-        BadRequest."""
-        guide, count = body.sampling.guide, len(body.choices)
-        nothing = [None] * count
+        """Returns a state for each choice, or None. A large grammar takes a while, so a model's grammars are
+        compiled one at a time, beside the loop; a request may not want its own any more when its turn comes.
+        Raises BadRequest."""
+        guide, nothing = body.sampling.guide, [None] * len(body.choices)
         if guide is None:
             return [*nothing]
-        async with self._turn:
-            if not wanted():
-                return [*nothing]
-            return [*await asyncio.to_thread(self._compilers[body.model].start, guide, count)]
+        turn = self._turns[body.model]
+        await turn.acquire()
+        if not wanted():
+            turn.release()
+            return [*nothing]
+        # A thread cannot be cancelled, so the turn ends with the work, and not with who waits for it.
+        work = asyncio.create_task(self._compiled(body.model, guide))
+        self._work.add(work)
+        work.add_done_callback(self._work.discard)
+        work.add_done_callback(lambda _: turn.release())
+        known = await asyncio.shield(work)
+        if isinstance(known, BadRequest):
+            raise BadRequest(known.message, param=guide.param)
+        return [known.copy() for _ in nothing]
+
+    async def _compiled(self, model: str, guide: Guide) -> GuideState | BadRequest:
+        """Returns the state at the grammar's beginning, which nobody may step, or why there is none."""
+        key = hashlib.sha256(f"{model}\0{guide.kind}\0{guide.text}".encode()).digest()
+        known = self._known.get(key)
+        if known is None:
+            try:
+                await asyncio.to_thread(check_size, guide)
+                await self._trial(self._cards[model], guide)
+                known = await asyncio.to_thread(self._compilers[model].start, guide)
+            except BadRequest as error:
+                known = error
+            self._known[key] = known
+            if len(self._known) > KEPT:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        return known
+
+
+def check_size(guide: Guide) -> None:
+    """Raises BadRequest if the grammar is larger, or nested deeper, than any that is compiled."""
+    most = MOST_BYTES[guide.kind]
+    if len(guide.text) > most:
+        raise refused(guide, f"it has {len(guide.text)} characters, and at most {most} are allowed")
+    depth = deepest(guide.text)
+    if depth > MOST_DEPTH:
+        raise refused(guide, f"it is nested {depth} deep, and at most {MOST_DEPTH} is allowed")
+    if guide.kind == "json_schema":
+        with suppress(ValueError):  # the compiler says what is wrong
+            _check_schema(guide, json.loads(guide.text))
+    elif guide.kind == "lark" and (rules := len(_RULE.findall(guide.text))) > MOST_RULES:
+        raise refused(guide, f"it has {rules} rules, and at most {MOST_RULES} are allowed")
+    for bound in _REPEATED.findall(guide.text) if guide.kind != "json_schema" else ():
+        if int(bound) > MOST_REPEATED:
+            raise refused(guide, f"it repeats a part {bound} times, and at most {MOST_REPEATED} are allowed")
+
+
+def deepest(text: str) -> int:
+    """Returns how deep the text's brackets are nested, whichever they are and wherever they stand."""
+    depth = most = 0
+    for bracket in _BRACKETS.findall(text):
+        depth = depth + 1 if bracket in "([{" else max(depth - 1, 0)
+        most = max(most, depth)
+    return most
+
+
+def _check_schema(guide: Guide, schema: Any) -> None:
+    """Raises BadRequest if a part has too many alternatives, or if its references are chained too far."""
+    nodes = [schema] if isinstance(schema, dict | list) else []
+    links: dict[str, str] = {}
+    while nodes:
+        node = nodes.pop()
+        if len(node) > MOST_ALTERNATIVES:
+            raise refused(
+                guide, f"a part of it has {len(node)} entries, and at most {MOST_ALTERNATIVES} are allowed"
+            )
+        nodes += [
+            one for one in (node.values() if isinstance(node, dict) else node) if isinstance(one, dict | list)
+        ]
+        for group in ("$defs", "definitions"):
+            parts = node.get(group) if isinstance(node, dict) else None
+            for name, part in parts.items() if isinstance(parts, dict) else ():
+                if isinstance(part, dict) and isinstance(to := part.get("$ref"), str):
+                    links[f"#/{group}/{name}"] = to
+    for first in links:
+        seen, at = 0, first
+        while at in links and seen <= MOST_CHAINED:
+            at, seen = links[at], seen + 1
+        if seen > MOST_CHAINED:
+            raise refused(guide, f"more than {MOST_CHAINED} of its references lead from one to the next")
 
 
 class GuideState:
@@ -78,6 +199,10 @@ class GuideState:
         self._vocab_size = vocab_size
         self._eos = tuple(token for token in eos if token < vocab_size)
         self._closed = False
+
+    def copy(self) -> GuideState:
+        """Returns another state at the same place of the grammar."""
+        return GuideState(self._matcher.deep_copy(), self._vocab_size, self._eos)
 
     @property
     def done(self) -> bool:
@@ -129,6 +254,24 @@ def _grammar(guide: Guide) -> str:
     return str(make.grammar_from_lark(guide.text))
 
 
-def _refused(guide: Guide, message: str) -> BadRequest:
+def refused(guide: Guide, message: str) -> BadRequest:
+    """Returns the error that says why a grammar cannot be used."""
     said = " ".join(message.split())[:500]
     return BadRequest(f"the {guide.kind} grammar cannot be used: {said}", param=guide.param)
+
+
+class GrammarTrials:
+    """Compiles grammars in a sandbox's process, to see whether they can be used. Keys name the models."""
+
+    def __init__(self) -> None:
+        self._compilers: dict[str, GuideCompiler] = {}
+
+    def prepare(self, key: str, data: bytes) -> None:
+        """Takes a model's card, and builds its tokenizer's trie."""
+        self._compilers[key] = compiler = GuideCompiler(msgspec.msgpack.decode(data, type=ModelCard))
+        compiler.trie()
+
+    def run(self, key: str, data: bytes) -> bytes:
+        """Compiles a guide. Raises BadRequest."""
+        self._compilers[key].start(msgspec.msgpack.decode(data, type=Guide))
+        return b""

@@ -23,8 +23,9 @@ from kvloom.kv.arena import Arena, ArenaMemory
 from kvloom.offload.cpu.attention import CpuOffloadBackend
 from kvloom.offload.loans import LoanKeeper
 from kvloom.offload.terms import OffloadBackend
-from kvloom.serve.messages import EngineOrder, Ready, StartProgress, keep_cards
-from kvloom.serve.parent import Parent, end_at_once
+from kvloom.serve.processes.messages import EngineOrder, Ready, StartProgress, keep_cards
+from kvloom.serve.processes.parent import Parent, end_at_once
+from kvloom.serve.processes.sandbox import Limits, Sandbox, grammar_trial
 from kvloom.serve.server import HttpServer
 from kvloom.transfer.shared_memory import ShmTransport
 from kvloom.types.clock import Clock, WallClock
@@ -36,6 +37,8 @@ from kvloom.types.transfer import NoTransport, Transport
 GRACE_SECONDS: Final = 1
 CONFIG: Final = "config.json"
 HUB_SECONDS: Final = 5.0
+TRIALS: Final = 2  # grammars that are tried at the same time
+TRIAL_LIMITS: Final = Limits(seconds=2.0, memory=512 << 20)
 
 
 class UnitExecutor(Executor, Protocol):
@@ -68,7 +71,9 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
     executor = load_unit(spec, folder, lambda text: parent.report(StartProgress(text)))
     transport = open_transport(spec, executor.arena)
     clock = WallClock()
-    engine = Engine(executor, transport, spec, clock, open_offload(executor, transport))
+    sandbox = Sandbox("grammars", TRIALS, TRIAL_LIMITS)
+    offload = open_offload(executor, transport)
+    engine = Engine(executor, transport, spec, clock, offload, grammar_trial(sandbox))
     cards = await engine.models()
     keep_cards(folder, spec.unit, cards)
     chat = tuple(card.name for card in cards if card.chat_template is not None)
@@ -80,7 +85,7 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
     )
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.end)
     try:
-        async with asyncio.TaskGroup() as group:
+        async with sandbox, asyncio.TaskGroup() as group:
             group.create_task(engine.run())
             beside = [group.create_task(_end_when_lost(executor))]
             if spec.weave is not None:

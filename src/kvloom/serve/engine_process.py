@@ -7,8 +7,8 @@ from pathlib import Path
 
 import uvloop
 
-from kvloom.serve.messages import EngineOrder, StartProgress
-from kvloom.serve.parent import Parent, run_child
+from kvloom.serve.processes.messages import EngineOrder, StartProgress
+from kvloom.serve.processes.parent import Parent, run_child
 
 
 def main(parent: Parent) -> None:

@@ -22,9 +22,9 @@ from typing import Final
 import msgspec
 from setproctitle import getproctitle, setproctitle
 
-from kvloom.serve.forkserver import LONGEST_MESSAGE, Fork, Forked, ForkEnded, ForkRefused
-from kvloom.serve.parent import run_child
-from kvloom.serve.prefork import ORDERS
+from kvloom.serve.processes.forkserver import LONGEST_MESSAGE, Fork, Forked, ForkEnded, ForkRefused
+from kvloom.serve.processes.parent import run_child
+from kvloom.serve.processes.prefork import ORDERS
 
 TASKS: Final = Path("/proc/self/task")
 QUIET_MILLISECONDS: Final = 1000  # after which nobody seems to need the cores more

@@ -31,8 +31,8 @@ from kvloom.router.program import Program, load_program
 from kvloom.router.rescheduling import Rescheduler
 from kvloom.router.router import Router
 from kvloom.router.units import FleetLink
-from kvloom.serve.messages import GatewayOrder, News, Ready, Report, RetireOrder, kept_cards
-from kvloom.serve.parent import Parent, run_child
+from kvloom.serve.processes.messages import GatewayOrder, News, Ready, Report, RetireOrder, kept_cards
+from kvloom.serve.processes.parent import Parent, run_child
 from kvloom.serve.server import ClientConnection, HttpServer
 from kvloom.types.clock import Clock, WallClock
 from kvloom.types.errors import ConfigError

@@ -16,8 +16,8 @@ from kvloom.cluster.launcher import News as FleetNews
 from kvloom.cluster.reconcile import TIMING, Timing
 from kvloom.cluster.state import GATEWAY, SCHEDULER, Phase, is_gateway
 from kvloom.config.config import Config
-from kvloom.serve.child import ChildProcess
-from kvloom.serve.messages import (
+from kvloom.serve.processes.child import ChildProcess
+from kvloom.serve.processes.messages import (
     EngineOrder,
     GatewayOrder,
     News,

@@ -14,8 +14,8 @@ import msgspec
 
 from kvloom.cluster.scheduler import FleetScheduler
 from kvloom.engine.freeness import Thresholds
-from kvloom.serve.messages import Ready, SchedulerOrder
-from kvloom.serve.parent import Parent, run_child
+from kvloom.serve.processes.messages import Ready, SchedulerOrder
+from kvloom.serve.processes.parent import Parent, run_child
 from kvloom.types.clock import WallClock
 from kvloom.types.errors import Unavailable
 from kvloom.types.service import FleetState, Pairs, Steps

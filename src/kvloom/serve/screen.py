@@ -11,6 +11,7 @@ from rich.status import Status
 from rich.text import Text
 
 from kvloom.config.config import DEMO
+from kvloom.serve.processes.log import Background
 from kvloom.types.clock import Clock
 
 
@@ -18,6 +19,7 @@ class Screen:
     """Steps with their seconds, the components' logs between them, and at last how to call the fleet.
 
     Each component may be at a step of its own. On a terminal current steps move; elsewhere each is a line.
+    All is written in the background: a terminal that nobody reads, or a full disk, holds nothing up.
     """
 
     def __init__(self, console: Console, clock: Clock) -> None:
@@ -26,6 +28,7 @@ class Screen:
         self._started = clock.now()
         self._status: Status | None = None
         self._steps: dict[str, tuple[str, float]] = {}  # by who is at it
+        self._background = Background("screen", self._tell_lost)
 
     def step(self, text: str, of: str = "") -> None:
         """Shows `text` as the present step of `of`, whose step before is done."""
@@ -47,35 +50,48 @@ class Screen:
             self._print(f"{self._clock.now() - begun:6.1f} s  {text}", style="green")
 
     def log(self, component: str, line: str) -> None:
+        """Shows a line of a component's output."""
         self._print(f"{component:>7} | {line}", style="dim")
 
     def warn(self, component: str, line: str) -> None:
+        """Shows what went wrong with a component."""
         self._print(f"{component:>7} | {line}", style="yellow")
 
     def ready(self, url: str, models: Mapping[str, str], chat: Sequence[str], *, locked: bool) -> None:
         """Shows that the fleet serves. models: their paths by name; chat: the names of those that have a chat
         template."""
-        self.close()
+        self.end_steps()
         seconds = self._clock.now() - self._started
         self._print(f"Ready in {seconds:.1f} s: {url} serves {', '.join(models)}", style="bold green")
         self._print(f"Try: {curl(url, models, chat, locked=locked)}")
 
-    def close(self) -> None:
+    def end_steps(self) -> None:
         """Shows that all steps are done."""
         for of in list(self._steps):
             self.done(of)
 
+    def close(self) -> None:
+        """Shows that all steps are done, and waits a moment until all that was told is written."""
+        self.end_steps()
+        self._background.close()
+
     def _show_steps(self) -> None:
+        texts = " · ".join(text for text, _ in self._steps.values())
+        self._background.post(lambda: self._spin(texts))
+
+    def _spin(self, texts: str) -> None:
         if self._status is not None:
             self._status.stop()
             self._status = None
-        if self._steps:
-            texts = " · ".join(text for text, _ in self._steps.values())
+        if texts:
             self._status = self._console.status(Text(f"{texts} …"))
             self._status.start()
 
     def _print(self, text: str, style: str = "") -> None:
-        self._console.print(Text(text, style=style), soft_wrap=True)
+        self._background.post(lambda: self._console.print(Text(text, style=style), soft_wrap=True))
+
+    def _tell_lost(self, lines: int) -> None:
+        self._console.print(Text(f"{lines} lines could not be shown in time and were lost", style="yellow"))
 
 
 def curl(url: str, models: Mapping[str, str], chat: Sequence[str], *, locked: bool) -> str:

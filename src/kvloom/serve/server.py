@@ -32,9 +32,13 @@ class Connection(HttpToolsProtocol):
     HEAD_SECONDS: ClassVar[float] = 20.0
     """Time for a head, from its first byte on; for the first head, from the connection's beginning on."""
     MAX_HEAD: ClassVar[int] = 64 << 10
-    """Bytes of a head. A longer one is refused."""
+    """Bytes of a head. A longer one is refused. A body may have as many that are no part of it, in its
+    chunks' heads and in trailers, and `FRAMING` times its own besides."""
+    FRAMING: ClassVar[int] = 16
+    """A chunk of one byte takes six, and more if its length begins with zeros."""
 
     _head_bytes = 0
+    _spare = 0  # bytes that may still come and be no part of the body
     _head_due: asyncio.TimerHandle | None = None  # runs while a head is on its way
     _early = False  # Data came before the last answer was complete.
 
@@ -50,10 +54,18 @@ class Connection(HttpToolsProtocol):
         if self._early:
             return
         self._head_bytes += len(data)
+        self._spare -= len(data)
         super().data_received(data)
-        coming = self._head_due is not None and not self.transport.is_closing()
-        if coming and self._head_bytes > self.MAX_HEAD:
+        if self.transport.is_closing():
+            return
+        if self._head_due is not None and self._head_bytes > self.MAX_HEAD:
             self._give_up(f"The request's head is larger than {self.MAX_HEAD} bytes.")
+        elif self._in_body and self._spare < 0:
+            self.transport.abort()
+
+    @property
+    def _in_body(self) -> bool:
+        return self._head_due is None and self.cycle is not None and self.cycle.more_body
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -64,12 +76,24 @@ class Connection(HttpToolsProtocol):
             self._await_head()
             self._head_bytes = 1
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._head_due is not None:  # a trailer comes after the head, and is dropped
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        if not self._early:
-            self._has_head()
-            super().on_headers_complete()
+        if self._early:
+            return
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > self.MAX_HEAD:
+            self._give_up(f"The request's head is larger than {self.MAX_HEAD} bytes.")
+            self._early = True
+            return
+        self._has_head()
+        self._spare = self.MAX_HEAD
+        super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        self._spare += (1 + self.FRAMING) * len(body)
         if not self._early:
             super().on_body(body)
 

@@ -18,11 +18,12 @@ from kvloom.cluster.edits import Edit
 from kvloom.cluster.launcher import Counted, Ended
 from kvloom.cluster.state import GATEWAY, ComponentStatus, FleetSpec, UnitSpec, is_gateway
 from kvloom.config.config import Config
-from kvloom.serve.forkserver import ForkServer
 from kvloom.serve.local import ENGINE_MODULE, Heard, LocalLauncher, Roles
 from kvloom.serve.machine import listen, private_folder
-from kvloom.serve.messages import StartProgress
-from kvloom.serve.prefork import LaunchedForkServer
+from kvloom.serve.processes.forkserver import ForkServer
+from kvloom.serve.processes.log import log_to
+from kvloom.serve.processes.messages import StartProgress
+from kvloom.serve.processes.prefork import LaunchedForkServer
 from kvloom.serve.screen import Screen
 from kvloom.types.clock import Clock, WallClock
 
@@ -206,6 +207,7 @@ def serve_fleet(config: Config, forks: LaunchedForkServer | None) -> Outcome:
     or there is no place for sockets."""
     clock = WallClock()
     screen = Screen(Console(highlight=False), clock)
+    log_to(lambda line: screen.warn("fleet", line))
     with listen(config.host, config.port) as listener, private_folder() as folder:
         try:
             return asyncio.run(Supervisor(config, screen, clock, listener, folder, forks).run())

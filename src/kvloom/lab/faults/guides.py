@@ -82,4 +82,4 @@ def _compiler(vocab: int) -> GuideCompiler:
 
 def begin_guide(guide: Guide, vocab: int) -> GuideState:
     """Returns the beginning of a grammar, for who works an answer out without an engine."""
-    return _compiler(vocab).start(guide)[0]
+    return _compiler(vocab).start(guide)

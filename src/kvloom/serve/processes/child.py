@@ -14,8 +14,8 @@ from typing import IO, Final, Protocol, Self
 
 import msgspec
 
-from kvloom.serve.messages import Order, Report
-from kvloom.serve.prefork import ENVIRONMENT
+from kvloom.serve.processes.messages import Order, Report
+from kvloom.serve.processes.prefork import ENVIRONMENT
 from kvloom.types.clock import ending
 
 _log = logging.getLogger(__name__)

@@ -16,8 +16,9 @@ from typing import Final, NoReturn, TypeVar
 
 import msgspec
 
-from kvloom.serve.messages import News, Order, OrderRefused, Report
-from kvloom.serve.prefork import ORDERS
+from kvloom.serve.processes.log import log_to_stderr
+from kvloom.serve.processes.messages import News, Order, OrderRefused, Report
+from kvloom.serve.processes.prefork import ORDERS
 from kvloom.types.errors import ConfigError, Unavailable
 
 _log = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 def run_child(main: Callable[[Parent], None]) -> NoReturn:
     """Runs a child process from its start to its end. Its one argument is the descriptor for reports."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    log_to_stderr()
     logging.getLogger("uvicorn.error").addFilter(_is_news)
     parent = Parent(int(sys.argv[1]))
     code = 0
@@ -99,6 +100,5 @@ def end_at_once(why: str) -> NoReturn:
 
 
 def _exit(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    logging.shutdown()
     os._exit(code)

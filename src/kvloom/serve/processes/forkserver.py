@@ -23,8 +23,8 @@ from typing import IO, Final
 import msgspec
 from msgspec import Struct
 
-from kvloom.serve.child import ChildProcess, Descriptors, lines, reader
-from kvloom.serve.prefork import ENVIRONMENT, NAME, LaunchedForkServer, launch
+from kvloom.serve.processes.child import ChildProcess, Descriptors, lines, reader
+from kvloom.serve.processes.prefork import ENVIRONMENT, NAME, LaunchedForkServer, launch
 from kvloom.types.clock import Clock, ending
 
 FORK_SECONDS: Final = 10.0  # for an answer

@@ -1,0 +1,214 @@
+"""Processes that compile grammars, tokenise and render prompts under limits.
+
+Libraries that read a client's text may overflow their stack, take all memory or run for minutes, and cannot
+be interrupted. In a process of their own they cost that process alone, and another one takes its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Literal, Self
+
+import msgspec
+
+from kvloom.engine.guide import GuideTrial, refused
+from kvloom.types.clock import ending
+from kvloom.types.errors import BadRequest
+from kvloom.types.request import Guide, ModelCard
+
+Work = Literal["grammars"]
+LENGTH_BYTES: Final = 4
+WALL: Final = 20.0  # a call may take so many times its CPU seconds, on a machine that is busy
+IMPORT_SECONDS: Final = 60.0
+MEMORY_SIGNALS: Final = frozenset((signal.SIGABRT, signal.SIGBUS, signal.SIGKILL))
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What one call may take."""
+
+    seconds: float  # of CPU
+    memory: int  # bytes of address space, beyond those that the process has when it is idle
+
+
+class Prepare(msgspec.Struct, frozen=True, tag=True):
+    """Gives the process what later calls of `key` need, such as a model's tokenizer."""
+
+    key: str
+    data: bytes
+
+
+class Run(msgspec.Struct, frozen=True, tag=True):
+    """Asks for one piece of work."""
+
+    key: str
+    data: bytes
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """Answers a `Run`, or a `Prepare` with nothing."""
+
+    data: bytes
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """Answers a `Prepare` or a `Run` that makes no sense, and says why."""
+
+    why: str
+
+
+Question = Prepare | Run
+Answer = Done | Failed
+_answer: Final[Callable[[bytes], Answer]] = msgspec.msgpack.Decoder(Answer).decode
+
+
+class Refused(Exception):
+    """The work makes no sense, or went over a limit. The message says why."""
+
+
+class OverLimit(Refused):
+    """The work went over a limit, and its process was ended."""
+
+
+@dataclass(slots=True)
+class _Worker:
+    """One process, which does one piece of work at a time."""
+
+    process: asyncio.subprocess.Process
+    prepared: set[str]
+
+    async def ask(self, question: Question, seconds: float) -> Answer:
+        """Raises IncompleteReadError or ConnectionError if the process ends, and TimeoutError."""
+        into, out = self.process.stdin, self.process.stdout
+        assert into is not None
+        assert out is not None
+        frame = msgspec.msgpack.encode(question)
+        async with asyncio.timeout(seconds):
+            into.writelines((len(frame).to_bytes(LENGTH_BYTES, "big"), frame))
+            await into.drain()
+            length = int.from_bytes(await out.readexactly(LENGTH_BYTES), "big")
+            return _answer(await out.readexactly(length))
+
+    async def end(self) -> int:
+        with suppress(ProcessLookupError):
+            self.process.kill()
+        return await self.process.wait()
+
+
+class Sandbox:
+    """A pool of such processes, an async context manager. Each is started when it is first needed."""
+
+    def __init__(self, work: Work, size: int, limits: Limits) -> None:
+        self._work = work
+        self._limits = limits
+        self._room = asyncio.Semaphore(size)
+        self._idle: list[_Worker] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for worker in self._idle:
+            await worker.end()
+        self._idle.clear()
+
+    async def call(self, key: str, prepare: Callable[[], bytes], data: bytes) -> bytes:
+        """Returns what the work answers. prepare: gives what a process has to know for calls of `key`. If the
+        caller is cancelled while the work is under way, the work's process is ended. Raises Refused."""
+        async with self._room:
+            worker = self._pick(key) or await self._started()
+            kept = False
+            try:
+                if key not in worker.prepared:
+                    await self._ask(worker, Prepare(key, prepare()))
+                    worker.prepared.add(key)
+                answer = await self._ask(worker, Run(key, data))
+                kept = True
+                return answer
+            except OverLimit:
+                raise
+            except Refused:
+                kept = True
+                raise
+            finally:
+                if kept:
+                    self._idle.append(worker)
+                else:
+                    await worker.end()
+
+    def _pick(self, key: str) -> _Worker | None:
+        """Takes an idle process, one that is prepared for the key if there is any."""
+        found = next((worker for worker in reversed(self._idle) if key in worker.prepared), None)
+        found = found or (self._idle[-1] if self._idle else None)
+        if found is not None:
+            self._idle.remove(found)
+        return found
+
+    async def _started(self) -> _Worker:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",
+            "-m",
+            "kvloom.serve.sandbox_process",
+            self._work,
+            str(self._limits.seconds),
+            str(self._limits.memory),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            env=environment(os.environ),
+        )
+        return _Worker(process, set())
+
+    async def _ask(self, worker: _Worker, question: Question) -> bytes:
+        """Raises Refused."""
+        seconds = IMPORT_SECONDS + WALL * self._limits.seconds
+        try:
+            answer = await worker.ask(question, seconds)
+        except TimeoutError:
+            await worker.end()
+            raise OverLimit(self._too_long()) from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise OverLimit(self._why(await worker.process.wait())) from None
+        if isinstance(answer, Failed):
+            raise Refused(answer.why)
+        return answer.data
+
+    def _too_long(self) -> str:
+        return f"it takes longer than {self._limits.seconds:g} s"
+
+    def _why(self, code: int) -> str:
+        if code == -signal.SIGXCPU:
+            return self._too_long()
+        if code == -signal.SIGSEGV:
+            return "it is nested too deeply"
+        if code < 0 and -code in MEMORY_SIGNALS:
+            return f"it needs more than {self._limits.memory >> 20} MiB of memory"
+        return f"its process {ending(code)}"
+
+
+def environment(given: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of such a process, whose libraries have one thread each."""
+    return {**given, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+def grammar_trial(sandbox: Sandbox) -> GuideTrial:
+    """Returns the trial of grammars in a sandbox of `grammars`."""
+
+    async def trial(card: ModelCard, guide: Guide) -> None:
+        try:
+            await sandbox.call(card.name, lambda: msgspec.msgpack.encode(card), msgspec.msgpack.encode(guide))
+        except OverLimit as error:
+            raise refused(guide, str(error)) from None
+        except Refused as error:
+            raise BadRequest(str(error), param=guide.param) from None
+
+    return trial

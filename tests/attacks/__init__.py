@@ -1,0 +1,1 @@
+"""Attacks on a real fleet, by command: `python -m tests.attacks`. Not part of the test suite."""

@@ -1,0 +1,93 @@
+"""The log neither blocks nor raises, and says what it left out."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from contextlib import suppress
+
+import pytest
+
+from kvloom.serve.processes.log import MOST_ALIKE, MOST_WAITING, Background, LogHandler, line_writer
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def logged(write: object, clock: Clock) -> tuple[logging.Logger, LogHandler]:
+    handler = LogHandler(write, clock)  # type: ignore[arg-type]
+    logger = logging.Logger("test")
+    logger.addHandler(handler)
+    return logger, handler
+
+
+def test_what_one_place_logs_by_the_hundred_is_folded() -> None:
+    lines, clock = list[str](), Clock()
+    logger, handler = logged(lines.append, clock)
+    for number in range(500):
+        logger.warning("a bad request from %d", number)
+    logger.warning("something else")
+    clock.now = 61
+    logger.warning("later")
+    handler.close()
+    assert len(lines) == MOST_ALIKE + 3
+    assert lines[-2] == f"WARNING test: {500 - MOST_ALIKE} more like: a bad request from 0"
+
+
+def test_a_cause_has_one_traceback_a_minute() -> None:
+    lines, clock = list[str](), Clock()
+    logger, handler = logged(lines.append, clock)
+    for clock.now in (0, 1, 2, 100):
+        try:
+            raise KeyError("x")
+        except KeyError:
+            logger.exception("it failed")
+    handler.close()
+    assert ["Traceback" in line for line in lines] == [True, False, False, True]
+    assert lines[1] == "ERROR test: it failed: KeyError: 'x'"
+
+
+def test_a_sink_that_fails_is_tried_again() -> None:
+    lines = list[str]()
+
+    def write(line: str) -> None:
+        if line.endswith(("one", "two")):
+            raise OSError("no space left on device")
+        lines.append(line)
+
+    logger, handler = logged(write, Clock())
+    for word in ("one", "two", "three"):
+        logger.warning(word)
+    handler.close()
+    assert lines == ["WARNING test: three", "WARNING kvloom: 2 lines of the log were lost"]
+
+
+def test_a_pipe_that_nobody_reads_holds_nobody_up() -> None:
+    reader, writer = os.pipe()
+    with suppress(BrokenPipeError), os.fdopen(writer, "w") as stream, os.fdopen(reader, "rb") as unread:
+        write = line_writer(stream)
+        background = Background("test", lambda lost: write(f"{lost} lost"))
+        for _ in range(3 * MOST_WAITING):
+            background.post(lambda: write("x" * 100))
+        while b"lost" not in unread.readline():
+            background.post(lambda: None)
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), SystemExit(1), ValueError("closed file")])
+def test_no_failure_of_a_sink_ends_the_thread(error: BaseException) -> None:
+    lost, done = list[int](), threading.Event()
+    background = Background("test", lost.append)
+
+    def fail() -> None:
+        raise error
+
+    background.post(fail)
+    background.post(done.set)
+    assert done.wait(10)
+    background.close()
+    assert lost == [1]
