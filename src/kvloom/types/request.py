@@ -78,7 +78,7 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True, kw_only=True):
         )
 
 
-PROTOCOL = "5"
+PROTOCOL = "6"
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=200)]
@@ -111,6 +111,10 @@ class StartGenerate(Struct, frozen=True, omit_defaults=True, kw_only=True):
     # The most tokens of a choice in a frame; the first token comes at once. A larger number saves work for a
     # caller that does not stream.
     interval: Annotated[int, Meta(ge=1, le=1024)] = 1
+    # For whom the request is made: the name of a key, or an address. Queues are fair between tenants.
+    tenant: str = ""
+    # Prefixes are shared with requests of the same salt only.
+    salt: str = ""
 
     @property
     def choices(self) -> list[Made]:
