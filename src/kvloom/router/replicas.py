@@ -188,6 +188,8 @@ class Fleet:
     index: PrefixIndex
     arrival: Arrival
     """The request that is to go to one of the replicas."""
+    salt: str = ""
+    """That with which the request's prefixes are cached; the index is asked for no other."""
 
     @property
     def up(self) -> list[Replica]:
@@ -242,7 +244,7 @@ class Fleet:
         are left out."""
         if len(self.replicas) == 1:
             return {}
-        held = self.index.match(self.model, prompt)
+        held = self.index.match(self.model, prompt, self.salt)
         return {replica: held[replica.name] for replica in self.up if replica.name in held}
 
     def to_compute(self, prompt: Sequence[int], replica: Replica, begin: int, end: int) -> int:
@@ -252,7 +254,7 @@ class Fleet:
     def note(self, prompt: Sequence[int], replica: Replica) -> None:
         """Remembers that `replica` holds the prompt now, or soon."""
         if len(self.replicas) > 1:
-            self.index.note(self.model, prompt, replica.name)
+            self.index.note(self.model, prompt, replica.name, self.salt)
 
     def without(self, some: Collection[Replica]) -> Fleet:
         return replace(self, replicas=tuple(one for one in self.replicas if one not in some))
