@@ -69,6 +69,26 @@ def list_models(*, server: ServerOptions = HERE) -> None:
         print_models(gateway.models())
 
 
+@model.command
+def digest(
+    path: Annotated[str, Parameter(name="PATH", help="a checkpoint's folder, or a hub id")],
+    /,
+    *,
+    revision: Annotated[str | None, Parameter(help="the hub id's commit, tag or branch")] = None,
+) -> None:
+    """Print the digest of a checkpoint's weights, as a model's `sha256` in a config wants it. It reads all
+    weights, and downloads those of a hub id that are not in the hub's cache."""
+    from kvloom.exec.checkpoint import open_checkpoint  # noqa: PLC0415 -- no other command reads checkpoints
+
+    try:
+        print(open_checkpoint(resolve_model(path, Path.cwd()), revision).digest(), flush=True)
+    except ConfigError as error:
+        raise ConfigError(f"{path[:140]}: {error.message}") from error
+    except Exception as error:  # whatever the hub's client or the files' disk makes of it
+        reason = " ".join(str(error).split())[:400]
+        raise ConfigError(f"{path[:140]} cannot be read: {reason}") from error
+
+
 def read_model(text: str) -> ModelSpec:
     """Reads NAME=PATH; the path counts from the working folder. Raises ConfigError."""
     name, equals, path = text.partition("=")
