@@ -236,19 +236,21 @@ def _seconds(least: float, most: float) -> PlainValidator:
     return PlainValidator(read)
 
 
-def _revision(value: Any, info: ValidationInfo) -> str | None:
+def check_revision(value: Any, path: str) -> str | None:
+    """Returns the revision of what lies at `path`. Raises ValueError for what is none, and for a folder's."""
     if value is None:
         return None
     if not isinstance(value, str) or not _REVISION.fullmatch(value) or ".." in value:
         raise ValueError(f"{_short(value)}; a commit, a tag or a branch of the hub is right")
-    if str(info.data.get("path", "")).startswith("/"):
+    if path.startswith("/"):
         raise ValueError(
             f"{_short(value)}, but the path is a folder, which has no revisions; a hub id is right"
         )
     return value
 
 
-def _sha256(value: Any) -> str | None:
+def check_sha256(value: Any) -> str | None:
+    """Returns the digest in small letters. Raises ValueError for what is none."""
     if value is None:
         return None
     if not isinstance(value, str) or not _SHA256.fullmatch(value):
@@ -312,8 +314,10 @@ LoadSeconds = Annotated[float, _seconds(1, 86400)]  # a download of the weights 
 Period = Annotated[float, _seconds(0.05, 60)]
 Steps = Annotated[float, BeforeValidator(no_bool), Field(ge=-1e9, le=1e9)]
 Program = Annotated[ProgramSpec, PlainValidator(parse_program)]
-Revision = Annotated[str | None, PlainValidator(_revision)]
-Sha256 = Annotated[str | None, PlainValidator(_sha256)]
+Revision = Annotated[
+    str | None, PlainValidator(lambda value, info: check_revision(value, str(info.data.get("path", ""))))
+]
+Sha256 = Annotated[str | None, PlainValidator(check_sha256)]
 Priorities = Annotated[tuple[Level, ...], PlainValidator(_priorities)]
 Some = AfterValidator(_some)
 NoNull = BeforeValidator(_no_null)

@@ -109,8 +109,8 @@ class _Kept:
 
     tree: PrefixTree
     path: PinnedPath
-    content: tuple[str, bytes]
-    """The model, and a hash of the prompt."""
+    content: tuple[str, str, bytes]
+    """The model, the salt, and a hash of the prompt."""
     lease: float
     due: float
     """When its lease runs out."""

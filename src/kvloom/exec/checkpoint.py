@@ -296,7 +296,8 @@ def _checked(file: str, header: Mapping[str, Any], size: int) -> int:
     total = 0
     for name, told in header.items():
         where = f"its {file}: {name[:100]}"
-        bits = _BITS.get(told.get("dtype")) if isinstance(told, dict) and _text(told.get("dtype")) else None
+        form = told.get("dtype") if isinstance(told, dict) else None
+        bits = _BITS.get(form) if isinstance(form, str) else None
         if bits is None:
             raise ConfigError(f"{where} has no number format that is known")
         shape, span = told.get("shape"), told.get("data_offsets")
@@ -320,10 +321,6 @@ def _checked(file: str, header: Mapping[str, Any], size: int) -> int:
     if end != size:
         raise ConfigError(f"its {file} has {size:,} bytes of weights, and its header tells of {end:,}")
     return total
-
-
-def _text(value: object) -> bool:
-    return isinstance(value, str)
 
 
 def _naturals(value: object) -> bool:

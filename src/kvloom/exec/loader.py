@@ -296,12 +296,13 @@ def _size(config: PretrainedConfig, dtype: torch.dtype, checkpoint: Checkpoint) 
         module = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=dtype, attn_implementation="eager", trust_remote_code=False
         )
-    parameters = sum(one.numel() for one in module.parameters())
+    parameters: int = sum(one.numel() for one in module.parameters())
+    tables: int = sum(one.numel() * one.itemsize for one in module.buffers())
     if parameters > _SLACK * checkpoint.elements and not checkpoint.packed:
         raise ConfigError(
             f"its config describes {parameters:,} parameters, and its files hold {checkpoint.elements:,}"
         )
-    return parameters * dtype.itemsize + sum(one.numel() * one.itemsize for one in module.buffers())
+    return parameters * dtype.itemsize + tables
 
 
 def _no_code(path: str) -> None:
