@@ -176,6 +176,13 @@ def test_adapters_and_parts_of_ranks(qwen: Path) -> None:
     assert "one of several ranks" in refusal(qwen)
 
 
+@pytest.mark.parametrize("text", ['{"a":' * 100_000, '{"a": ' + "9" * 5000 + "}", "[]", "\udc80"])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"])
+def test_other_files_that_break_who_reads_them(qwen: Path, name: str, text: str) -> None:
+    (qwen / name).write_text(text, errors="surrogateescape")
+    refusal(qwen)
+
+
 # -- headers --------------------------------------------------------------------------------------------
 
 
