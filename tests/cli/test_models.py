@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,3 +131,33 @@ def test_a_unit_of_a_config_that_cannot_be_started(fleet: Administered, url: str
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "unit-2 ended with exit code 3" in done.stderr
     assert models(fleet)["unit-1"] == ["stories"]
+
+
+def test_a_digest_is_that_of_the_weight_files(tmp_path: Path) -> None:
+    """It is what `sha256sum *.safetensors | cut -c-64 | LC_ALL=C sort | sha256sum` prints."""
+    weights = (DEMO / "sums" / "model.safetensors").read_bytes()
+    line = hashlib.sha256(weights).hexdigest() + "\n"
+    done = kvloom("model", "digest", "sums", folder=DEMO)
+    assert (done.returncode, done.stdout) == (0, hashlib.sha256(line.encode()).hexdigest() + "\n")
+    done = kvloom("model", "digest", "sums", "--revision", "main", folder=DEMO)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "'main', but the path is a folder, which has no revisions" in done.stderr
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 1e9}')
+    done = kvloom("model", "digest", str(tmp_path))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "config.json: num_hidden_layers: 1000000000.0; 4,096 at most is right" in done.stderr
+
+
+def test_a_model_is_added_with_what_pins_it(fleet: Administered, url: str) -> None:
+    """Another replica of it is pinned alike, or is not added."""
+    digest = "ab" * 32
+    named = ("model", "add", "other=stories", "--url", url, "--unit")
+    done = kvloom(*named, "unit-1", "--sha256", digest.upper(), folder=DEMO)
+    assert (done.returncode, done.stderr) == (0, "")
+    added = fleet.kept.units["unit-1"].engine.models[-1]
+    assert (added.name, added.revision, added.sha256) == ("other", None, digest)
+    done = kvloom(*named, "unit-0", folder=DEMO)
+    assert done.returncode != 0
+    assert f"{STORIES} with the sha256 {digest} on unit-1; another name is right" in done.stderr
+    done = kvloom(*named, "unit-0", "--sha256", "12", folder=DEMO)
+    assert (done.returncode, "64 hexadecimal digits" in done.stderr) == (2, True)

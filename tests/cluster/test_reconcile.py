@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from kvloom.cluster.launcher import Ended
+from kvloom.cluster.lifecycle import heard
 from kvloom.cluster.reconcile import (
     Action,
     BeginServing,
@@ -63,7 +65,9 @@ def at(phase: Phase, generation: int = 1, **changes: Any) -> ComponentStatus:
         (unit(), ComponentStatus(), [StartProcess("a", 1)]),
         (unit(wanted=False), ComponentStatus(), []),
         (unit(wanted=False, removed=True), ComponentStatus(), [Forget("a")]),
-        (unit(), at("starting"), []),
+        (unit(), at("starting", since=NOW), [Wait(NOW + 1800)]),
+        (unit(), at("starting", since=NOW - 1800), [Kill("a")]),
+        (unit(), at("starting", since=NOW - 1801, killed=True), []),
         (unit(), at("ready"), []),
         (unit(drained=True), at("ready", calls=0), []),
         (unit(), at("ready", misses=2), []),
@@ -267,3 +271,13 @@ def test_pauses_double_until_a_life_was_healthy() -> None:
         pause = timing.pause(pause, lived)
         pauses.append(pause)
     assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 0.5, 1]
+
+
+@pytest.mark.parametrize(("proven", "phase"), [(0, "failed"), (1, "waiting")])
+def test_a_unit_that_loads_for_too_long_says_so(proven: int, phase: Phase) -> None:
+    process = at("starting", killed=True, proven=proven, since=NOW - 7)
+    ended = heard(Ended("a", "died of SIGKILL"), process, FleetSpec(units={"a": unit()}), NOW, Timing(load=7))
+    assert (ended.phase, ended.problem) == (
+        phase,
+        "did not load its models in 7 s (`load_timeout`) and was killed",
+    )

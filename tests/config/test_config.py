@@ -61,7 +61,7 @@ def test_defaults_and_short_form(folder: Path) -> None:
     assert config.models["a"].path == str(folder / "model")
     assert not config.api_keys()
     assert not config.admin_keys()
-    assert (config.drain, config.patience) == (60.0, 120.0)
+    assert (config.drain, config.patience, config.load_timeout) == (60.0, 120.0, 1800.0)
 
 
 def test_all_keys(folder: Path) -> None:
@@ -71,11 +71,13 @@ def test_all_keys(folder: Path) -> None:
         "max_waiting: 9\nchunk_tokens: 64\nthreads: 2\napi_key_file: keys.txt\nmax_body: 1MB\n"
         "admin_key_file: admins.txt\ndrain: 2s\npatience: 3s\ntransport: nixl\nlease: 1.5min\n"
         "program: {name: balanced, ratio: 0.2}\n"
-        "models:\n  a: {path: model, dtype: bfloat16, rate: 3, max_context: 512}\n  b: org/name\n",
+        "load_timeout: 2h\n"
+        f"models:\n  a: {{path: model, dtype: bfloat16, rate: 3, max_context: 512, sha256: {'Ab' * 32}}}\n"
+        "  b: {path: org/name, revision: refs/pr/3}\n",
     )
     assert config.api_keys() == {"alpha": None, "beta": None}
     assert config.admin_keys() == {"gamma"}
-    assert (config.drain, config.patience) == (2.0, 3.0)
+    assert (config.drain, config.patience, config.load_timeout) == (2.0, 3.0, 7200.0)
     assert config.max_body == 1_000_000
     assert config.program == ProgramSpec("balanced", {"ratio": 0.2})
     (spec,) = config.engines
@@ -83,7 +85,9 @@ def test_all_keys(folder: Path) -> None:
     assert (spec.kv_bytes, spec.block_bytes, spec.policy, spec.threads) == (GIB // 2, 4096, "round-robin", 2)
     first, second = spec.models
     assert (first.name, first.dtype, first.rate, first.max_context) == ("a", "bfloat16", 3.0, 512)
+    assert (first.revision, first.sha256) == (None, "ab" * 32)
     assert (second.name, second.path) == ("b", "org/name")
+    assert (second.revision, second.sha256) == ("refs/pr/3", None)
 
 
 def test_flags_win(folder: Path) -> None:
@@ -268,6 +272,7 @@ def test_what_units_cannot_be(folder: Path, text: str, message: str) -> None:
         (M + "max_body: 1TiB", ["max_body"]),
         (M + "admin_key_file: none.txt", ["admin_key_file", "none.txt", "one key a line"]),
         (M + "drain: 0s", ["drain", "1 s to 3600 s"]),
+        (M + "load_timeout: 25h", ["load_timeout", "90000 s", "1 s to 86400 s"]),
         (M + "patience: 2h", ["patience", "7200 s", "1 s to 3600 s"]),
         (M + "api_key_file: none.txt", ["api_key_file", "none.txt", "one key a line"]),
         (M + "api_key_file: model", ["api_key_file", "model"]),
@@ -280,6 +285,15 @@ def test_what_units_cannot_be(folder: Path, text: str, message: str) -> None:
         ("models: {a: {path: model, dtype: int3}}", ["models.a.dtype", "'int3'", "bfloat16"]),
         ("models: {a: {path: model, rate: 0}}", ["models.a.rate", "more than 0"]),
         ("models: {a: {path: model, rate: .nan}}", ["models.a.rate"]),
+        ("models: {a: {path: org/name, revision: ../x}}", ["models.a.revision: '../x'", "a commit, a tag"]),
+        ("models: {a: {path: org/name, revision: 'a b'}}", ["models.a.revision: 'a b'", "a commit, a tag"]),
+        ("models: {a: {path: org/name, revision: 7}}", ["models.a.revision: 7", "a commit, a tag"]),
+        (
+            "models: {a: {path: model, revision: main}}",
+            ["models.a.revision: 'main'", "a folder, which has no"],
+        ),
+        ("models: {a: {path: org/name, sha256: abc}}", ["models.a.sha256: 'abc'", "64 hexadecimal digits"]),
+        ("models: {a: {path: org/name, sha256: 12}}", ["models.a.sha256: 12", "64 hexadecimal digits"]),
         ("models: {a: ./missing}", ["models.a.path", "missing", "does not exist", "org/name"]),
         ("models: {a: gpt2}", ["models.a.path", "does not exist", "org/name"]),
         ("models: {a: keys.txt}", ["models.a.path", "is a file"]),

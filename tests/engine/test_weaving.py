@@ -22,6 +22,7 @@ from kvloom.types.job import Job, OffloadedRows
 from kvloom.types.load import Waits
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.engines import Answer, ask, body, spec_of
+from tests.kv.trees import longest, nodes
 from tests.oracle import Oracle
 from tests.weaving import MODEL, PAGES, until, weaving, woven_of
 
@@ -95,6 +96,25 @@ def test_calling_back_and_sending_away_at_any_step_changes_no_token(
             assert woven.count == 0
             woven.pool.check()
             return answers
+
+    check(paths[0], asked, asyncio.run(serve()))
+
+
+def test_who_goes_away_and_comes_back_keeps_its_salt(paths: tuple[Path, Path]) -> None:
+    """What it leaves in the cache at home is for its own salt."""
+    asked = prompts(16)
+
+    async def serve() -> list[Answer]:
+        async with pair(paths) as (hot, cold):
+            lend(hot, cold, 0.5)
+            bodies = [replace(body(MODEL, p, max_tokens=COUNT), salt="alice") for p in asked]
+            answers = asyncio.gather(*(ask(hot, one) for one in bodies))
+            await asyncio.gather(answers, stir(hot, random.Random(1)))
+            assert min(woven_of(hot).went, woven_of(hot).came) > 10
+            tree = hot.pool.caches[MODEL].prefixes
+            assert {path[:2] for path, _ in nodes(tree, "")} == {(1, 2)}  # of who stirs
+            assert all(longest(tree, p, "alice") == len(p) for p in asked)
+            return await answers
 
     check(paths[0], asked, asyncio.run(serve()))
 

@@ -15,6 +15,7 @@ GEOMETRIES = {
 }
 TOTAL = 130
 CONTEXT = 60
+SALTS = ("", "", "alice", "bob")
 SEQUENCES = 6
 
 Name = tuple[str, int]  # a model's sequence
@@ -33,7 +34,8 @@ def after(code: int, tokens: Sequence[int]) -> list[int]:
 class Account:
     """tokens: the valid tokens of every sequence. written: what stands in each (model, page, offset).
 
-    Content follows the tokens alone, so that a wrong page shared by anyone shows, and a right one does not.
+    salts: those of the sequences. Content follows the salt and the tokens, so that a wrong page shared by
+    anyone shows, also one of the same tokens under another salt, and a right one does not.
     """
 
     def __init__(self) -> None:
@@ -41,6 +43,7 @@ class Account:
             TOTAL, GEOMETRIES, max_sequences=SEQUENCES, max_tokens=dict.fromkeys(GEOMETRIES, CONTEXT)
         )
         self.tokens: dict[Name, list[int]] = {}
+        self.salts: dict[Name, str] = {}
         self.written: dict[str, Contents] = {model: {} for model in GEOMETRIES}
         self._next = 0
 
@@ -71,7 +74,7 @@ class Account:
 
     def codes(self, name: Name, new: Sequence[int]) -> list[int]:
         """What `new` tokens after the valid ones are."""
-        return after(0, [*self.tokens[name], *new])[len(self.tokens[name]) :]
+        return after(hash(self.salts[name]), [*self.tokens[name], *new])[len(self.tokens[name]) :]
 
     def places(self, name: Name, begin: int, end: int) -> list[tuple[int, int]]:
         """Page and offset of each of the tokens [begin, end)."""
@@ -80,9 +83,8 @@ class Account:
 
     def contents(self, name: Name, begin: int, end: int) -> Contents:
         """What the tokens [begin, end) are, where they stand."""
-        return dict(
-            zip(self.places(name, begin, end), after(0, self.tokens[name][:end])[begin:], strict=True)
-        )
+        codes = after(hash(self.salts[name]), self.tokens[name][:end])[begin:]
+        return dict(zip(self.places(name, begin, end), codes, strict=True))
 
     def check_contents(self, name: Name) -> None:
         """The sequence's pages hold its tokens."""

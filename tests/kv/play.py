@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from kvloom.types.errors import OutOfBlocks
-from tests.kv.account import CONTEXT, GEOMETRIES, SEQUENCES
+from tests.kv.account import CONTEXT, GEOMETRIES, SALTS, SEQUENCES
 from tests.kv.stage import Shipping, Stage, text
 from tests.kv.transfers import Shelf, address_of, tokens_of
 from tests.kv.trees import cached_tokens, longest, nodes
@@ -28,14 +28,16 @@ class Play(Stage):
             with pytest.raises(ValueError, match="no room"):
                 self.pool.caches[model].add_sequence(sequence)
             return
-        self.pool.caches[model].add_sequence(sequence)
-        self.tokens[model, sequence] = []
+        salt = random.choice(SALTS)
+        self.pool.caches[model].add_sequence(sequence, salt)
+        self.tokens[model, sequence], self.account.salts[model, sequence] = [], salt
 
     def adopt(self, random: Random) -> None:
         model, prompt = random.choice(_MODELS), self.prompt(random)
         if not self.full(model):
             limit = random.randint(0, len(prompt) + 1)
-            self.do_adopt((model, self.account.new()), prompt, limit, whole=random.random() < 0.5)
+            name, salt = (model, self.account.new()), random.choice(SALTS)
+            self.do_adopt(name, prompt, limit, salt=salt, whole=random.random() < 0.5)
 
     def remove(self, random: Random) -> None:
         name = self.pick(random)
@@ -48,6 +50,7 @@ class Play(Stage):
             child = self.account.new()
             self.account.cache(name).fork_sequence(name[1], child)
             self.tokens[name[0], child] = list(self.tokens[name])
+            self.account.salts[name[0], child] = self.account.salts[name]
 
     # -- the prefix tree ---------------------------------------------------------------------------------
 
@@ -63,7 +66,7 @@ class Play(Stage):
         name, prompt = (random.choice(_MODELS), self.account.new()), self.prompt(random)
         if self.full(name[0]) or GEOMETRIES[name[0]].blocks(len(prompt)) > self.pool.available:
             return
-        self.do_adopt(name, prompt, len(prompt) - 1)
+        self.do_adopt(name, prompt, len(prompt) - 1, salt=random.choice(SALTS))
         assert self.do_begin(name[0], [name[1]], [prompt[len(self.tokens[name]) :]])
         self.do_end(*self.flights.pop())
         self.do_keep(name, tail=random.random() < 0.5)
@@ -71,16 +74,16 @@ class Play(Stage):
 
     def pin(self, random: Random) -> None:
         model, tokens = random.choice(_MODELS), self.prompt(random)
-        tree = self.pool.caches[model].prefixes
-        cached = longest(tree, tokens)
-        path = tree.pin(tokens)
+        tree, salt = self.pool.caches[model].prefixes, random.choice(SALTS)
+        cached = longest(tree, tokens, salt)
+        path = tree.pin(tokens, salt)
         assert (path.tokens if path else 0) == cached
         if path:
-            self.pinned.append((model, tokens, path))
+            self.pinned.append((model, salt, tokens, path))
 
     def unpin(self, random: Random) -> None:
         if self.pinned:
-            model, _, path = self.pinned.pop(random.randrange(len(self.pinned)))
+            model, _, _, path = self.pinned.pop(random.randrange(len(self.pinned)))
             self.pool.caches[model].prefixes.unpin(path)
 
     def evict(self, random: Random) -> None:
@@ -88,12 +91,16 @@ class Play(Stage):
         tokens = tuple(self.prompt(random)) if random.random() < 0.9 else ()
         tree, width = cache.prefixes, cache.geometry.tokens_per_block
         before, cached = cached_tokens(tree), self.pool.cached
-        others = [node for path, node in nodes(tree) if path[: len(tokens)] != tokens[: len(path)]]
-        dropped = tree.evict(tokens)
+        salt = random.choice(SALTS)
+        of = salt if salt or tokens else None  # nothing and no salt: all of all salts
+        asked = {node for _, node in nodes(tree, of)}
+        others = [node for _, node in nodes(tree) if node not in asked]
+        others += [node for path, node in nodes(tree, of) if path[: len(tokens)] != tokens[: len(path)]]
+        dropped = tree.evict(tokens, salt)
         assert dropped == before - cached_tokens(tree)
         assert self.pool.cached <= cached - dropped // width * cache.geometry.blocks_per_page
         assert {node for _, node in nodes(tree)}.issuperset(others)
-        for path, node in nodes(tree):
+        for path, node in nodes(tree, of):
             if path[: len(tokens)] == tokens:
                 assert node.children or cache.pages.refs[node.page] > 1
 
@@ -129,7 +136,7 @@ class Play(Stage):
             return
         names = [(model, self.account.new()) for _ in prompts]
         for name, prompt in zip(names, prompts, strict=True):
-            self.do_adopt(name, prompt, len(prompt) - 1)
+            self.do_adopt(name, prompt, len(prompt) - 1, salt=random.choice(SALTS))
         new += [prompt[len(self.tokens[name]) :] for name, prompt in zip(names, prompts, strict=True)]
         assert self.do_begin(model, [*begun, *(sequence for _, sequence in names)], new)
 

@@ -10,7 +10,7 @@ from kvloom.kv.prefix import PinnedPath
 from kvloom.types.errors import OutOfBlocks
 from kvloom.types.job import ForwardPlan
 from tests.kv.account import CONTEXT, GEOMETRIES, SEQUENCES, TOTAL, Account, Contents, Name, after
-from tests.kv.trees import cached_tokens, check_form, longest, nodes
+from tests.kv.trees import cached_tokens, check_form, longest, nodes, salts
 
 _PARTS = (0, 3, 16, 21)
 
@@ -42,7 +42,7 @@ class Stage:
         self.reserved: dict[Name, list[int]] = {}
         self.shipping: dict[Name, Shipping] = {}
         self.held: list[tuple[str, list[int], Contents]] = []
-        self.pinned: list[tuple[str, list[int], PinnedPath]] = []
+        self.pinned: list[tuple[str, str, list[int], PinnedPath]] = []
 
     def flying(self) -> set[Name]:
         return {(plan.model, sequence) for plan, _ in self.flights for sequence in plan.sequences}
@@ -70,12 +70,12 @@ class Stage:
 
     # -- what is done, and checked -----------------------------------------------------------------------
 
-    def do_adopt(self, name: Name, prompt: list[int], limit: int, *, whole: bool = False) -> None:
+    def do_adopt(self, name: Name, prompt: list[int], limit: int, *, salt: str, whole: bool = False) -> None:
         cache, width = self.account.cache(name), GEOMETRIES[name[0]].tokens_per_block
-        cached = longest(cache.prefixes, prompt[:limit])
+        cached = longest(cache.prefixes, prompt[:limit], salt)
         cached = cached // width * width if whole else cached
-        assert cache.adopt(name[1], prompt, limit, whole_pages=whole) == cached
-        self.tokens[name] = prompt[:cached]
+        assert cache.adopt(name[1], prompt, limit, salt=salt, whole_pages=whole) == cached
+        self.tokens[name], self.account.salts[name] = prompt[:cached], salt
 
     def do_keep(self, name: Name, *, tail: bool) -> None:
         tokens, cache = self.tokens[name], self.account.cache(name)
@@ -84,7 +84,7 @@ class Stage:
         assert self.pool.free >= free
         width = cache.geometry.tokens_per_block
         kept = tokens if tail else tokens[: len(tokens) // width * width]
-        assert longest(cache.prefixes, kept) == len(kept)
+        assert longest(cache.prefixes, kept, self.account.salts[name]) == len(kept)
         if name in self.shipping:
             assert cache.page_list(name[1]) == pages
         else:
@@ -179,17 +179,18 @@ class Stage:
         for name, shipping in self.shipping.items():
             self.account.check_written(name[0], shipping.read)
         for model, cache in self.pool.caches.items():
-            for path, node in nodes(cache.prefixes):
-                codes = after(0, path)[len(path) - len(node.tokens) :]
-                places = [(node.page, offset) for offset in range(len(codes))]
-                self.account.check_written(model, dict(zip(places, codes, strict=True)))
+            for salt in salts(cache.prefixes):
+                for path, node in nodes(cache.prefixes, salt):
+                    codes = after(hash(salt), path)[len(path) - len(node.tokens) :]
+                    places = [(node.page, offset) for offset in range(len(codes))]
+                    self.account.check_written(model, dict(zip(places, codes, strict=True)))
             pinned = {node.page for _, node in nodes(cache.prefixes) if node.pins}
             assert cache.prefixes.pinned_blocks == len(pinned) * cache.geometry.blocks_per_page
             rooms = [cache.page_list(name[1]) for name in self.reserved if name[0] == model]
             promised = len(pinned.union(*rooms))
             assert cache.pages.promised_blocks == promised * cache.geometry.blocks_per_page
-        for model, tokens, pin in self.pinned:
-            assert longest(self.pool.caches[model].prefixes, tokens) >= pin.tokens
+        for model, salt, tokens, pin in self.pinned:
+            assert longest(self.pool.caches[model].prefixes, tokens, salt) >= pin.tokens
 
     def finish(self) -> None:
         """Everybody leaves, and all blocks are there again."""
@@ -204,7 +205,7 @@ class Stage:
             self.do_remove(name)
         for model, pages, _ in self.held:
             self.pool.caches[model].sends.let_go(pages)
-        for model, _, path in self.pinned:
+        for model, _, _, path in self.pinned:
             self.pool.caches[model].prefixes.unpin(path)
         self.pool.check()
         assert self.pool.available == TOTAL

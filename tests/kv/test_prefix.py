@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 
 from kvloom.types.errors import OutOfBlocks
-from tests.kv.trees import PAGE, cached_tokens, check_form, found, ids, longest, make, nodes, serve
+from tests.kv.trees import (
+    PAGE,
+    cached_tokens,
+    check_form,
+    found,
+    ids,
+    longest,
+    make,
+    nodes,
+    salts,
+    serve,
+)
 
 
 @pytest.mark.parametrize("length", range(1, 18))
@@ -201,3 +212,62 @@ def test_adopting_where_there_is_no_room_changes_nothing() -> None:
         with pytest.raises(ValueError, match=match):
             cache.adopt(sequence, list(range(9)), 9)
     pool.check()
+
+
+def test_salts_share_nothing() -> None:
+    """Of the same tokens each salt finds what it has left itself, in blocks of its own."""
+    pool = make()
+    cache = pool.caches["m"]
+    tokens = list(range(10))
+    for n, salt in enumerate(("", "alice", "bob"), 1):
+        assert serve(cache, tokens, salt=salt) == 0
+        assert pool.cached == n * PAGE.blocks(10)
+        assert serve(cache, tokens, salt=salt) == 10
+        check_form(pool)
+    pages = {salt: cache.prefixes.match(tokens, 10, salt)[0] for salt in salts(cache.prefixes)}
+    assert len({page for some in pages.values() for page in some}) == 9
+    assert found(cache, tokens, "eve") == 0
+    assert "eve" not in salts(cache.prefixes)
+    pool.check()
+
+
+def test_a_sequence_leaves_what_it_computes_with_its_own_salt() -> None:
+    """Also if it began empty, or as another's fork."""
+    cache = make().caches["m"]
+    cache.add_sequence(1, "alice")
+    cache.end_forward(cache.begin_forward([1], [6]))
+    cache.fork_sequence(1, 2)
+    cache.end_forward(cache.begin_forward([2], [3]))
+    cache.keep(2, list(range(9)), tail=True)
+    assert (found(cache, list(range(9)), "alice"), found(cache, list(range(9)))) == (9, 0)
+
+
+def test_a_pin_keeps_what_its_salt_has() -> None:
+    pool = make(blocks=20)
+    cache = pool.caches["m"]
+    serve(cache, list(range(8)), salt="alice")
+    assert cache.prefixes.pin(list(range(8))) is None
+    path = cache.prefixes.pin(list(range(8)), "alice")
+    assert path is not None
+    serve(cache, [7] * 32)
+    assert found(cache, list(range(8)), "alice") == 8
+    assert cache.prefixes.evict(list(range(8)), "alice") == 0
+    cache.prefixes.unpin(path)
+    assert cache.prefixes.evict(list(range(8)), "alice") == 8
+    pool.check()
+
+
+def test_evicting_takes_one_salt_unless_nothing_is_named() -> None:
+    pool = make()
+    cache = pool.caches["m"]
+    for salt in ("", "alice", "bob"):
+        serve(cache, list(range(10)), salt=salt)
+    assert cache.prefixes.evict(list(range(10)), "eve") == 0
+    assert cache.prefixes.evict(list(range(4))) == 10
+    assert [found(cache, list(range(10)), salt) for salt in ("", "alice", "bob")] == [0, 10, 10]
+    assert cache.prefixes.evict([], "alice") == 10
+    assert salts(cache.prefixes) == ["bob"]
+    serve(cache, list(range(10)))
+    assert cache.prefixes.evict([]) == 20
+    assert not salts(cache.prefixes)
+    assert pool.free == pool.total

@@ -22,10 +22,10 @@ def make(blocks: int = 400) -> Pool:
     return Pool(blocks, {"m": PAGE, "t": THICK}, max_sequences=6, max_tokens={"m": 200, "t": 200})
 
 
-def serve(cache: ModelCache, tokens: list[int], *, tail: bool = True) -> int:
+def serve(cache: ModelCache, tokens: list[int], *, tail: bool = True, salt: str = "") -> int:
     """Compute `tokens`, as far as they are not cached, and leave them cached. Returns what was cached."""
     sequence = next(ids)
-    found = cache.adopt(sequence, tokens, len(tokens))
+    found = cache.adopt(sequence, tokens, len(tokens), salt=salt)
     if found < len(tokens):
         cache.end_forward(cache.begin_forward([sequence], [len(tokens) - found]))
     cache.keep(sequence, tokens, tail=tail)
@@ -33,14 +33,21 @@ def serve(cache: ModelCache, tokens: list[int], *, tail: bool = True) -> int:
     return found
 
 
-def found(cache: ModelCache, tokens: list[int]) -> int:
+def found(cache: ModelCache, tokens: list[int], salt: str = "") -> int:
     """What would be adopted; counts as use."""
-    return cache.prefixes.match(tokens, len(tokens))[1]
+    return cache.prefixes.match(tokens, len(tokens), salt)[1]
 
 
-def nodes(tree: PrefixTree) -> Iterator[tuple[tuple[int, ...], Node]]:
-    """All nodes but the root, each with the tokens from the root to its end; parents first."""
-    todo: list[tuple[tuple[int, ...], Node]] = [((), tree._root)]
+def salts(tree: PrefixTree) -> list[str]:
+    """The salts with which anything is cached."""
+    return list(tree._roots)
+
+
+def nodes(tree: PrefixTree, salt: str | None = None) -> Iterator[tuple[tuple[int, ...], Node]]:
+    """All nodes but the roots, each with the tokens from the root to its end; parents first. Of one salt, or
+    of all."""
+    roots = tree._roots.values() if salt is None else [tree._roots[salt]] if salt in tree._roots else []
+    todo: list[tuple[tuple[int, ...], Node]] = [((), root) for root in roots]
     while todo:
         tokens, node = todo.pop()
         if node.parent is not None:
@@ -48,10 +55,10 @@ def nodes(tree: PrefixTree) -> Iterator[tuple[tuple[int, ...], Node]]:
         todo += [((*tokens, *child.tokens), child) for child in node.children.values()]
 
 
-def longest(tree: PrefixTree, tokens: Sequence[int]) -> int:
-    """How many first tokens of `tokens` are cached."""
+def longest(tree: PrefixTree, tokens: Sequence[int], salt: str = "") -> int:
+    """How many first tokens of `tokens` are cached with the salt."""
     most = 0
-    for path, _ in nodes(tree):
+    for path, _ in nodes(tree, salt):
         common = 0
         while common < min(len(path), len(tokens)) and path[common] == tokens[common]:
             common += 1
@@ -72,7 +79,8 @@ def check_form(pool: Pool) -> None:
 
 def _check_tree(cache: ModelCache, place: dict[Node, int]) -> None:
     width = cache.geometry.tokens_per_block
-    roots = [cache.prefixes._root]
+    roots = list(cache.prefixes._roots.values())
+    assert all(root.children for root in roots), "a salt of which nothing is cached is forgotten"
     for node in [*roots, *(node for _, node in nodes(cache.prefixes))]:
         runs = sorted(node.children)
         assert node.runs == runs

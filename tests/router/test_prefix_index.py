@@ -14,6 +14,7 @@ chunks = st.lists(st.integers(0, 2), max_size=6).map(
 )
 prompts = st.tuples(chunks, st.integers(0, CHUNK + 3)).map(lambda pair: pair[0] + [9] * pair[1])
 notes = st.tuples(st.sampled_from("mn"), prompts, st.sampled_from(UNITS))
+SALTS = ["", "alice", "bob"]
 
 
 def whole_chunks_in_common(one: list[int], other: list[int]) -> int:
@@ -77,3 +78,16 @@ def test_the_longest_unused_goes_first(held: list[tuple[str, list[int], str]], m
                 if (model, tuple(prompt[:end])) in used[unit]
             ]
             assert found.get(unit, 0) == len(ends) * CHUNK == max(ends, default=0)
+
+
+@given(st.lists(st.tuples(st.sampled_from(SALTS), notes), max_size=12), notes)
+def test_each_salt_has_an_index_of_its_own(
+    held: list[tuple[str, tuple[str, list[int], str]]], asked: tuple[str, list[int], str]
+) -> None:
+    index = PrefixIndex()
+    for salt, (model, prompt, unit) in held:
+        index.note(model, prompt, unit, salt)
+    model, prompt, _ = asked
+    for salt in SALTS:
+        mine = [note for noted, note in held if noted == salt]
+        assert index.match(model, prompt, salt) == plain_match(mine, model, prompt)

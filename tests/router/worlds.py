@@ -51,12 +51,16 @@ class World:
 
 @asynccontextmanager
 async def world(
-    count: int, *, blocks: int = 260, wire: Callable[[Unit], EngineClient] | None = None
+    count: int,
+    *,
+    blocks: int = 260,
+    wire: Callable[[Unit], EngineClient] | None = None,
+    program: str = "data_parallel",
 ) -> AsyncIterator[World]:
     """wire: how the router reaches a unit; left out, without one."""
     async with units(count, blocks=blocks) as made:
         clients = {f"unit-{i}": wire(unit) if wire else unit.engine for i, unit in enumerate(made)}
-        async with Router(clients, load_program("data_parallel"), WallClock()) as router:
+        async with Router(clients, load_program(program), WallClock()) as router:
             yield World(router, made)
             for unit in made:
                 await unit.settled()

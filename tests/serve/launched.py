@@ -1,6 +1,6 @@
 """A process for the launcher's tests: `python -m tests.serve.launched FD NAME`. Its option `lives` says what
-each life does, the first start's first: `ready`, `held` until it is told what the fleet is, `refuse` or
-`die`. It ends when it is to retire."""
+each life does, the first start's first: `ready`, `held` until it is told what the fleet is, `load` for ever,
+`refuse` or `die`. It ends when it is to retire."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ def main(parent: Parent) -> None:
             raise ConfigError("this is no good")
         case "die":
             raise SystemExit(3)
+        case "load":
+            parent.report(StartProgress("loading"))
+            signal.pause()
         case "held":
             parent.report(StartProgress("waiting"))
             parent.order(Snapshot)

@@ -80,3 +80,15 @@ def test_one_that_cannot_be_reached_is_told(hub: Asked, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match=r"^models\.m0: some/model: the hub at .* cannot be reached \("):
         require_hub(models("some/model"))
     assert not hub.paths
+
+
+def test_it_is_asked_for_the_revision_that_is_pinned(hub: Asked, tmp_path: Path) -> None:
+    """What is cached of another revision is none of it."""
+    cached = tmp_path / "cache" / "models--some--model"
+    for name, commit in (("main", "abc"), ("v1", "def")):
+        (cached / "refs").mkdir(parents=True, exist_ok=True)
+        (cached / "refs" / name).write_text(commit)
+        (cached / "snapshots" / commit).mkdir(parents=True)
+    (cached / "snapshots" / "abc" / "config.json").write_text("{}")
+    require_hub([ModelSpec(name="m", path="some/model", revision="v1")])
+    assert hub.paths == ["/some/model/resolve/v1/config.json"]

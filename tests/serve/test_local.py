@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -192,6 +192,15 @@ def test_what_hangs_is_killed_and_comes_back(tmp_path: Path) -> None:
             one.signal(signal.SIGSTOP)
             assert (await one.until("waiting")).problem == "did not answer any more and was killed"
             await one.until("ready")
+
+    asyncio.run(check())
+
+
+def test_what_loads_for_too_long_is_ended_and_says_so(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with watched(tmp_path, "load", timing=replace(SOON, load=0.1)) as one:
+            ended = await one.until("failed")
+            assert ended.problem == "did not load its models in 0.1 s (`load_timeout`) and was killed"
 
     asyncio.run(check())
 

@@ -12,6 +12,7 @@ from cyclopts import App, Parameter
 from kvloom.cli.admin import HERE, DrainSeconds, ServerOptions
 from kvloom.cli.app import CommandFailed, print_columns
 from kvloom.cluster.models import ModelState, Wanted
+from kvloom.config.fields import check_revision, check_sha256
 from kvloom.config.file import load_config
 from kvloom.config.machine import Machine
 from kvloom.config.units import check_name, resolve_model
@@ -39,11 +40,15 @@ def add(
     unit: Annotated[
         str | None, Parameter(help="the unit that is to serve it (the one whose models have the most room)")
     ] = None,
+    revision: Annotated[str | None, Parameter(help="a hub id's commit, tag or branch")] = None,
+    sha256: Annotated[
+        str | None, Parameter(help="the digest that the weights must have, by `kvloom model digest`")
+    ] = None,
     server: ServerOptions = HERE,
 ) -> None:
     """Serve another model, and wait until its unit does. A unit that cannot start with it goes back to
     what it served."""
-    wanted = read_model(named)
+    wanted = read_model(named, revision, sha256)
     with server.asked(_SHOWN_BY) as gateway:
         print_models([gateway.add_model(wanted, unit)])
 
@@ -69,14 +74,38 @@ def list_models(*, server: ServerOptions = HERE) -> None:
         print_models(gateway.models())
 
 
-def read_model(text: str) -> ModelSpec:
-    """Reads NAME=PATH; the path counts from the working folder. Raises ConfigError."""
+@model.command
+def digest(
+    path: Annotated[str, Parameter(name="PATH", help="a checkpoint's folder, or a hub id")],
+    /,
+    *,
+    revision: Annotated[str | None, Parameter(help="the hub id's commit, tag or branch")] = None,
+) -> None:
+    """Print the digest of a checkpoint's weights, as a model's `sha256` in a config wants it. It reads all
+    weights, and downloads those of a hub id that are not in the hub's cache."""
+    from kvloom.exec.checkpoint import open_checkpoint  # noqa: PLC0415 -- no other command reads checkpoints
+
+    try:
+        found = resolve_model(path, Path.cwd())
+        print(open_checkpoint(found, check_revision(revision, found)).digest(), flush=True)
+    except Exception as error:  # also whatever the hub's client or the files' disk makes of it
+        raise ConfigError(f"{path[:140]}: {' '.join(str(error).split())[:400]}") from error
+
+
+def read_model(text: str, revision: str | None = None, sha256: str | None = None) -> ModelSpec:
+    """Reads NAME=PATH, whose path counts from the working folder, and what pins it. Raises ConfigError."""
     name, equals, path = text.partition("=")
     if not (name and equals and path):
         raise ConfigError(f"{text[:140]}: NAME=PATH_OR_HUB_ID is right, as `chat=Qwen/Qwen3-0.6B`")
     try:
         check_name(name)
-        return ModelSpec(name=name, path=resolve_model(path, Path.cwd()))
+        found = resolve_model(path, Path.cwd())
+        return ModelSpec(
+            name=name,
+            path=found,
+            revision=check_revision(revision, found),
+            sha256=check_sha256(sha256),
+        )
     except ValueError as error:
         raise ConfigError(f"{name[:140]}: {error}") from error
 

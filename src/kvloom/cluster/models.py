@@ -79,10 +79,11 @@ def units_to_serve(spec: FleetSpec, asked: AddModel) -> tuple[str, ...]:
     model = asked.model
     for name, unit in _kept(spec):
         for other in unit.engine.models:
-            taken = other.name == model.name and (other.path != model.path or name == asked.unit)
+            alike = _files(other) == _files(model)
+            taken = other.name == model.name and (not alike or name == asked.unit)
             if taken or (other.name == model.name and asked.unit is None):
                 raise Conflict(
-                    f"there is a model {model.name} already, {other.path} on {name}; another name is right"
+                    f"there is a model {model.name} already, {_files(other)} on {name}; another name is right"
                 )
     chosen = _roomiest(spec) if asked.unit is None else asked.unit
     if chosen not in dict(_kept(spec)):
@@ -93,6 +94,12 @@ def units_to_serve(spec: FleetSpec, asked: AddModel) -> tuple[str, ...]:
         if (weave := spec.units[name].engine.weave) is not None:
             raise Conflict(f"{name} borrows from {weave.cold}, for one model; another unit is right")
     return found
+
+
+def _files(model: ModelSpec) -> str:
+    """Names the files that a model is read from, and the digest that they must have."""
+    revision = f"@{model.revision}" if model.revision else ""
+    return f"{model.path}{revision}" + (f" with the sha256 {model.sha256}" if model.sha256 else "")
 
 
 def units_that_serve(spec: FleetSpec, model: str) -> list[str]:

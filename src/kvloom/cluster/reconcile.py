@@ -46,6 +46,8 @@ class Timing:
     """For a process to end by itself once it was told to."""
     successor: float = 60.0
     """For a gateway to answer that is to take another one's place."""
+    load: float = 1800.0
+    """For a unit's process to load its models, and to answer."""
     margin: float = 5.0
     """A gateway that has been replaced is killed so long after its time to drain is over."""
 
@@ -202,6 +204,8 @@ def _unit(
             yield StopProcess(name) if now >= until else Wait(until)
         case "draining":
             yield from _hangs(name, process, timing)
+        case "starting" if process.generation == generation:
+            yield from _loads(name, process, now, timing)
         case _:
             yield from _process(name, generation, process, now, timing)
 
@@ -233,6 +237,13 @@ def _process(
             yield StartProcess(name, generation)
         case "waiting" if process.until is not None:
             yield StartProcess(name, generation) if now >= process.until else Wait(process.until)
+
+
+def _loads(name: str, process: ComponentStatus, now: float, timing: Timing) -> Iterator[Action]:
+    """Yields what is due for a unit that starts: it is killed if that takes longer than it may."""
+    late = process.since + timing.load
+    if not process.killed:
+        yield Kill(name) if now >= late else Wait(late)
 
 
 def _hangs(name: str, process: ComponentStatus, timing: Timing) -> Iterator[Action]:

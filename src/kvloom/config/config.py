@@ -19,10 +19,12 @@ from pydantic import (
     model_validator,
 )
 
+from kvloom.cluster.reconcile import TIMING
 from kvloom.config.fields import (
     BlockSize,
     ConfigSection,
     Count,
+    LoadSeconds,
     Memory,
     NoNull,
     Priorities,
@@ -87,6 +89,7 @@ class Config(ConfigSection):
     program: Program = Field(default="data_parallel", validate_default=True)
     drain: Seconds = Field(default="60s", validate_default=True)
     patience: Seconds = Field(default=f"{PATIENCE:g}s", validate_default=True)
+    load_timeout: LoadSeconds = Field(default=f"{TIMING.load:g}s", validate_default=True)
     api_key_file: Path | None = None
     admin_key_file: Path | None = None
     max_body: Annotated[Size, Field(ge=1024, le=1 << 30)] = 8 << 20

@@ -151,6 +151,8 @@ def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
 Listed = TypeVar("Listed", bound=tuple[object, ...])
 Auto = Literal["auto"]
 MOST_LEVELS: Final = 16  # of priority; each report of a load has a figure for each
+_REVISION: Final = re.compile(r"[\w][\w./-]{0,199}", re.ASCII)
+_SHA256: Final = re.compile(r"[0-9a-fA-F]{64}")
 _PROGRAM: Final = re.compile(r"[A-Za-z_]\w*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -234,6 +236,30 @@ def _seconds(least: float, most: float) -> PlainValidator:
     return PlainValidator(read)
 
 
+def check_revision(value: Any, path: str) -> str | None:
+    """Returns the revision of what lies at `path`. Raises ValueError for what is none, and for a folder's."""
+    if value is None:
+        return None
+    if not isinstance(value, str) or not _REVISION.fullmatch(value) or ".." in value:
+        raise ValueError(f"{_short(value)}; a commit, a tag or a branch of the hub is right")
+    if path.startswith("/"):
+        raise ValueError(
+            f"{_short(value)}, but the path is a folder, which has no revisions; a hub id is right"
+        )
+    return value
+
+
+def check_sha256(value: Any) -> str | None:
+    """Returns the digest in small letters. Raises ValueError for what is none."""
+    if value is None:
+        return None
+    if not isinstance(value, str) or not _SHA256.fullmatch(value):
+        raise ValueError(
+            f"{_short(value)}; 64 hexadecimal digits, as `kvloom model digest` prints, are right"
+        )
+    return value.lower()
+
+
 def parse_program(value: Any) -> ProgramSpec:
     """Returns the program that a config names by `balanced`, `my_module:my_program`, or a mapping with such a
     `name` and the program's options. Raises ValueError."""
@@ -284,9 +310,14 @@ Part = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1)]
 Memory = Annotated[int | Auto, PlainValidator(_memory)]
 Threads = Annotated[int | Auto, PlainValidator(_threads)]
 Seconds = Annotated[float, _seconds(1, 3600)]
+LoadSeconds = Annotated[float, _seconds(1, 86400)]  # a download of the weights may be in it
 Period = Annotated[float, _seconds(0.05, 60)]
 Steps = Annotated[float, BeforeValidator(no_bool), Field(ge=-1e9, le=1e9)]
 Program = Annotated[ProgramSpec, PlainValidator(parse_program)]
+Revision = Annotated[
+    str | None, PlainValidator(lambda value, info: check_revision(value, str(info.data.get("path", ""))))
+]
+Sha256 = Annotated[str | None, PlainValidator(check_sha256)]
 Priorities = Annotated[tuple[Level, ...], PlainValidator(_priorities)]
 Some = AfterValidator(_some)
 NoNull = BeforeValidator(_no_null)

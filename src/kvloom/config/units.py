@@ -25,7 +25,9 @@ from kvloom.config.fields import (
     Memory,
     Part,
     Period,
+    Revision,
     Seconds,
+    Sha256,
     Some,
     Steps,
     Surroundings,
@@ -66,6 +68,8 @@ class ModelConfig(ConfigSection):
 
     path: str
     """A checkpoint directory, or a hub id."""
+    revision: Revision = None
+    sha256: Sha256 = None
     dtype: Dtype = "auto"
     rate: Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1e9)] = 1.0
     max_context: Count | None = None

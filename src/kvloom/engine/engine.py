@@ -258,7 +258,7 @@ class Engine:
 
     async def evict(self, body: Prefix) -> Held:
         self._requests.check_prompt(body.model, body.prompt)
-        return Held(tokens=self.pool.caches[body.model].prefixes.evict(body.prompt))
+        return Held(tokens=self.pool.caches[body.model].prefixes.evict(body.prompt, body.salt))
 
     async def load(self) -> UnitLoad:
         self._scheduler.sync()

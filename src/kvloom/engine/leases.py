@@ -109,8 +109,8 @@ class _Kept:
 
     tree: PrefixTree
     path: PinnedPath
-    content: tuple[str, bytes]
-    """The model, and a hash of the prompt."""
+    content: tuple[str, str, bytes]
+    """The model, the salt, and a hash of the prompt."""
     lease: float
     due: float
     """When its lease runs out."""
@@ -147,7 +147,7 @@ class Pins:
         if known is None and len(self._kept) >= MOST_PINS:
             raise QueueFull(f"{MOST_PINS} prefixes are pinned already; unpin others first", retry_after=1)
         tree = self._queues[body.model].cache.prefixes
-        path = tree.pin(body.prompt)
+        path = tree.pin(body.prompt, body.salt)
         if known is not None:  # what it gives back counts for the new one
             known.tree.unpin(known.path)
         if path is not None and not self._promises.within():
@@ -195,5 +195,6 @@ class Pins:
         self._due = min((kept.due for kept in self._kept.values()), default=None)
 
 
-def _content(body: Pin) -> tuple[str, bytes]:
-    return body.model, blake2b(np.asarray(body.prompt, dtype=np.int32).tobytes(), digest_size=16).digest()
+def _content(body: Pin) -> tuple[str, str, bytes]:
+    prompt = blake2b(np.asarray(body.prompt, dtype=np.int32).tobytes(), digest_size=16).digest()
+    return body.model, body.salt, prompt

@@ -146,7 +146,8 @@ class ModelQueue:
         self.waiting.remove(sequence)
         whole = sequence.transfer is not None
         tokens, most = sequence.tokens.list(), sequence.cacheable
-        sequence.adopted(self.cache.adopt(sequence.id, tokens, most, whole_pages=whole))
+        found = self.cache.adopt(sequence.id, tokens, most, salt=sequence.salt, whole_pages=whole)
+        sequence.adopted(found)
         sequence.become(Status.RUNNING)
         self.running.append(sequence)
         self.stats.cached_tokens += sequence.hits

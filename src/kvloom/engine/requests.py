@@ -226,6 +226,7 @@ class Requests:
                 tokens=TokenBuffer(prompt, made.tokens),
                 prompt_logprobs=prompt_logprobs,
                 transfer=transfer,
+                salt=body.salt,
             )
             for made in body.choices
         ]

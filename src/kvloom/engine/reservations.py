@@ -93,7 +93,7 @@ class Reservations:
             )
         end = resolve(body.end, len(body.prompt), "end")
         sequence = self._new_id()
-        matched = cache.adopt(sequence, body.prompt, end, whole_pages=True)
+        matched = cache.adopt(sequence, body.prompt, end, salt=body.salt, whole_pages=True)
         try:
             shared = cache.pages.promised_of(cache.page_list(sequence))
             beyond = self._promises.reserve(cache.geometry.blocks(end) - shared)
@@ -124,6 +124,7 @@ class Reservations:
             blocks=runs,
             where=self._transport.endpoint.where,
             prompt=body.prompt,
+            salt=body.salt,
         )
         try:
             ticket = self._transport.open(matched, digest)
@@ -169,7 +170,7 @@ class Reservations:
         asked, answer = reservation.body, reservation.answer
         contexts = [[*body.prompt, *made.tokens] for made in body.choices]
         alike = any(asked.prompt[: answer.end] == context[: answer.end] for context in contexts)
-        if asked.model != body.model or not alike:
+        if (asked.model, asked.salt) != (body.model, body.salt) or not alike:
             raise BadRequest(f"request {body.request} has reserved room for another prompt", param="request")
         received = self._transport.received(answer.address.ticket)
         if begin > received:

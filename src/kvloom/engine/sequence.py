@@ -125,6 +125,8 @@ class Sequence:
     preempted_at: int = -1
     """Jobs that the unit had started when the sequence was last preempted."""
     status: Status = Status.WAITING
+    salt: str = ""
+    """That with which its tokens are cached."""
     key: int = field(init=False)
 
     def __post_init__(self) -> None:

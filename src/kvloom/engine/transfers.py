@@ -53,7 +53,7 @@ class Transfers:
     async def send(self, body: RemoteSend) -> Sent:
         """Returns once every byte has arrived. The same send again joins the first, or gets its answer."""
         begin, end = self._range(body)
-        digest = body.address.digest(body.prompt, body.peer)
+        digest = body.address.digest(body.prompt, body.peer, body.salt)
         key = (body.request, body.peer, body.address.ticket, begin, end, digest)
         while key in self._known:
             with suppress(_GivenUp):  # then this caller's turn has come
@@ -98,7 +98,7 @@ class Transfers:
         """Returns the token that the send begins with, and the one up to which it is cached."""
         length = len(body.prompt)
         begin, end = resolve(body.begin, length, "begin"), resolve(body.end, length, "end")
-        _, cached = self._queues[body.model].cache.prefixes.match(body.prompt, end)
+        _, cached = self._queues[body.model].cache.prefixes.match(body.prompt, end, body.salt)
         return begin, max(begin, cached)
 
     def abort(self, request: str) -> None:
@@ -156,7 +156,7 @@ class Transfers:
     def _send_cached(self, queue: ModelQueue, body: RemoteSend, transfer: Transfer) -> int:
         """Sends all at once if all is cached; otherwise nothing yet. Returns how much of it is cached."""
         cache, sequence = queue.cache, self._requests.new_id()
-        cached = cache.adopt(sequence, body.prompt, transfer.end)
+        cached = cache.adopt(sequence, body.prompt, transfer.end, salt=body.salt)
         if cached == transfer.end:
             queue.stats.cached_tokens += transfer.end - transfer.sent
             cache.sends.begin(sequence, transfer, cached)
@@ -173,6 +173,7 @@ class Transfers:
             prompt=body.prompt[: transfer.end],
             sampling=SamplingParams(max_tokens=0, seed=0),
             priority=body.priority,
+            salt=body.salt,
         )
         stream = self._computing[transfer] = self._requests.open(order, transfer)
         try:

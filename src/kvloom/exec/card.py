@@ -38,11 +38,11 @@ def read_sampling_defaults(path: str) -> SamplingDefaults:
         raise ConfigError(f"its {_FILE}: {error}") from error
 
 
-def card_of(spec: ModelSpec, module: Any, parameters: int) -> ModelCard:
-    """Returns the card of a loaded model. Raises ConfigError if the checkpoint has no tokenizer that
-    serves."""
+def card_of(spec: ModelSpec, folder: str, module: Any, parameters: int) -> ModelCard:
+    """Returns the card of a model that was loaded from `folder`. Raises ConfigError if the checkpoint has no
+    tokenizer that serves."""
     config = module.config
-    tokenizer = AutoTokenizer.from_pretrained(spec.path, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError("its tokenizer has no fast form (tokenizer.json)")
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of no files at all
@@ -69,7 +69,7 @@ def card_of(spec: ModelSpec, module: Any, parameters: int) -> ModelCard:
         architecture=type(module).__name__,
         parameters=parameters,
         dtype=str(module.dtype).removeprefix("torch."),
-        sampling=read_sampling_defaults(str(spec.path)),
+        sampling=read_sampling_defaults(folder),
     )
 
 

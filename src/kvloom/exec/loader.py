@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from kvloom.exec.attention import NAME, ForwardState, Scoring, attend_dense
 from kvloom.exec.card import card_of
+from kvloom.exec.checkpoint import Checkpoint, open_checkpoint
 from kvloom.exec.huggingface import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -68,6 +70,9 @@ class LoadTarget(Protocol):
     def dtype(self, config: Any) -> torch.dtype:
         """Returns the number format that `auto` means for a checkpoint with this config."""
 
+    def check_room(self, size: int) -> None:
+        """Raises ConfigError if there is no room for weights of `size` bytes, before they are read."""
+
     def place(self, module: nn.Module) -> None:
         """Brings the weights, which lie in mapped files, to the device that uses them. Raises ConfigError if
         they do not fit."""
@@ -85,6 +90,7 @@ class LoadTarget(Protocol):
 
 
 _PROBE_TOKENS: Final = 9
+_SLACK: Final = 2  # A model that lacks less is refused with the names of what it lacks.
 
 
 class Observer:
@@ -234,18 +240,24 @@ def load_model(
 
 
 def _load(spec: ModelSpec, block_bytes: int, team: Team | None, target: LoadTarget) -> LoadedModel:
-    _no_code(spec.path)
-    config = AutoConfig.from_pretrained(spec.path, trust_remote_code=False)
+    checkpoint = open_checkpoint(spec.path, spec.revision)
+    folder = str(checkpoint.folder)
+    _no_code(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError("it is an encoder-decoder; kvloom serves decoders")
     dtype = target.dtype(config) if spec.dtype == "auto" else getattr(torch, spec.dtype)
+    target.check_room(_size(config, dtype, checkpoint))
+    if team is None or team.group.rank == 0:
+        checkpoint.require_digest(spec.sha256)
     with without_compiler():
         module, info = AutoModelForCausalLM.from_pretrained(
-            spec.path,
+            folder,
             config=config,
             dtype=dtype,
             attn_implementation="eager",
             trust_remote_code=False,
+            use_safetensors=True,
             ignore_mismatched_sizes=True,  # reported, and refused below with both shapes
             output_loading_info=True,
         )
@@ -259,7 +271,7 @@ def _load(spec: ModelSpec, block_bytes: int, team: Team | None, target: LoadTarg
     decoder = target.fuse_decoder(module, observer.scorings, geometry)
     if team is not None and not team.group.agree(decoder is not None):
         decoder = None  # all ranks must exchange the same
-    card = card_of(spec, module, parameters)
+    card = card_of(spec, folder, module, parameters)
     q_heads = next(iter(observer.heads)) if len(observer.heads) == 1 else 0
     return LoadedModel(module, decoder or Modular(module), dtype, geometry, card, q_heads)
 
@@ -275,6 +287,22 @@ def count_blocks(models: Mapping[str, LoadedModel], kv_bytes: int, block_bytes: 
                 f"at least {model.geometry.blocks_per_page * block_bytes * ranks:,} are needed"
             )
     return blocks
+
+
+def _size(config: PretrainedConfig, dtype: torch.dtype, checkpoint: Checkpoint) -> int:
+    """Returns the bytes of the model that the config describes. Raises ConfigError if the files hold by far
+    too little for it: transformers would take memory for what they lack, and fill it with random numbers."""
+    with without_compiler(), torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=dtype, attn_implementation="eager", trust_remote_code=False
+        )
+    parameters: int = sum(one.numel() for one in module.parameters())
+    tables: int = sum(one.numel() * one.itemsize for one in module.buffers())
+    if parameters > _SLACK * checkpoint.elements and not checkpoint.packed:
+        raise ConfigError(
+            f"its config describes {parameters:,} parameters, and its files hold {checkpoint.elements:,}"
+        )
+    return parameters * dtype.itemsize + tables
 
 
 def _no_code(path: str) -> None:

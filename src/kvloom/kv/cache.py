@@ -114,8 +114,8 @@ class ModelCache:
             found.update([*self._table.page_list(held), *held.left])
         return found
 
-    def add_sequence(self, sequence: int) -> None:
-        self._table.add(sequence)
+    def add_sequence(self, sequence: int, salt: str = "") -> None:
+        self._table.add(sequence, salt)
 
     def remove_sequence(self, sequence: int) -> None:
         """Gives back all pages of a sequence. No forward that includes it may run, and no peer may still
@@ -130,16 +130,19 @@ class ModelCache:
         is copied when one of them does."""
         held = self._table.idle(parent)
         pages = self._table.page_list(held)[: self.geometry.pages(held.length)]
-        self._table.share(self._table.add(child), pages, held.length)
+        self._table.share(self._table.add(child, held.salt), pages, held.length)
 
     # -- the prefix tree ------------------------------------------------------------------------------
 
-    def adopt(self, sequence: int, tokens: TokenIds, limit: int, *, whole_pages: bool = False) -> int:
-        """Adds a sequence that begins with the longest cached prefix of tokens[:limit]. Returns the length of
-        that. The sequence shares those pages; the last is copied when the sequence writes to it. whole_pages:
-        takes no part of a page, for a peer writes at once."""
-        held = self._table.add(sequence)
-        pages, length = self.prefixes.match(tokens, limit)
+    def adopt(
+        self, sequence: int, tokens: TokenIds, limit: int, *, salt: str = "", whole_pages: bool = False
+    ) -> int:
+        """Adds a sequence that begins with the longest prefix of tokens[:limit] that is cached with `salt`.
+        Returns the length of that. The sequence shares those pages; the last is copied when the sequence
+        writes to it. What the sequence computes is cached with that salt too. whole_pages: takes no part of
+        a page, for a peer writes at once."""
+        held = self._table.add(sequence, salt)
+        pages, length = self.prefixes.match(tokens, limit, salt)
         if whole_pages:
             length -= length % self.geometry.tokens_per_block
         self._table.share(held, pages[: self.geometry.pages(length)], length)
@@ -156,7 +159,7 @@ class ModelCache:
             )
         count = held.length if tail else held.length - held.length % self.geometry.tokens_per_block
         own = self._table.page_list(held)[: self.geometry.pages(count)]
-        pages = self.prefixes.insert(tokens[:count], own)
+        pages = self.prefixes.insert(tokens[:count], own, held.salt)
         if not held.ships:
             self._table.switch(held, pages)
 

@@ -1,4 +1,4 @@
-"""A model's cached prefixes: a radix tree over token ids, one page a node."""
+"""A model's cached prefixes: a radix tree over token ids for each salt, one page a node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Run = tuple[int, ...]  # the token ids of one page
 @dataclass(slots=True, eq=False)
 class Node:
     """The page that holds `tokens` after all that its ancestors hold. A full page's run is as long as a page;
-    a shorter one is a leaf. The root holds nothing: no tokens, page -1, no parent."""
+    a shorter one is a leaf. A root holds nothing: it has no tokens, the page -1
+    and no parent."""
 
     tokens: Run
     page: int
@@ -56,7 +57,7 @@ class Node:
         return [self.children[one] for one in self.runs[first:last]]
 
     def upwards(self) -> Iterator[Node]:
-        """Yields this node and its ancestors, but not the root."""
+        """Yields this node and its ancestors, but not the root above them."""
         node = self
         while node.parent is not None:
             yield node
@@ -68,6 +69,16 @@ class Node:
         for node in found:  # grows while it is read
             found.extend(node.children.values())
         return found
+
+
+class Root(Node):
+    """The root of what is cached with one salt."""
+
+    __slots__ = ("salt",)
+
+    def __init__(self, salt: str) -> None:
+        super().__init__((), -1, None)
+        self.salt = salt
 
 
 def _common(a: Run, b: Run) -> int:
@@ -138,6 +149,9 @@ class PrefixTree:
     """The cached prefixes of one model. The tree holds each of its pages once, and once more for each pin
     whose path leads through it.
 
+    Each salt has a root of its own, and no page is below two roots: what is cached with one salt is never
+    found with another, whoever asks. The empty salt is shared by all who have none.
+
     A page that nobody else holds is idle: it gives way when blocks are short, the least recently used first.
     """
 
@@ -145,26 +159,32 @@ class PrefixTree:
         self._pages = pages
         self._width = pages.geometry.tokens_per_block
         self._recency = recency
-        self._root = Node((), -1, None)
+        self._roots: dict[str, Root] = {}  # by salt; a root without children is dropped
         self._nodes: dict[int, Node] = {}  # by page
         self._pinned = 0  # nodes with a pin
 
     # -- what the cache asks --------------------------------------------------------------------------
 
-    def match(self, tokens: TokenIds, limit: int) -> tuple[list[int], int]:
-        """Returns the pages that hold the longest cached prefix of tokens[:limit], and its length; the last
-        page may hold more than that. They count as used now."""
-        path, length = self._walk(_plain(tokens), limit)
+    def match(self, tokens: TokenIds, limit: int, salt: str = "") -> tuple[list[int], int]:
+        """Returns the pages that hold the longest prefix of tokens[:limit] that is cached with `salt`, and
+        its length; the last page may hold more than that. They count as used now."""
+        path, length = self._walk(_plain(tokens), limit, salt)
         if path:
             self._recency.touch(path[-1])
         return [node.page for node in path], length
 
-    def insert(self, tokens: TokenIds, pages: Sequence[int]) -> list[int]:
-        """Caches `tokens`, which `pages` hold. Returns the pages that hold them here, which are others if the
-        same tokens were cached before. Raises ValueError if the pages are not as many as it takes."""
+    def insert(self, tokens: TokenIds, pages: Sequence[int], salt: str = "") -> list[int]:
+        """Caches `tokens`, which `pages` hold, with `salt`. Returns the pages that hold them here, which are
+        others if the same tokens were cached with it before. Raises ValueError if the pages are not as many
+        as it takes."""
         if len(pages) != -(-len(tokens) // self._width):
             raise ValueError(f"{len(pages)} pages cannot be those of {len(tokens)} tokens")
-        ids, node, found = _plain(tokens), self._root, []
+        if not pages:
+            return []
+        ids, found = _plain(tokens), list[int]()
+        node: Node | None = self._roots.get(salt)
+        if node is None:
+            node = self._roots[salt] = Root(salt)
         for i, page in enumerate(pages):
             run = tuple(ids[i * self._width : (i + 1) * self._width])
             node = self._child(node, run, page)
@@ -188,11 +208,11 @@ class PrefixTree:
 
     # -- what the verbs ask ---------------------------------------------------------------------------
 
-    def pin(self, tokens: TokenIds) -> PinnedPath | None:
-        """Keeps what is cached of `tokens` until `unpin`, to be called once. Returns None if nothing is
-        cached."""
+    def pin(self, tokens: TokenIds, salt: str = "") -> PinnedPath | None:
+        """Keeps what is cached of `tokens` with `salt` until `unpin`, to be called once. Returns None if
+        nothing is cached."""
         ids = _plain(tokens)
-        path, length = self._walk(ids, len(ids))
+        path, length = self._walk(ids, len(ids), salt)
         if not path:
             return None
         pinned = PinnedPath(path[-1], length)
@@ -214,18 +234,23 @@ class PrefixTree:
             self._let_go(node.page)
         self._recency.touch(path.end)
 
-    def evict(self, tokens: TokenIds) -> int:
-        """Drops what is cached of `tokens` and what goes on from them, but for pages that are used, or lead
-        to ones that are used or to other prefixes. Returns the number of tokens. Without tokens it drops
-        everything."""
+    def evict(self, tokens: TokenIds, salt: str = "") -> int:
+        """Drops what is cached of `tokens` with `salt` and what goes on from them, but for pages that are
+        used, or lead to ones that are used or to other prefixes. Returns the number of tokens. Without tokens
+        it drops all that is cached with the salt, and without a salt either, everything."""
         ids = _plain(tokens)
-        path, length = self._walk(ids, len(ids))
+        if not ids and not salt:
+            return sum(self._prune_below(root) for root in list(self._roots.values()))
+        root = self._roots.get(salt)
+        if root is None or not ids:
+            return 0 if root is None else self._prune_below(root)
+        path, length = self._walk(ids, len(ids), salt)
         dropped = 0
         if length == len(ids):
             rest = tuple(ids[length - length % self._width :])
             full = path[: length // self._width]
-            last = full[-1] if full else self._root
-            tops = last.beginning_with(rest) if rest or not ids else [last]
+            last = full[-1] if full else root
+            tops = last.beginning_with(rest) if rest else [last]
             dropped += sum(self._prune(top) for top in tops)
         for node in reversed(path[: length // self._width]):
             if self._nodes.get(node.page) is node:
@@ -242,9 +267,12 @@ class PrefixTree:
         """Lets go of the node, through which no pin leads, and of all below it. Returns the number of
         tokens."""
         gone = node.subtree()
-        assert node.parent is not None, "the root stays"
+        parent = node.parent
+        assert parent is not None, "a root is dropped with its last child"
         assert not node.pins, "a pinned page stays"
-        node.parent.remove(node)
+        parent.remove(node)
+        if isinstance(parent, Root) and not parent.children:
+            del self._roots[parent.salt]
         for one in gone:
             self._recency.leave(one)
             del self._nodes[one.page]
@@ -253,10 +281,14 @@ class PrefixTree:
 
     # -- inside ---------------------------------------------------------------------------------------
 
-    def _walk(self, tokens: Sequence[int], limit: int) -> tuple[list[Node], int]:
-        """Returns the nodes, from the root's child on, that hold the longest cached prefix of tokens[:limit],
-        and its length: full pages, and at the end perhaps one of which it takes a part."""
-        node, path, limit = self._root, list[Node](), min(max(limit, 0), len(tokens))
+    def _walk(self, tokens: Sequence[int], limit: int, salt: str) -> tuple[list[Node], int]:
+        """Returns the nodes, from the child of the salt's root on, that hold the longest prefix of
+        tokens[:limit] cached with it, and its length: full pages, and at the end perhaps one of which it
+        takes a part."""
+        path, limit = list[Node](), min(max(limit, 0), len(tokens))
+        node: Node | None = self._roots.get(salt)
+        if node is None:
+            return path, 0
         while True:
             at = len(path) * self._width
             run = tuple(tokens[at : min(at + self._width, limit)])
@@ -310,6 +342,9 @@ class PrefixTree:
     def _let_go(self, page: int) -> None:
         self._pages.unpromise([page])
         self._pages.release([page])
+
+    def _prune_below(self, root: Node) -> int:
+        return sum(self._prune(top) for top in list(root.children.values()))
 
     def _prune(self, top: Node) -> int:
         """Drops what is idle at and below `top` and leads to nothing that stays."""

@@ -24,6 +24,8 @@ class SequencePages:
     written, [length, length + reserved) waits for a peer's write; pages cover all of it."""
 
     row: int
+    salt: str = ""
+    """That with which its tokens are cached."""
     pages: int = 0
     length: int = 0
     planned: int = 0
@@ -50,12 +52,12 @@ class SequenceTable:
         self._prefixes = prefixes
         self._rows = list(range(max_sequences - 1, -1, -1))
 
-    def add(self, sequence: int) -> SequencePages:
+    def add(self, sequence: int, salt: str) -> SequencePages:
         if sequence in self.held:
             raise ValueError(f"sequence {sequence} exists already")
         if not self._rows:
             raise ValueError(f"{self.model}: no room for more than {len(self.held)} sequences")
-        held = self.held[sequence] = SequencePages(self._rows.pop())
+        held = self.held[sequence] = SequencePages(self._rows.pop(), salt)
         return held
 
     def remove(self, sequence: int) -> None:

@@ -289,7 +289,7 @@ class OffloadingPlanner(DecodePlanner[S]):
         for sequence in list(self.policy.offloaded.values()):
             self._forget(sequence)
         for sequence in gone:
-            self.home.add_sequence(sequence.id)
+            self.home.add_sequence(sequence.id, sequence.salt)
         return gone
 
     def _arrived(self, sequence: S, *, out: bool) -> None:
@@ -315,7 +315,8 @@ class OffloadingPlanner(DecodePlanner[S]):
             self.policy.offloaded[id_] = sequence
             target.add_sequence(id_)
         else:
-            found = target.adopt(id_, sequence.tokens.list(), count, whole_pages=True)
+            tokens = sequence.tokens.list()
+            found = target.adopt(id_, tokens, count, salt=sequence.salt, whole_pages=True)
         if count > found:
             target.prepare_receive(id_, count - found)
             target.commit_receive(id_, count - found)

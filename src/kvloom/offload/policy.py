@@ -37,6 +37,7 @@ class SequenceState(Protocol):
     order: tuple[int, int, int]
     computed: int
     in_job: bool
+    salt: str
 
     @property
     def decodes(self) -> bool: ...

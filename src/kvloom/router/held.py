@@ -30,6 +30,7 @@ class PeerReservation:
     model: str
     prompt: list[int]
     given: Prepared
+    salt: str = ""
 
     @property
     def matched(self) -> int:
@@ -55,6 +56,7 @@ class PeerReservation:
             begin=begin,
             end=end,
             priority=priority,
+            salt=self.salt,
         )
 
 

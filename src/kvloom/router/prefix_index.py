@@ -15,8 +15,8 @@ class PrefixIndex:
     """A trie of chunks of tokens for each unit, bounded like the unit's own cache: one trie for all its
     models, of which the least recently used chunks go first.
 
-    A node is named by a hash over all chunks from the root to it. Nodes are used from the leaf to the root,
-    so that the oldest of a unit is always a leaf.
+    A node is named by a hash over the model, the salt and all chunks from the root to it. Nodes are used
+    from the leaf to the root, so that the oldest of a unit is always a leaf.
     """
 
     def __init__(self, most_chunks: int = MOST_CHUNKS) -> None:
@@ -27,19 +27,19 @@ class PrefixIndex:
         """Returns the number of chunks remembered, over all units."""
         return sum(len(nodes) for nodes in self._units.values())
 
-    def note(self, model: str, tokens: Sequence[int], unit: str) -> None:
-        """Remembers that `unit` holds these tokens now, or soon."""
+    def note(self, model: str, tokens: Sequence[int], unit: str, salt: str = "") -> None:
+        """Remembers that `unit` holds these tokens with the salt now, or soon."""
         nodes = self._units.setdefault(unit, OrderedDict())
-        for node in reversed(_path(model, tokens)):
+        for node in reversed(_path(model, salt, tokens)):
             nodes[node] = None
             nodes.move_to_end(node)
         while len(nodes) > self._most:
             nodes.popitem(last=False)
 
-    def match(self, model: str, tokens: Sequence[int]) -> dict[str, int]:
-        """Returns, for each unit that holds some of these tokens, how many, from the first on, in whole
-        chunks."""
-        path = _path(model, tokens)
+    def match(self, model: str, tokens: Sequence[int], salt: str = "") -> dict[str, int]:
+        """Returns, for each unit that holds some of these tokens with the salt, how many, from the first on,
+        in whole chunks."""
+        path = _path(model, salt, tokens)
         depths = {unit: _depth(path, nodes) for unit, nodes in self._units.items()}
         return {unit: depth * CHUNK for unit, depth in depths.items() if depth}
 
@@ -47,11 +47,11 @@ class PrefixIndex:
         self._units.pop(unit, None)
 
 
-def _path(model: str, tokens: Sequence[int]) -> list[int]:
-    """Returns the nodes of the whole chunks of `tokens`, root first."""
+def _path(model: str, salt: str, tokens: Sequence[int]) -> list[int]:
+    """Returns the nodes of the whole chunks of `tokens`, root first. The root is the model with the salt."""
     chunks = array("i", tokens).tobytes()
     size = CHUNK * array("i").itemsize
-    path, node = [], hash(model)
+    path, node = [], hash((model, salt))
     for end in range(size, len(chunks) + 1, size):
         node = hash((node, chunks[end - size : end]))
         path.append(node)

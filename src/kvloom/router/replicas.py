@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator
+from collections.abc import Awaitable
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from dataclasses import replace
 from functools import reduce
-from typing import Final, Protocol
-
-from kvloom.cluster.dispatch import Dispatch, freest, infaas
+from kvloom.cluster.dispatch import Dispatch
+from kvloom.cluster.dispatch import freest
+from kvloom.cluster.dispatch import infaas
 from kvloom.engine.freeness import Arrival
 from kvloom.router.prefix_index import PrefixIndex
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
 from kvloom.types.errors import Unavailable
 from kvloom.types.load import UnitLoad
-from kvloom.types.request import ModelCard, StartGenerate
+from kvloom.types.request import ModelCard
+from kvloom.types.request import StartGenerate
+from typing import Final
+from typing import Protocol
+import asyncio
 
 CALL_TOKENS: Final = 128  # what a call in flight weighs, in prompt tokens
 PERIOD: Final = 0.5  # seconds between an answer and the next time the unit is asked
@@ -189,6 +198,8 @@ class Fleet:
     index: PrefixIndex
     arrival: Arrival
     """The request that is to go to one of the replicas."""
+    salt: str = ""
+    """That with which the request's prefixes are cached; the index is asked for no other."""
 
     @property
     def up(self) -> list[Replica]:
@@ -243,7 +254,7 @@ class Fleet:
         are left out."""
         if len(self.replicas) == 1:
             return {}
-        held = self.index.match(self.model, prompt)
+        held = self.index.match(self.model, prompt, self.salt)
         return {replica: held[replica.name] for replica in self.up if replica.name in held}
 
     def to_compute(self, prompt: Sequence[int], replica: Replica, begin: int, end: int) -> int:
@@ -253,7 +264,7 @@ class Fleet:
     def note(self, prompt: Sequence[int], replica: Replica) -> None:
         """Remembers that `replica` holds the prompt now, or soon."""
         if len(self.replicas) > 1:
-            self.index.note(self.model, prompt, replica.name)
+            self.index.note(self.model, prompt, replica.name, self.salt)
 
     def without(self, some: Collection[Replica]) -> Fleet:
         return replace(self, replicas=tuple(one for one in self.replicas if one not in some))

@@ -180,4 +180,4 @@ class Router:
         if not replicas:
             served = ", ".join(self._units.models) or "none"
             raise UnknownModel(f"the model `{body.model}` is not served; served: {served}", param="model")
-        return Fleet(body.model, replicas, self._index, arriving(body))
+        return Fleet(body.model, replicas, self._index, arriving(body), body.salt)

@@ -126,6 +126,7 @@ class Session:
             prompt=self.prompt,
             end=end,
             sender=sender.card.form if sender else None,
+            salt=self.body.salt,
         )
         until = resolve(end, len(self.prompt), "end")
         parts = {replica: (until, len(self.prompt))} | ({sender: (0, until)} if sender else {})
@@ -138,7 +139,7 @@ class Session:
             for who in parts:
                 self.held.is_to_compute(who, 0)
             raise
-        return PeerReservation(replica, self.model, self.prompt, given)
+        return PeerReservation(replica, self.model, self.prompt, given, self.body.salt)
 
     async def remote_send(
         self, source: Replica, spot: PeerReservation, *, begin: int = 0, end: int | None = None
@@ -169,7 +170,7 @@ class Session:
         replica takes the first one's place."""
         name = self.name
         prompt = self.prompt[: resolve(end, len(self.prompt), "end")]
-        body = Pin(model=self.model, request=name, prompt=prompt)
+        body = Pin(model=self.model, request=name, prompt=prompt, salt=self.body.salt)
         try:
             async with self.held.asking(replica, "pin", name):
                 made = await self.held.answered(replica, replica.unit.client.pin(body))

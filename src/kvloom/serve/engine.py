@@ -107,7 +107,7 @@ def require_hub(models: Iterable[ModelSpec]) -> None:
         if Path(model.path).is_dir():
             continue
         try:
-            known = isinstance(try_to_load_from_cache(model.path, CONFIG), str)
+            known = isinstance(try_to_load_from_cache(model.path, CONFIG, revision=model.revision), str)
         except ValueError as error:  # It is no id of the hub, and was meant to be a folder.
             raise ConfigError(
                 f"models.{model.name}: {model.path}: there is no such folder; a checkpoint's folder, or an "
@@ -116,7 +116,8 @@ def require_hub(models: Iterable[ModelSpec]) -> None:
         if known:
             continue
         try:
-            get_hf_file_metadata(hf_hub_url(model.path, CONFIG), timeout=HUB_SECONDS)
+            url = hf_hub_url(model.path, CONFIG, revision=model.revision)
+            get_hf_file_metadata(url, timeout=HUB_SECONDS)
         except HfHubHTTPError:
             continue  # it answers
         except Exception as error:  # whatever its HTTP client makes of a network

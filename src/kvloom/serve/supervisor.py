@@ -6,7 +6,7 @@ import asyncio
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -16,6 +16,7 @@ from rich.console import Console
 from kvloom.cluster.controller import Controller
 from kvloom.cluster.edits import Edit
 from kvloom.cluster.launcher import Counted, Ended
+from kvloom.cluster.reconcile import TIMING
 from kvloom.cluster.state import GATEWAY, ComponentStatus, FleetSpec, UnitSpec, is_gateway
 from kvloom.config.config import Config
 from kvloom.serve.local import ENGINE_MODULE, Heard, LocalLauncher, Roles
@@ -89,6 +90,7 @@ class Supervisor:
                 specified(self._config),
                 launcher,
                 self._clock,
+                timing=replace(TIMING, load=self._config.load_timeout),
                 watch=lambda *change: self._events.put_nowait(partial(self._show, *change)),
             )
             controlling = group.create_task(self._controller.run())

@@ -110,9 +110,10 @@ class KVAddress(Struct, frozen=True, kw_only=True, dict=True):
         blocks.flags.writeable = False
         return blocks
 
-    def digest(self, prompt: Sequence[int], peer: Endpoint) -> int:
+    def digest(self, prompt: Sequence[int], peer: Endpoint, salt: str = "") -> int:
         """Returns one word that stands for the blocks, tokens and model of the address: its receiver keeps
-        it, and each sender shows it. peer: the receiver's endpoint."""
+        it, and each sender shows it. peer: the receiver's endpoint; salt: that with which the receiver
+        caches the prompt."""
         return digest_of(
             model=self.model,
             form=self.form,
@@ -121,6 +122,7 @@ class KVAddress(Struct, frozen=True, kw_only=True, dict=True):
             blocks=self.blocks,
             where=peer.where,
             prompt=prompt,
+            salt=salt,
         )
 
     @staticmethod
@@ -136,12 +138,20 @@ class KVAddress(Struct, frozen=True, kw_only=True, dict=True):
 
 
 def digest_of(
-    *, model: str, form: KVForm, begin: int, end: int, blocks: bytes, where: bytes, prompt: Sequence[int]
+    *,
+    model: str,
+    form: KVForm,
+    begin: int,
+    end: int,
+    blocks: bytes,
+    where: bytes,
+    prompt: Sequence[int],
+    salt: str = "",
 ) -> int:
     """Returns 64 bits of BLAKE2b (RFC 7693) over an address' fields but its ticket, over `where` of the
-    receiver's endpoint, from which a sender counts the blocks, and over prompt[:end]: what comes after the
-    address does not change its K and V."""
-    whole = msgpack.encode((model, form, begin, end, blocks, where, prompt[:end]))
+    receiver's endpoint, from which a sender counts the blocks, over prompt[:end], because what comes after
+    the address does not change its K and V, and over the salt."""
+    whole = msgpack.encode((model, form, begin, end, blocks, where, prompt[:end], salt))
     return int.from_bytes(blake2b(whole, digest_size=8).digest(), "little", signed=True)
 
 

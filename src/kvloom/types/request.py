@@ -82,6 +82,7 @@ PROTOCOL = "6"
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=200)]
+Salt = Annotated[str, Meta(max_length=200)]
 Prompt = Annotated[list[TokenId], Meta(min_length=1)]
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -113,8 +114,8 @@ class StartGenerate(Struct, frozen=True, omit_defaults=True, kw_only=True):
     interval: Annotated[int, Meta(ge=1, le=1024)] = 1
     # For whom the request is made: the name of a key, or an address. Queues are fair between tenants.
     tenant: str = ""
-    # Prefixes are shared with requests of the same salt only.
-    salt: str = ""
+    # Prefixes are shared with requests of the same salt only; the empty one is that of all who have none.
+    salt: Salt = ""
 
     @property
     def choices(self) -> list[Made]:

@@ -22,6 +22,8 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
 
     name: str
     path: str  # a checkpoint's folder, or a hub id
+    revision: str | None = None  # of the hub id: a commit, a tag or a branch; None is the main branch
+    sha256: str | None = None  # the digest that the weights must have, as `kvloom model digest` prints it
     dtype: Dtype = "auto"
     rate: float = 1.0  # expected share of the requests, against the other models' rates
     max_context: int | None = None  # a bound below the checkpoint's own

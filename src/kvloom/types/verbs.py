@@ -21,7 +21,7 @@ from msgspec.structs import astuple
 from kvloom.types.address import Endpoint, KVAddress, KVForm
 from kvloom.types.errors import KvloomError, Unavailable, WireError
 from kvloom.types.load import UnitLoad
-from kvloom.types.request import Event, Int64, Made, ModelCard, Prompt, RequestId, TokenId
+from kvloom.types.request import Event, Int64, Made, ModelCard, Prompt, RequestId, Salt, TokenId
 
 LONGEST_PIN: Final = 3600  # seconds
 LONGEST_DUE: Final = 60  # seconds
@@ -41,6 +41,7 @@ class PrepRecv(Struct, frozen=True, omit_defaults=True, kw_only=True):
     sender: KVForm | None = None  # the form of the peer's K and V; refused if it is not this unit's
     # Seconds until the request is expected to begin here; a decode step may wait a little for it.
     due: Annotated[float, Meta(ge=0, le=LONGEST_DUE)] | None = None
+    salt: Salt = ""  # that with which the request's prefixes are cached
 
 
 class Prepared(Struct, frozen=True, kw_only=True):
@@ -68,6 +69,7 @@ class RemoteSend(Struct, frozen=True, omit_defaults=True, kw_only=True):
     begin: Int64 = 0
     end: Int64 | None = None
     priority: Int64 = 0
+    salt: Salt = ""  # that with which the request's prefixes are cached
 
 
 class Sent(Struct, frozen=True, kw_only=True):
@@ -88,6 +90,7 @@ class Pin(Struct, frozen=True, omit_defaults=True, kw_only=True):
     request: RequestId
     prompt: list[TokenId]
     lease: Annotated[int, Meta(ge=1, le=LONGEST_PIN)] | None = None
+    salt: Salt = ""  # that with which the request's prefixes are cached
 
 
 class Pinned(Struct, frozen=True, kw_only=True):
@@ -141,11 +144,14 @@ class Offered(Struct, frozen=True, kw_only=True):
     request: str | None  # None if no request should move
 
 
-class Prefix(Struct, frozen=True, kw_only=True):
-    """The body of evict: drops what is cached of the prompt, as far as nobody uses it."""
+class Prefix(Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """The body of evict: drops what is cached of the prompt with the salt, as far as nobody uses it. Without
+    a salt that is what requests without one share. An empty prompt stands for all that is cached with the
+    salt, and without a salt for all that the model has cached with any."""
 
     model: str
     prompt: list[TokenId]
+    salt: Salt = ""
 
 
 class Held(Struct, frozen=True, kw_only=True):

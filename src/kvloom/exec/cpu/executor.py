@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from kvloom.exec.attention import ForwardState, Scoring
 from kvloom.exec.cpu.decoder import fuse_decoder
 from kvloom.exec.cpu.fuse import fuse_on_cpu
+from kvloom.exec.cpu.memory import available_memory
 from kvloom.exec.loader import Forward, LoadedModel, count_blocks, load_models
 from kvloom.exec.parallel.group import RankGroup
 from kvloom.exec.parallel.ranks import Member, Ranks, check
@@ -23,6 +24,7 @@ from kvloom.exec.parallel.wire import StartRank, Step, ToldMap
 from kvloom.exec.sampler import prompt_logprobs, sample
 from kvloom.kv.arena import Arena
 from kvloom.offload.cpu.attention import CpuLoans
+from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import I64, Geometry
 from kvloom.types.job import Job, JobResult
 from kvloom.types.request import ModelCard
@@ -34,6 +36,14 @@ class CpuTarget:
 
     def dtype(self, config: Any) -> torch.dtype:
         return torch.float32
+
+    def check_room(self, size: int) -> None:
+        free = available_memory()
+        if size > free:
+            raise ConfigError(
+                f"its weights take {size:,} bytes of memory, and {free:,} are available here; a smaller "
+                "model, a half precision or a larger machine is right"
+            )
 
     def place(self, module: nn.Module) -> None:
         """Does nothing: weights are read from the mapped files."""

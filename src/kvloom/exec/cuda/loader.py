@@ -39,6 +39,9 @@ class DeviceTarget:
         own = str(getattr(config, "dtype", None)).removeprefix("torch.")
         return getattr(torch, own) if own in _HALVES else torch.bfloat16
 
+    def check_room(self, size: int) -> None:
+        """Does nothing: weights lie in mapped files until `place` looks at the device's memory."""
+
     def place(self, module: nn.Module) -> None:
         tensors = {id(one): one for one in (*module.parameters(), *module.buffers())}
         coming = [one for one in tensors.values() if one.device.type == "cpu"]

@@ -22,7 +22,7 @@ from kvloom.plan.cost.measured import Measured, cross_validate
 from kvloom.plan.cost.profile import Computer, HostedSeconds, Profile, write_profile
 from kvloom.plan.cost.shapes import CONFIG, ModelShape, read_shape
 from kvloom.serve.engine import require_hub
-from kvloom.types.spec import EngineSpec
+from kvloom.types.spec import EngineSpec, ModelSpec
 
 POOL = 2 << 30  # bytes at most; more would measure longer contexts, and take longer
 QUIET = 0.5  # load average above which the machine is not
@@ -60,7 +60,7 @@ def measured_jobs(
         progress=lambda text: console.print(text, style="dim"),
     )
     try:
-        shapes = {model.name: shape_of(executor, model.name, model.path) for model in spec.models}
+        shapes = {model.name: shape_of(executor, model) for model in spec.models}
         columns = BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
         with (
             Progress(*columns, console=console) as bar,
@@ -112,11 +112,12 @@ def whole_machine(config: Config) -> EngineSpec:
     )
 
 
-def shape_of(executor: WatchedExecutor, name: str, path: str) -> ModelShape:
+def shape_of(executor: WatchedExecutor, model: ModelSpec) -> ModelShape:
     """Returns what the checkpoint's config says, and what attention was seen to keep."""
-    geometry = executor.geometries[name]
-    config = try_to_load_from_cache(path, CONFIG) if not Path(path).is_dir() else None
-    folder = Path(config).parent if isinstance(config, str) else Path(path)
+    geometry, folder = executor.geometries[model.name], Path(model.path)
+    if not folder.is_dir():
+        config = try_to_load_from_cache(model.path, CONFIG, revision=model.revision)
+        folder = Path(config).parent if isinstance(config, str) else folder
     return replace(
         read_shape(folder, geometry.itemsize),
         layers=geometry.layers,

@@ -1,0 +1,32 @@
+"""The memory that this process could still take without another's or its own death."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+MEMINFO: Final = Path("/proc/meminfo")
+CGROUP: Final = Path("/sys/fs/cgroup")
+
+
+def available_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
+    """Returns the bytes that the kernel says are available, or fewer if a container's own limit leaves fewer.
+    Pages of files count as available, because the kernel drops them for whoever needs memory."""
+    told = _table(meminfo)
+    free = 1024 * told.get("MemAvailable", told.get("MemFree", 1 << 52))
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+        files = _table(cgroup / "memory.stat")
+    except OSError:
+        return free
+    if not limit.isdigit():
+        return free
+    dropped = files.get("active_file", 0) + files.get("inactive_file", 0)
+    return min(free, max(int(limit) - used + dropped, 0))
+
+
+def _table(file: Path) -> dict[str, int]:
+    """Returns a kernel's table of one name and one number a line."""
+    lines = (line.replace(":", " ").split() for line in file.read_text().splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
