@@ -143,7 +143,8 @@ class Replica:
 
     @property
     def up(self) -> bool:
-        return self.unit.up
+        """Returns whether the unit can be asked for something new, and still serves this model."""
+        return self.unit.up and self.card.name in self.unit.replicas
 
     @property
     def awaited(self) -> bool:
@@ -191,7 +192,7 @@ class Fleet:
 
     @property
     def up(self) -> list[Replica]:
-        return [replica for replica in self.replicas if replica.unit.up]
+        return [replica for replica in self.replicas if replica.up]
 
     def turn(self, among: Sequence[Replica] | None = None) -> Replica:
         """Returns the replica whose turn it is, round robin."""
@@ -233,8 +234,8 @@ class Fleet:
     def split(self, prefill: int) -> tuple[list[Replica], list[Replica]]:
         """Returns who prefills, the first `prefill` replicas, and who decodes. If one side is down or
         missing, the other is all there is, and it decodes."""
-        first = [replica for replica in self.replicas[:prefill] if replica.unit.up]
-        others = [replica for replica in self.replicas[prefill:] if replica.unit.up]
+        first = [replica for replica in self.replicas[:prefill] if replica.up]
+        others = [replica for replica in self.replicas[prefill:] if replica.up]
         return (first, others) if first and others else ([], first or others)
 
     def matched(self, prompt: Sequence[int]) -> dict[Replica, int]:

@@ -54,10 +54,17 @@ def test_300_seeds_keep_the_laws() -> None:
     assert counts["requests ended"] > counts["requests failed"]
 
 
-def test_seeds_that_once_broke_a_law_keep_them() -> None:
-    """3969: a send whose caller was gone gave its pages back while a job that fed it still ran, which then
-    kept them for ever."""
-    assert not run_quietly(3969).broken
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(3969, id="a send whose caller was gone gave its pages back while a job still fed it"),
+        pytest.param(
+            9780, id="a request was sent on to a unit that had been told to serve its model no more"
+        ),
+    ],
+)
+def test_seeds_that_once_broke_a_law_keep_it(seed: int) -> None:
+    assert not run_quietly(seed).broken
 
 
 def test_control_c_never_reaches_the_processes_that_play() -> None:
