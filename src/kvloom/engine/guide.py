@@ -233,7 +233,17 @@ class GuideState:
             return True
         if self.done or self._matcher.is_error():
             return False
-        return bool(self._matcher.consume_token(token))
+        return int(self._matcher.try_consume_tokens([token])) == 1
+
+    @property
+    def problem(self) -> str:
+        """Returns why no token can follow, though the grammar has not ended; nothing if one can."""
+        if not self._matcher.is_error():
+            return ""
+        why = str(self._matcher.get_error()).partition("\n")[0]
+        if why == _NOTHING_FITS:
+            return "it allows no token here"
+        return f"its next token takes more work than is allowed: {why}"
 
     def _may_end(self) -> bool:
         return bool(self.done or (self._matcher.is_accepting() and not self._matcher.is_error()))

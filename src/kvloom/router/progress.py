@@ -143,7 +143,7 @@ class RequestProgress:
         """Returns what of a frame can be passed on, and why an engine ends with it all that is left of the
         request: another may still go on. The text is None if the engine does not."""
         ends = [event for event in frame if isinstance(event, EndEvent)]
-        failed = [end for end in ends if end.reason == "error"]
+        failed = [end for end in ends if end.reason == "error" and not end.code]
         if not failed:
             return frame, None
         well = {end.choice for end in ends} - {end.choice for end in failed}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Final, Protocol
@@ -14,7 +13,7 @@ from kvloom.engine.freeness import Arrival
 from kvloom.router.prefix_index import PrefixIndex
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
-from kvloom.types.errors import Unavailable
+from kvloom.types.errors import ConnectionLost, Unavailable
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import ModelCard, StartGenerate
 
@@ -75,6 +74,10 @@ class LoadReport:
             self.forget()
 
 
+class EngineDied(Unavailable):
+    """The engine has died since it was asked, and nobody had ordered that."""
+
+
 class ReplicaHost(Protocol):
     """The unit of a replica, as the replica and its requests see it."""
 
@@ -99,6 +102,11 @@ class ReplicaHost(Protocol):
     @property
     def lost(self) -> bool:
         """Returns whether the unit is down, and is asked until it answers."""
+
+    @property
+    def died(self) -> bool:
+        """Returns whether the unit has lost its process, as far as anyone knows, and nobody has ordered
+        that."""
 
     @property
     def replicas(self) -> Mapping[str, object]:
@@ -164,18 +172,14 @@ class Replica:
         self.calls -= 1
         self.unit.end_call()
 
-    @asynccontextmanager
-    async def reached(self) -> AsyncIterator[None]:
-        """Asks the unit whether it is still there if what is done within shows that it might be gone."""
-        try:
-            yield
-        except Unavailable as error:
-            raise await self.missed(error) from error
-
     async def missed(self, error: Unavailable) -> Unavailable:
-        """Returns the error with the unit's name, after the unit was asked whether it is still there."""
+        """Returns the error with the unit's name, after the unit was asked whether it is still there. It is
+        EngineDied if the unit was there when the request reached it, and is not any more."""
         await self.unit.check()
-        return Unavailable(f"{self.name}: {error.message}", retry_after=error.retry_after)
+        died = isinstance(error, ConnectionLost) and self.unit.died
+        return (EngineDied if died else Unavailable)(
+            f"{self.name}: {error.message}", retry_after=error.retry_after
+        )
 
 
 @dataclass(frozen=True, slots=True)
