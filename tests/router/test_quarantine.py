@@ -95,7 +95,7 @@ async def test_who_finds_nobody_is_not_to_blame() -> None:
 
 async def test_a_broken_connection_is_no_death() -> None:
     async with routed(3) as fleets:
-        broken = []
+        broken = list[LedgerEngine]()
 
         def breaks(engine: LedgerEngine) -> None:
             real = engine.start_generate
