@@ -13,7 +13,13 @@ from msgspec.structs import replace
 from kvloom.router import Call, Fleet, Frames
 from kvloom.router.program import Program
 from kvloom.router.programs import PROGRAMS
-from kvloom.router.quarantine import DEATHS_AFTER, DEATHS_BEFORE, KEPT, SECONDS, Quarantine
+from kvloom.router.progress import (
+    DEATHS_AFTER,
+    DEATHS_BEFORE,
+    MOST_QUARANTINED,
+    QUARANTINE_SECONDS,
+    Quarantine,
+)
 from kvloom.types.errors import ConnectionLost, KvloomError, RequestQuarantined, Unavailable
 from kvloom.types.request import EndEvent, Event, StartGenerate
 from tests.router.fleets import Answer, Fleets, ManualClock, ask, ask_well, begin, body, routed, turns
@@ -199,14 +205,14 @@ async def test_what_a_client_sends_again_costs_no_engine(caplog: pytest.LogCaptu
         assert down(fleets) == 2 * DEATHS_BEFORE
         for engine in fleets.engines:
             engine.down = False
-        await fleets.clock.advance(SECONDS)
+        await fleets.clock.advance(QUARANTINE_SECONDS)
         with pytest.raises(RequestQuarantined):
             await ask(fleets.router, body(POISON))
         assert down(fleets) == DEATHS_BEFORE
 
 
 async def test_few_are_remembered() -> None:
-    quarantine, bodies = Quarantine(ManualClock()), [body(at + 1) for at in range(KEPT + 1)]
+    quarantine, bodies = Quarantine(ManualClock()), [body(at + 1) for at in range(MOST_QUARANTINED + 1)]
     for one in bodies:
         quarantine.add(one)
     quarantine.refuse(bodies[0])

@@ -13,7 +13,7 @@ from kvloom.engine.freeness import Arrival
 from kvloom.router.prefix_index import PrefixIndex
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
-from kvloom.types.errors import ConnectionLost, Unavailable
+from kvloom.types.errors import ConnectionLost, EngineDied, Unavailable
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import ModelCard, StartGenerate
 
@@ -72,10 +72,6 @@ class LoadReport:
                 await self._clock.sleep(PERIOD)
             self._wanted.clear()
             self.forget()
-
-
-class EngineDied(Unavailable):
-    """The engine has died since it was asked, and nobody had ordered that."""
 
 
 class ReplicaHost(Protocol):

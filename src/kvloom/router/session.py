@@ -12,8 +12,7 @@ from msgspec.structs import replace
 
 from kvloom.router.candidates import Candidates, Lost, WaitingRoom
 from kvloom.router.held import REFUSALS, PeerReservation, SessionHeld
-from kvloom.router.progress import RequestProgress
-from kvloom.router.quarantine import Deaths, Quarantine
+from kvloom.router.progress import Deaths, Quarantine, RequestProgress
 from kvloom.router.replicas import Fleet, Replica, arriving
 from kvloom.types.address import resolve
 from kvloom.types.client import Frames

@@ -110,6 +110,10 @@ class ConnectionLost(Unavailable):
     """The connection to an engine broke after the engine was asked. It may have died of what it was asked."""
 
 
+class EngineDied(Unavailable):
+    """The engine has died since it was asked, and nobody had ordered that."""
+
+
 class OutOfBlocks(KvloomError):
     """The pool has fewer free blocks than were asked for. Nothing was taken."""
 
