@@ -17,6 +17,7 @@ from kvloom.api.app import create_app
 from kvloom.api.schemas import CompletionAnswer, ErrorAnswer, ModelList
 from kvloom.api.schemas_chat import ChatAnswer, ChatChunk
 from kvloom.types.errors import UnknownModel
+from kvloom.types.request import EndEvent
 from tests.api.scripted import ScriptedEngine, card, says, serving
 
 TEXT = "hello world"
@@ -193,6 +194,20 @@ def test_an_engine_that_raises_what_nobody_expects(http: TestClient, engine: Scr
     for stream in (False, True):
         message = check_error(http.post("/v1/completions", json=COMPLETION | {"stream": stream}), 500)
         assert "index" not in message
+
+
+def test_an_end_that_is_the_requests_own_doing(http: TestClient, engine: ScriptedEngine) -> None:
+    engine.break_after = 1
+    why = "guided_regex: after 1 tokens it allows no token here"
+    engine.break_with = EndEvent(0, "error", message=why, code="guide_failed", param="guided_regex")
+    asked = COMPLETION | {"guided_regex": "a+"}
+    assert check_error(http.post("/v1/completions", json=asked), 400, "guided_regex") == why
+    answer = http.post("/v1/completions", json=asked | {"stream": True})
+    assert answer.status_code == 200
+    *_, last = answer.text.strip().split("\n\n")
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert (error["code"], error["param"], error["message"]) == ("guide_failed", "guided_regex", why)
+    assert error["type"] == "invalid_request_error"
 
 
 def test_a_model_that_went_away(http: TestClient, engine: ScriptedEngine) -> None:

@@ -174,10 +174,44 @@ def test_choices_step_apart(compiler: GuideCompiler) -> None:
     assert one.accepts(token("b"))
 
 
+@pytest.mark.parametrize(
+    ("guide", "text", "why"),
+    [
+        (Guide("lark", 'start: "a" "b" Y\nY: /[a-z]+/ & /[0-9]+/'), "ab", "it allows no token here"),
+        (
+            Guide("json_schema", json.dumps({"type": "string", "pattern": "(.*a.{0,100}){1,30}"})),
+            '"' + "ab" * 200,
+            "takes more work than is allowed: lexer error",
+        ),
+        (Guide("lark", 'start: e\ne: e e e| "x" | e "x" e'), "x" * 3000, "takes more work than is allowed"),
+    ],
+    ids=["no token midway", "too much work for a mask", "too much work for a step"],
+)
+def test_a_guide_that_cannot_go_on_says_why(
+    compiler: GuideCompiler, guide: Guide, text: str, why: str
+) -> None:
+    state = compiler.start(guide)
+    assert not state.problem
+    for one in tokens(text):
+        if not (state.mask().any() and state.accepts(one)):
+            break
+    assert not state.mask().any()
+    assert not state.done
+    assert why in state.problem
+
+
+def test_a_refused_token_is_no_problem_of_the_guide(compiler: GuideCompiler) -> None:
+    state = compiler.start(Guide("regex", "ab"))
+    assert not state.accepts(token("z"))
+    assert not state.problem
+    play(state, "ab")
+
+
 class _NoToken:
     """A grammar that has nothing to say."""
 
     done = False
+    problem = ""
 
     def mask(self) -> None:
         return None
@@ -189,21 +223,31 @@ class _NoToken:
         return self
 
 
+class _GaveUp(_NoToken):
+    problem = "it allows no token here"
+
+
 class _Unguided(_NoToken):
     def accepts(self, token: int) -> bool:
         return True
 
 
-def test_a_guide_that_refuses_its_token_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GuideCompiler, "start", lambda self, guide: _NoToken())
+@pytest.mark.parametrize(("state", "code"), [(_NoToken(), ""), (_GaveUp(), "guide_failed")])
+def test_a_guide_that_refuses_its_token_ends_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch, state: _NoToken, code: str
+) -> None:
+    """If the guide gave up, that is the request's doing, and its end says so."""
+    monkeypatch.setattr(GuideCompiler, "start", lambda self, guide: state)
     executor = ModelledExecutor(100)
     engine = engine_over(executor)
 
     async def play() -> None:
-        guided = order("guided", "wide", 9, guide=Guide("json"))
+        guided = order("guided", "wide", 9, guide=Guide("json", param="guided_json"))
         plain = order("plain", "wide", 12)
         ended, answer = await asyncio.gather(ask(engine, guided), ask(engine, plain))
-        assert ended.ends[0].reason == "error"
+        assert (ended.ends[0].reason, ended.ends[0].code) == ("error", code)
+        assert bool(code) == ended.ends[0].message.startswith("guided_json: after 0 tokens it allows no")
+        assert ended.ends[0].param == ("guided_json" if code else "")
         assert not ended.tokens
         assert answer.tokens == expected(executor, plain)
 

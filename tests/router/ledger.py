@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from kvloom.types.address import Endpoint, KVAddress, KVForm, Ticket, resolve
-from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, Unavailable, UnknownModel
+from kvloom.types.errors import (
+    BadRequest,
+    ConnectionLost,
+    KvloomError,
+    OutOfBlocks,
+    Unavailable,
+    UnknownModel,
+)
 from kvloom.types.load import ModelLoad, UnitLoad
 from kvloom.types.request import (
     EndEvent,
@@ -238,7 +245,7 @@ class LedgerEngine:
                 if body.request in self._stopped:
                     raise BadRequest(f"request {body.request} was aborted")
             self._fail(late)
-            self._reach()
+            self._connected()
             peer._receive(body, begin, end)
         finally:
             self.sending.discard(body.request)
@@ -283,7 +290,7 @@ class LedgerEngine:
             made = {one.choice: len(one.tokens) for one in body.choices}
             for index in range(min(made.values()), body.sampling.max_tokens):
                 await asyncio.sleep(0)
-                self._reach()
+                self._connected()
                 live = [choice for choice, begin in made.items() if begin <= index and choice not in aborted]
                 if live:
                     yield [TokenEvent(choice, index, said(body.prompt, choice, index)) for choice in live]
@@ -363,6 +370,10 @@ class LedgerEngine:
     def _reach(self) -> None:
         if self.down:
             raise Unavailable("the engine cannot be reached")
+
+    def _connected(self) -> None:
+        if self.down:
+            raise ConnectionLost("the connection to the engine broke")
 
     def _serves(self, model: str) -> None:
         if model not in {one.name for one in self.cards}:

@@ -17,7 +17,15 @@ from kvloom.api.verbs import create_verbs
 from kvloom.router import client as client_module
 from kvloom.router.client import HttpEngineClient
 from kvloom.serve import server
-from kvloom.types.errors import BadRequest, KvloomError, PromptTooLong, QueueFull, Unauthorized, Unavailable
+from kvloom.types.errors import (
+    BadRequest,
+    ConnectionLost,
+    KvloomError,
+    PromptTooLong,
+    QueueFull,
+    Unauthorized,
+    Unavailable,
+)
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import PROTOCOL, EndEvent, Event, TokenEvent
 from kvloom.types.verbs import Held, Offer, Offered, Pin, Pinned, Prefix
@@ -116,7 +124,7 @@ async def test_a_cancelled_caller_ends_it_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "kind"), [(ScriptedEngine.BREAK, KvloomError), (ScriptedEngine.CRASH, Unavailable)]
+    ("what", "kind"), [(ScriptedEngine.BREAK, KvloomError), (ScriptedEngine.CRASH, ConnectionLost)]
 )
 async def test_a_stream_that_cannot_go_on_ends_with_an_error(
     tmp_path: Path, what: int, kind: type[KvloomError]
@@ -208,7 +216,10 @@ async def test_json_for_people(tmp_path: Path) -> None:
                 "sampling": {"max_tokens": 1, "seed": 1},
             }
             async with session.post("http://engine/verbs/start_generate", json=body) as response:
-                assert await response.text() == '[]\n[["token",0,0,4,null]]\n[["end",0,"length",null,0,""]]\n'
+                assert (
+                    await response.text()
+                    == '[]\n[["token",0,0,4,null]]\n[["end",0,"length",null,0,"","",""]]\n'
+                )
             async with session.post("http://engine/verbs/start_generate", data=b"x") as response:
                 assert response.status == 400
                 assert "content-type" in (await response.json())["message"]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import pytest
 
-from kvloom.router.candidates import DEATHS
 from kvloom.router.programs import PROGRAMS
 from kvloom.router.progress import RequestProgress
 from kvloom.types.errors import KvloomError, Unavailable
-from kvloom.types.request import EndEvent, Event, StartGenerate, TokenEvent
+from kvloom.types.request import EndEvent, TokenEvent
 from tests.router.fleets import Answer, Fleets, ManualClock, ask, ask_well, begin, body, routed, turns
 from tests.router.ledger import LedgerEngine, said
 
@@ -26,19 +24,6 @@ async def until_it_runs(fleets: Fleets) -> LedgerEngine:
         running = [engine for engine in fleets.engines if engine.streams]
         if running:
             return running[0]
-
-
-def dies(engine: LedgerEngine) -> None:
-    """Of every request, once it has let it in."""
-    real = engine.start_generate
-
-    async def dying(request: StartGenerate) -> AsyncGenerator[list[Event], None]:
-        async with aclosing(real(request)) as frames:
-            yield await anext(frames)
-        engine.down = True
-        raise Unavailable("the engine cannot be reached")
-
-    engine.start_generate = dying  # type: ignore[method-assign,assignment]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -85,15 +70,6 @@ async def test_it_does_not_wait_for_ever() -> None:
             engine.down = True
             with pytest.raises(Unavailable, match="longer than the 0 s"):
                 await anext(stream)
-
-
-async def test_one_that_engines_die_of_is_given_up() -> None:
-    async with routed(DEATHS + 3) as fleets:
-        for engine in fleets.engines:
-            dies(engine)
-        with pytest.raises(Unavailable):
-            await ask(fleets.router, body(20))
-        assert list(fleets.router.services.values()).count("down") == DEATHS + 1
 
 
 async def test_a_choice_that_nobody_wants_ends_while_it_waits() -> None:

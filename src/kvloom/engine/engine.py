@@ -267,4 +267,5 @@ class Engine:
 
 
 def _failed(event: Event) -> bool:
-    return isinstance(event, EndEvent) and event.reason == "error"
+    """Returns whether another engine may go on where this one ends."""
+    return isinstance(event, EndEvent) and event.reason == "error" and not event.code

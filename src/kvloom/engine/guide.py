@@ -22,7 +22,7 @@ from kvloom.types.request import JSON_SPACING, Guide, ModelCard, StartGenerate
 _BITS = 32
 _NOTHING_FITS = "NoExtensionBias"  # as llguidance says it
 _ANY_OBJECT = json.dumps({"type": "object"})
-KEPT: Final = 64  # grammars of a unit that stay compiled
+KEPT: Final = 32  # grammars of a unit that stay compiled
 MOST_BYTES: Final = {"json": 0, "json_schema": 256 << 10, "lark": 256 << 10, "regex": 16 << 10}
 MOST_DEPTH: Final = 100
 MOST_RULES: Final = 2000
@@ -100,10 +100,14 @@ class Guides:
     async def compiled(self, body: StartGenerate, wanted: Callable[[], bool]) -> list[GuideState | None]:
         """Returns a state for each choice, or None. A large grammar takes a while, so a model's grammars are
         compiled one at a time, beside the loop; a request may not want its own any more when its turn comes.
-        Raises BadRequest."""
+        One that is known already waits for none of them. Raises BadRequest, and Unavailable if grammars
+        cannot be tried now."""
         guide, nothing = body.sampling.guide, [None] * len(body.choices)
         if guide is None:
             return [*nothing]
+        if (known := self._known.get(key := _key(body.model, guide))) is not None:
+            self._known.move_to_end(key)
+            return _states(known, guide, len(nothing))
         turn = self._turns[body.model]
         await turn.acquire()
         if not wanted():
@@ -114,14 +118,11 @@ class Guides:
         self._work.add(work)
         work.add_done_callback(self._work.discard)
         work.add_done_callback(lambda _: turn.release())
-        known = await asyncio.shield(work)
-        if isinstance(known, BadRequest):
-            raise BadRequest(known.message, param=guide.param)
-        return [known.copy() for _ in nothing]
+        return _states(await asyncio.shield(work), guide, len(nothing))
 
     async def _compiled(self, model: str, guide: Guide) -> GuideState | BadRequest:
         """Returns the state at the grammar's beginning, which nobody may step, or why there is none."""
-        key = hashlib.sha256(f"{model}\0{guide.kind}\0{guide.text}".encode()).digest()
+        key = _key(model, guide)
         known = self._known.get(key)
         if known is None:
             try:
@@ -135,6 +136,17 @@ class Guides:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
         return known
+
+
+def _key(model: str, guide: Guide) -> bytes:
+    return hashlib.sha256(f"{model}\0{guide.kind}\0{guide.text}".encode()).digest()
+
+
+def _states(known: GuideState | BadRequest, guide: Guide, count: int) -> list[GuideState | None]:
+    """Returns that many states at the grammar's beginning, or raises why there is none."""
+    if isinstance(known, BadRequest):
+        raise BadRequest(known.message, param=guide.param)
+    return [known.copy() for _ in range(count)]
 
 
 def check_size(guide: Guide) -> None:
@@ -233,7 +245,17 @@ class GuideState:
             return True
         if self.done or self._matcher.is_error():
             return False
-        return bool(self._matcher.consume_token(token))
+        return int(self._matcher.try_consume_tokens([token])) == 1
+
+    @property
+    def problem(self) -> str:
+        """Returns why no token can follow, though the grammar has not ended; nothing if one can."""
+        if not self._matcher.is_error():
+            return ""
+        why = str(self._matcher.get_error()).partition("\n")[0]
+        if why == _NOTHING_FITS:
+            return "it allows no token here"
+        return f"its next token takes more work than is allowed: {why}"
 
     def _may_end(self) -> bool:
         return bool(self.done or (self._matcher.is_accepting() and not self._matcher.is_error()))

@@ -13,7 +13,7 @@ import numpy as np
 from kvloom.engine.guide import GuideState
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.sequence import Sequence, Status, StreamId, TokenBuffer
-from kvloom.types.errors import BadRequest, KvloomError, PromptTooLong, QueueFull, UnknownModel
+from kvloom.types.errors import BadRequest, GuideFailed, KvloomError, PromptTooLong, QueueFull, UnknownModel
 from kvloom.types.request import (
     EndEvent,
     Event,
@@ -320,10 +320,19 @@ class Requests:
         index = sequence.tokens.made
         sequence.tokens.append(token)
         if sequence.guide and not sequence.guide.accepts(token):
-            self.end(sequence, "error", message=f"token {token} breaks the guide that drew it")
+            self._fail_guide(sequence, sequence.guide, token)
             return
         self._streams[sequence.request].add(TokenEvent(sequence.choice, index, token, logprob))
         self._end_after(sequence, token)
+
+    def _fail_guide(self, sequence: Sequence, guide: GuideState, token: int) -> None:
+        """Ends a sequence whose guide takes no token. If the guide gave up, that is the request's doing."""
+        asked = sequence.sampling.guide
+        if asked is None or not guide.problem:
+            self.end(sequence, "error", message=f"token {token} breaks the guide that drew it")
+            return
+        message = f"{asked.param}: after {sequence.output_length - 1} tokens {guide.problem}"
+        self.end(sequence, "error", message=message, code=GuideFailed.code, param=asked.param)
 
     def _end_after(self, sequence: Sequence, token: int) -> None:
         """Ends the sequence if its last token, `token`, does."""
@@ -333,13 +342,21 @@ class Requests:
             self.end(sequence, reason, stop_token=stop)
 
     def end(
-        self, sequence: Sequence, reason: FinishReason, *, stop_token: int | None = None, message: str = ""
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        stop_token: int | None = None,
+        message: str = "",
+        code: str = "",
+        param: str = "",
     ) -> None:
-        """Ends a sequence; it is released now, or when its job has ended."""
+        """Ends a sequence; it is released now, or when its job has ended. code, param: see `EndEvent`."""
         sequence.cancelled = True
         if not sequence.in_job:
             self.release(self._queues[sequence.model], sequence)
         stream = self._streams[sequence.request]
-        stream.add(EndEvent(sequence.choice, reason, stop_token, sequence.cached or 0, message))
+        cached = sequence.cached or 0
+        stream.add(EndEvent(sequence.choice, reason, stop_token, cached, message, code, param))
         if stream.ended:
             del self._streams[sequence.request]

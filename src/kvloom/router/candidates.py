@@ -12,12 +12,19 @@ from typing import Final
 from kvloom.router.held import SessionHeld
 from kvloom.router.progress import RequestProgress
 from kvloom.router.replicas import Fleet, Replica
-from kvloom.types.errors import KvloomError, OutOfBlocks, QueueFull, Unavailable, UnknownModel
+from kvloom.types.errors import (
+    KvloomError,
+    OutOfBlocks,
+    QueueFull,
+    RequestQuarantined,
+    Unavailable,
+    UnknownModel,
+)
 from kvloom.types.request import StartGenerate
 
-DEATHS: Final = 3
-"""An engine's death may be the request's doing: the request goes on after so many deaths between two of its
-tokens, and no more."""
+FAILURES: Final = 3
+"""An engine's failure may be the request's doing: the request goes on after so many failures between two of
+its tokens, and no more. An engine's death counts here, and in `Deaths` too."""
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +103,7 @@ class Candidates:
         self._room = room
         self._seen: set[Replica] = set(self.fleet.replicas)
         self._tokens = 0
-        self._deaths = 0
+        self._failures = 0
 
     @property
     def _let_in(self) -> bool:
@@ -122,10 +129,10 @@ class Candidates:
         """Counts a failure. Returns whether a plain start_generate elsewhere may still give the rest: it is
         not the request itself that a replica has refused."""
         if self._progress.tokens > self._tokens:
-            self._tokens, self._deaths = self._progress.tokens, 0
+            self._tokens, self._failures = self._progress.tokens, 0
         if isinstance(error, Unavailable | Lost):
-            self._deaths += self._let_in
-        if self._held.aborted or self._deaths > DEATHS:
+            self._failures += self._let_in
+        if self._held.aborted or self._failures > FAILURES or isinstance(error, RequestQuarantined):
             return False
         return isinstance(error, _ELSEWHERE) or not (self.refused or self._progress.begun)
 
@@ -133,7 +140,7 @@ class Candidates:
         """Returns the fleet without two kinds of replicas: those that have refused the request, unless
         they are awaited, and those whose context is shorter than what the replica that let it in has
         promised. If the connection to that one broke, its process may be another by now, so refusals are
-        forgotten; `DEATHS` bounds how often."""
+        forgotten; `FAILURES` bounds how often."""
         if self._let_in and isinstance(error, Unavailable):
             self.refused.clear()
         refused = {one for one in self.refused if not self._awaits(one)}

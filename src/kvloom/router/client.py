@@ -15,7 +15,7 @@ import msgspec
 
 from kvloom.offload.terms import LEND, Borrow, Loan
 from kvloom.types.client import Frames
-from kvloom.types.errors import KvloomError, Unavailable, WireError
+from kvloom.types.errors import ConnectionLost, KvloomError, Unavailable, WireError
 from kvloom.types.request import PROTOCOL, Event, StartGenerate
 from kvloom.types.verbs import Answer, Body, FrameParser, RemoteEngine, Verb
 
@@ -106,7 +106,9 @@ class HttpEngineClient(RemoteEngine):
                         response.close()
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             reason = str(error) or type(error).__name__
-            raise Unavailable(f"the engine cannot be reached: {reason}") from error
+            if isinstance(error, TimeoutError | aiohttp.ClientConnectorError):
+                raise Unavailable(f"the engine cannot be reached: {reason}") from error
+            raise ConnectionLost(f"the engine cannot be reached any more: {reason}") from error
 
     async def _begin(
         self, method: str, path: str, body: bytes | None, seconds: float | None
@@ -147,7 +149,7 @@ class _FrameStream:
             while not self._frames:
                 data = await self._response.content.readany()
                 if not data and not self._parser.whole:
-                    raise Unavailable("the engine's stream ended in the middle of a frame")
+                    raise ConnectionLost("the engine's stream ended in the middle of a frame")
                 if not data:
                     await self.aclose()
                     raise StopAsyncIteration

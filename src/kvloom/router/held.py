@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
+from kvloom.router.progress import Deaths
 from kvloom.router.replicas import Replica
 from kvloom.types.clock import Clock
 from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable, UnknownModel
@@ -70,10 +71,11 @@ class _Holding(NamedTuple):
 class SessionHeld:
     """The holdings of one session, counted as calls at their replicas."""
 
-    def __init__(self, clock: Clock, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, clock: Clock, tasks: asyncio.TaskGroup, deaths: Deaths) -> None:
         self.aborted = False
         """The caller wants no more of the request."""
         self._clock = clock
+        self._deaths = deaths
         self._tasks = tasks  # where giving back goes on if the request is cancelled
         self._holdings: list[_Holding] = []
         self._asked: dict[asyncio.Future[Any], Replica] = {}  # what reserves, and is not answered yet
@@ -82,7 +84,9 @@ class SessionHeld:
 
     def begin(self, replica: Replica, what: What, name: str) -> None:
         """Counts something as held at `replica` from here on. Raises Unavailable if the request was
-        aborted."""
+        aborted, and RequestQuarantined if it is tried no more."""
+        if self._deaths.verdict is not None:
+            raise self._deaths.verdict
         if self.aborted:
             raise Unavailable("the request was aborted")
         self._holdings.append(_Holding(replica, what, name))
@@ -100,11 +104,17 @@ class SessionHeld:
         """Counts something as held at `replica` from here on, unless the replica refuses."""
         self.begin(replica, what, name)
         try:
-            async with replica.reached():
-                yield
+            yield
         except REFUSALS:
             self.let_go(replica, what, name)
             raise
+        except Unavailable as error:
+            raise await self.missed(replica, error) from error
+
+    async def missed(self, replica: Replica, error: Unavailable) -> KvloomError:
+        """Returns the error with the unit's name, after the unit was asked whether it is still there. If it
+        is not, that counts as a death of the request, and the error may be RequestQuarantined."""
+        return self._deaths.counted(await replica.missed(error))
 
     def is_to_compute(self, replica: Replica, tokens: int) -> None:
         """Sets the request's part of the replica's queue."""
@@ -132,8 +142,10 @@ class SessionHeld:
         there."""
         while True:
             await self._clock.sleep(lease / RENEWALS)
-            async with replica.reached():
+            try:
                 await replica.unit.client.renew(name)
+            except Unavailable as error:  # what renews computes nothing: who dies meanwhile dies of others
+                raise await replica.missed(error) from error
 
     def keep(self, replica: Replica, name: str, lease: float) -> None:
         """Renews a pin until all is given back. A pin that is lost meanwhile spares less, and that is all."""

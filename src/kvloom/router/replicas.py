@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from collections.abc import Awaitable
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from dataclasses import replace
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
-from kvloom.cluster.dispatch import Dispatch
-from kvloom.cluster.dispatch import freest
-from kvloom.cluster.dispatch import infaas
+from typing import Final, Protocol
+
+from kvloom.cluster.dispatch import Dispatch, freest, infaas
 from kvloom.engine.freeness import Arrival
 from kvloom.router.prefix_index import PrefixIndex
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
-from kvloom.types.errors import Unavailable
+from kvloom.types.errors import ConnectionLost, EngineDied, Unavailable
 from kvloom.types.load import UnitLoad
-from kvloom.types.request import ModelCard
-from kvloom.types.request import StartGenerate
-from typing import Final
-from typing import Protocol
-import asyncio
+from kvloom.types.request import ModelCard, StartGenerate
 
 CALL_TOKENS: Final = 128  # what a call in flight weighs, in prompt tokens
 PERIOD: Final = 0.5  # seconds between an answer and the next time the unit is asked
@@ -110,6 +100,11 @@ class ReplicaHost(Protocol):
         """Returns whether the unit is down, and is asked until it answers."""
 
     @property
+    def died(self) -> bool:
+        """Returns whether the unit has lost its process, as far as anyone knows, and nobody has ordered
+        that."""
+
+    @property
     def replicas(self) -> Mapping[str, object]:
         """Returns the models that the unit serves, or is to serve, by name."""
 
@@ -173,18 +168,14 @@ class Replica:
         self.calls -= 1
         self.unit.end_call()
 
-    @asynccontextmanager
-    async def reached(self) -> AsyncIterator[None]:
-        """Asks the unit whether it is still there if what is done within shows that it might be gone."""
-        try:
-            yield
-        except Unavailable as error:
-            raise await self.missed(error) from error
-
     async def missed(self, error: Unavailable) -> Unavailable:
-        """Returns the error with the unit's name, after the unit was asked whether it is still there."""
+        """Returns the error with the unit's name, after the unit was asked whether it is still there. It is
+        EngineDied if the unit was there when the request reached it, and is not any more."""
         await self.unit.check()
-        return Unavailable(f"{self.name}: {error.message}", retry_after=error.retry_after)
+        died = isinstance(error, ConnectionLost) and self.unit.died
+        return (EngineDied if died else Unavailable)(
+            f"{self.name}: {error.message}", retry_after=error.retry_after
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from kvloom.router.candidates import WaitingRoom
 from kvloom.router.migration import Migration
 from kvloom.router.prefix_index import PrefixIndex
 from kvloom.router.program import Program
+from kvloom.router.progress import Quarantine
 from kvloom.router.replicas import Fleet, arriving
 from kvloom.router.session import Session
 from kvloom.router.units import FleetLink, Units
@@ -41,6 +42,7 @@ class Router:
         patience: seconds that a request waits if no unit that serves its model is up, but one will be."""
         self._index = PrefixIndex()
         self._waiting = WaitingRoom(patience)
+        self._quarantine = Quarantine(clock)
         link = engines if isinstance(engines, FleetLink) else None
         self._units = Units(
             {} if isinstance(engines, FleetLink) else engines,
@@ -91,7 +93,8 @@ class Router:
     def start_generate(self, body: StartGenerate) -> Frames:
         """Returns what the current program makes of the request, however often engines fail it: see
         `Session.frames`."""
-        session = Session(body, partial(self._serving, body), self._waiting, self._clock, self._tasks)
+        serving = partial(self._serving, body)
+        session = Session(body, serving, self._waiting, self._clock, self._tasks, self._quarantine)
         return session.frames(self._program, self.sessions)
 
     async def abort(self, request: str, choice: int | None = None) -> None:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from kvloom.router.candidates import Candidates, Lost, WaitingRoom
 from kvloom.router.held import REFUSALS, PeerReservation, SessionHeld
-from kvloom.router.progress import RequestProgress
+from kvloom.router.progress import Deaths, Quarantine, RequestProgress
 from kvloom.router.replicas import Fleet, Replica, arriving
 from kvloom.types.address import resolve
 from kvloom.types.client import Frames
@@ -46,6 +46,7 @@ class Session:
         room: WaitingRoom,
         clock: Clock,
         tasks: asyncio.TaskGroup,
+        quarantine: Quarantine,
     ) -> None:
         """serving: gives the model's replicas as they are now, and raises UnknownModel if there are none;
         tasks: runs what is to be done to its end even if nobody waits for it any more."""
@@ -60,13 +61,15 @@ class Session:
         self.migrating = False
         self.running: Leg | None = None
         """Who has let the request in and generates it."""
-        self.held = SessionHeld(clock, tasks)
+        self.deaths = Deaths(body, self.progress, quarantine)
+        self.held = SessionHeld(clock, tasks, self.deaths)
         self.following: Leg | None = None
         """Who goes on once `running` has told all it has, if the request has been handed over."""
         self.computed = 0
         """Tokens whose K and V were made elsewhere for this request."""
         self._serving = serving
         self._room = room
+        self._quarantine = quarantine
         self._legs: list[Leg] = []
         self._attempts = 1
 
@@ -76,10 +79,12 @@ class Session:
         """Yields the request's whole stream, which is what `program` makes of it. If that fails, wherever the
         request stands, the replicas that are up are asked to generate the rest of it, the least loaded first.
         If none is up, but one will be, the request waits for that: what it was refused there does not count.
-        The session is one of `sessions` meanwhile, under the caller's id for it."""
+        The session is one of `sessions` meanwhile, under the caller's id for it. Raises RequestQuarantined if
+        too many engines have died of it, or did lately."""
         request = self.body.request
         if request in sessions:
             raise BadRequest(f"request id {request} is in use", param="request")
+        self._quarantine.refuse(self.body)
         candidates = Candidates(self.body, self.progress, self.held, self._serving, self._room)
         self.candidates, self.fleet = candidates, candidates.fleet
         # What is received has K and V but no logits: who wants the prompt's has it computed in one place.
@@ -381,7 +386,7 @@ class Leg:
         try:
             await self._frames.aclose()
             if isinstance(error, Unavailable):
-                raise await self.replica.missed(error) from error
+                raise await session.held.missed(self.replica, error) from error
         finally:
             if isinstance(error, KvloomError) and (not self._begin_at or session.progress.begun):
                 session.candidates.refused.add(self.replica)

@@ -20,6 +20,10 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # between two times that a lost unit is a
 AFTER_FAILURE: Final = 10.0  # seconds for which nobody waits for a unit that has failed to start
 
 
+class _Stopping(Unavailable):
+    """The engine answers that it was told to end."""
+
+
 class Unit:
     """The fleet's controller says how it stands (`stand`), and the router finds out whether it answers. If
     there is no controller it stands as one that is here. What a unit has served stays known when it has lost
@@ -89,6 +93,14 @@ class Unit:
     def lost(self) -> bool:
         """Returns whether the unit is down, and asked until it answers."""
         return self._to_be_asked.is_set() and not isinstance(self.problem, ConfigError)
+
+    @property
+    def died(self) -> bool:
+        """Returns whether the unit has lost its process, as far as anyone knows, and nobody has ordered
+        that: it was not told to end, for a restart or for good."""
+        if self.outlook == "here":
+            return self.lost and not isinstance(self.problem, _Stopping)
+        return self.outlook == "down"
 
     @property
     def awaited(self) -> bool:
@@ -210,7 +222,7 @@ class Unit:
             async with asyncio.timeout(ANSWER_SECONDS):
                 load = await self.client.load()
             if load.draining:
-                raise Unavailable(f"{self.name}: the engine is stopping", retry_after=1)
+                raise _Stopping(f"{self.name}: the engine is stopping", retry_after=1)
         except (KvloomError, TimeoutError) as error:
             self._lose(error)
             return None

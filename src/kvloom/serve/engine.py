@@ -38,7 +38,7 @@ GRACE_SECONDS: Final = 1
 CONFIG: Final = "config.json"
 HUB_SECONDS: Final = 5.0
 TRIALS: Final = 2  # grammars that are tried at the same time
-TRIAL_LIMITS: Final = Limits(seconds=2.0, memory=512 << 20)
+TRIAL_LIMITS: Final = Limits(seconds=2.0, memory=64 << 20)  # a unit keeps `guide.KEPT` grammars compiled
 
 
 class UnitExecutor(Executor, Protocol):

@@ -10,7 +10,7 @@ from typing import BinaryIO, Final, Protocol
 
 import msgspec
 
-from kvloom.serve.processes.sandbox import LENGTH_BYTES, Answer, Done, Failed, Prepare, Question
+from kvloom.serve.processes.sandbox import LENGTH_BYTES, PREPARING, Answer, Done, Failed, Prepare, Question
 from kvloom.types.errors import KvloomError
 
 _question: Final = msgspec.msgpack.Decoder(Question).decode
@@ -41,7 +41,8 @@ def main(work: str, seconds: float, memory: int) -> None:
     questions, answers = sys.stdin.buffer, sys.stdout.buffer
     doing = worker(work)
     while (question := read(questions)) is not None:
-        limit(seconds, memory)
+        times = PREPARING if isinstance(question, Prepare) else 1
+        limit(times * seconds, times * memory)
         frame = msgspec.msgpack.encode(answered(doing, question))
         answers.write(len(frame).to_bytes(LENGTH_BYTES, "big") + frame)
         answers.flush()

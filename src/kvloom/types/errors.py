@@ -58,6 +58,19 @@ class PromptTooLong(BadRequest):
     code = "context_length_exceeded"
 
 
+class GuideFailed(BadRequest):
+    """A guide came to where no text can follow, or where the next token takes too much work."""
+
+    code = "guide_failed"
+
+
+class RequestQuarantined(KvloomError):
+    """Engines have died of a request, or may have; it is tried at no other."""
+
+    code = "request_quarantined"
+    status = 400
+
+
 class UnknownModel(KvloomError):
     """A request names a model that nobody serves."""
 
@@ -93,6 +106,14 @@ class Unavailable(KvloomError):
     status = 503
 
 
+class ConnectionLost(Unavailable):
+    """The connection to an engine broke after the engine was asked. It may have died of what it was asked."""
+
+
+class EngineDied(Unavailable):
+    """The engine has died since it was asked, and nobody had ordered that."""
+
+
 class OutOfBlocks(KvloomError):
     """The pool has fewer free blocks than were asked for. Nothing was taken."""
 
@@ -106,6 +127,8 @@ _BY_CODE: dict[str, type[KvloomError]] = {
         ConfigError,
         BadRequest,
         PromptTooLong,
+        GuideFailed,
+        RequestQuarantined,
         UnknownModel,
         Unauthorized,
         Conflict,

@@ -153,6 +153,10 @@ class EndEvent(Struct, frozen=True, array_like=True, tag="end"):
     stop_token: int | None = None  # the token that ended the choice, if one did; it was sent before
     cached_tokens: int = 0
     message: str = ""
+    # Of an end with an error that is the request's own doing: the error's code (types/errors.py), and the
+    # client's parameter that it names. No other engine would do better.
+    code: str = ""
+    param: str = ""
 
 
 Event = TokenEvent | PromptEvent | EndEvent

@@ -26,7 +26,7 @@ from kvloom.api.stream import EventStream, Write, while_connected
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.types.client import ModelServer
 from kvloom.types.clock import together
-from kvloom.types.errors import KvloomError, Unavailable
+from kvloom.types.errors import KvloomError, Unavailable, WireError
 from kvloom.types.request import EndEvent, Event, StartGenerate, TokenEvent, TokenLogprob
 
 encode = msgspec.json.Encoder().encode
@@ -152,7 +152,8 @@ class _Choice:
 
     def _finish(self, piece: Piece, end: EndEvent) -> None:
         if end.reason == "error":
-            raise KvloomError(end.message or "the engine could not go on with this request")
+            message = end.message or "the engine could not go on with this request"
+            raise KvloomError.from_wire(WireError(end.code, message, end.param or None))
         if end.reason == "abort":
             raise Unavailable(end.message or "the request was ended early: the server is stopping")
         piece.text += self._shown(self._text.end())

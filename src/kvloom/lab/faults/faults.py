@@ -9,7 +9,8 @@ from typing import Final, Literal
 
 from kvloom.lab.sim.fleet import Rescheduling
 from kvloom.lab.sim.unit import SimulatedUnit
-from kvloom.router.candidates import DEATHS
+from kvloom.router.candidates import FAILURES
+from kvloom.router.progress import DEATHS_AFTER
 from kvloom.types.request import StartGenerate
 from kvloom.types.spec import Option
 
@@ -283,7 +284,8 @@ class FaultScenario:
         taken = [one for one in self.faults if isinstance(one, Replan | UnitRemoved)]
         return (
             self.rates.none
-            and deaths <= DEATHS
+            and deaths <= FAILURES
+            and deaths < DEATHS_AFTER
             and (not taken or (not deaths and all(one.seconds is None for one in taken)))
             and not any(
                 isinstance(one, GatewayLoss) or (isinstance(one, Order) and one.what == "drain")

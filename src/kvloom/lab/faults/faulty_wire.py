@@ -14,7 +14,7 @@ from kvloom.lab.faults.journal import Journal
 from kvloom.lab.sim.processes import Crashed, EngineProcess, ProcessTasks
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
-from kvloom.types.errors import KvloomError, Unavailable
+from kvloom.types.errors import ConnectionLost, KvloomError, Unavailable
 from kvloom.types.request import Event, StartGenerate
 from kvloom.types.verbs import Answer, Body, RemoteEngine, Verb
 
@@ -64,7 +64,7 @@ class FaultyCalls:
         """Takes the way back."""
         if fault.unanswered:
             await self._clock.sleep(fault.noticed)
-            raise Unavailable("the connection broke before the answer")
+            raise ConnectionLost("the connection broke before the answer")
         await self._clock.sleep(self._delay + fault.slow)
 
     def _tell(self, name: str, *how: object) -> None:
@@ -143,7 +143,7 @@ class FaultyWire(FaultyCalls, RemoteEngine):
         finally:
             served.cancel()
         if process.over.done():
-            raise Unavailable("the connection broke: the engine is gone")
+            raise ConnectionLost("the connection broke: the engine is gone")
         return outcome(served)
 
     async def _once_more(self, name: str, about: str, verb: Asking[T], after: float) -> None:
@@ -163,7 +163,7 @@ class FaultyWire(FaultyCalls, RemoteEngine):
         try:
             while (frame := await frames.get()) is not None:
                 if left == 0:
-                    raise Unavailable("the engine's stream broke")
+                    raise ConnectionLost("the engine's stream broke")
                 if isinstance(frame, KvloomError):
                     raise frame
                 yield frame

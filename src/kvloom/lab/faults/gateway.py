@@ -22,7 +22,7 @@ from kvloom.router.rescheduling import Rescheduler
 from kvloom.router.router import Router
 from kvloom.router.units import FleetLink
 from kvloom.types.clock import Clock
-from kvloom.types.errors import KvloomError, Unavailable
+from kvloom.types.errors import KvloomError, RequestQuarantined, Unavailable
 from kvloom.types.request import EndEvent, Event, PromptEvent, TokenEvent
 from kvloom.types.service import FleetState, Pairs, Steps
 
@@ -109,6 +109,8 @@ class FaultyGateway:
             answer.fate = "left"
         except KvloomError as error:
             answer.fate, answer.error = "failed", error
+            if isinstance(error, RequestQuarantined):
+                self._journal.count("requests quarantined")
         except asyncio.CancelledError:
             answer.fate = "lost"
             raise

@@ -20,18 +20,21 @@ import msgspec
 
 from kvloom.engine.guide import GuideTrial, refused
 from kvloom.types.clock import ending
-from kvloom.types.errors import BadRequest
+from kvloom.types.errors import BadRequest, Unavailable
 from kvloom.types.request import Guide, ModelCard
 
 Work = Literal["grammars"]
 LENGTH_BYTES: Final = 4
 WALL: Final = 20.0  # a call may take so many times its CPU seconds, on a machine that is busy
 IMPORT_SECONDS: Final = 60.0
+PREPARING: Final = (
+    8  # what prepares a process is the operator's, not a client's: it may take so many times more
+)
 MEMORY_SIGNALS: Final = frozenset((signal.SIGABRT, signal.SIGBUS, signal.SIGKILL))
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What one call may take."""
+    """What one call may take. Preparing a process may take `PREPARING` times as much."""
 
     seconds: float  # of CPU
     memory: int  # bytes of address space, beyond those that the process has when it is idle
@@ -122,14 +125,14 @@ class Sandbox:
 
     async def call(self, key: str, prepare: Callable[[], bytes], data: bytes) -> bytes:
         """Returns what the work answers. prepare: gives what a process has to know for calls of `key`. If the
-        caller is cancelled while the work is under way, the work's process is ended. Raises Refused."""
+        caller is cancelled while the work is under way, the work's process is ended. Raises Refused, and
+        Unavailable if no process can be started and prepared, which is not the work's fault."""
         async with self._room:
             worker = self._pick(key) or await self._started()
             kept = False
             try:
                 if key not in worker.prepared:
-                    await self._ask(worker, Prepare(key, prepare()))
-                    worker.prepared.add(key)
+                    await self._prepare(worker, Prepare(key, prepare()))
                 answer = await self._ask(worker, Run(key, data))
                 kept = True
                 return answer
@@ -153,24 +156,42 @@ class Sandbox:
         return found
 
     async def _started(self) -> _Worker:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",
-            "-m",
-            "kvloom.serve.sandbox_process",
-            self._work,
-            str(self._limits.seconds),
-            str(self._limits.memory),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,
-            env=environment(os.environ),
-        )
+        """Raises Unavailable."""
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-P",
+                "-m",
+                "kvloom.serve.sandbox_process",
+                self._work,
+                str(self._limits.seconds),
+                str(self._limits.memory),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                start_new_session=True,
+                env=environment(os.environ),
+            )
+        except OSError as error:
+            raise Unavailable(
+                f"no process can be started for {self._work}: {error.strerror}", retry_after=1
+            ) from error
         return _Worker(process, set())
+
+    async def _prepare(self, worker: _Worker, question: Prepare) -> None:
+        """Raises Unavailable."""
+        try:
+            await self._ask(worker, question)
+        except Refused as error:
+            raise Unavailable(
+                f"a process for {self._work} of {question.key} cannot be used: {error}"
+            ) from None
+        worker.prepared.add(question.key)
 
     async def _ask(self, worker: _Worker, question: Question) -> bytes:
         """Raises Refused."""
-        seconds = IMPORT_SECONDS + WALL * self._limits.seconds
+        seconds = WALL * self._limits.seconds
+        if isinstance(question, Prepare):
+            seconds = IMPORT_SECONDS + PREPARING * seconds
         try:
             answer = await worker.ask(question, seconds)
         except TimeoutError:
