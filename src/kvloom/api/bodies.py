@@ -115,12 +115,13 @@ class _BoundedBody:
         return message
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """Returns the whole body. Raises BadRequest as soon as it is larger than `limit` bytes."""
+async def read_body(request: Request, limit: int | None = None) -> bytes:
+    """Returns the whole body, which the request does not keep. Raises BadRequest as soon as it is larger than
+    `limit` bytes."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > limit:
+        if limit is not None and len(body) > limit:
             raise BadRequest(f"body: more than {limit} bytes")
     return bytes(body)
 

@@ -16,6 +16,7 @@ from kvloom.types.errors import KvloomError
 _question: Final = msgspec.msgpack.Decoder(Question).decode
 PAGE: Final = resource.getpagesize()
 STACK: Final = 1 << 20  # bytes
+PREPARING: Final = 4  # What is prepared once, a large tokenizer, may take so many times a call's seconds.
 
 
 class Worker(Protocol):
@@ -28,6 +29,10 @@ class Worker(Protocol):
 
 def worker(work: str) -> Worker:
     """Imports what the work needs, and no more."""
+    if work == "texts":
+        from kvloom.api.texts.prompts import TextWorker  # noqa: PLC0415
+
+        return TextWorker()
     assert work == "grammars"
     from kvloom.engine.guide import GrammarTrials  # noqa: PLC0415
 
@@ -41,7 +46,7 @@ def main(work: str, seconds: float, memory: int) -> None:
     questions, answers = sys.stdin.buffer, sys.stdout.buffer
     doing = worker(work)
     while (question := read(questions)) is not None:
-        limit(seconds, memory)
+        limit(seconds * (PREPARING if isinstance(question, Prepare) else 1), memory)
         frame = msgspec.msgpack.encode(answered(doing, question))
         answers.write(len(frame).to_bytes(LENGTH_BYTES, "big") + frame)
         answers.flush()

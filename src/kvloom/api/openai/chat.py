@@ -14,6 +14,7 @@ from kvloom.api.metrics import Watch
 from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece, Writer, encode, new_id
 from kvloom.api.openai.sampling import chat_logprobs, check_prompt, room_for, sampling_params, start_of
 from kvloom.api.schemas_chat import ChatBody, ChatMessage, NamedTool
+from kvloom.api.texts.prompts import ChatPrompt
 from kvloom.api.tools import Family, ToolCall, ToolParser, forced_guide, marks_of
 from kvloom.types.request import Guide
 
@@ -26,8 +27,7 @@ class ChatEndpoint:
         return await self.gateway.answer(request, ChatBody, self._prepare)
 
     async def _prepare(self, body: ChatBody, model: ServedModel, watch: Watch) -> Answering:
-        text = render(body, model)
-        prompt = await model.encode(text, special=False)
+        prompt = await model.tokens(prompt_of(body, model))
         check_prompt(prompt, model.card)
         family = parsed_family(body, model)
         request_id = new_id("chatcmpl")
@@ -47,12 +47,13 @@ class ChatEndpoint:
         return Answering(self.gateway, writer, [generation], watch)
 
 
-def render(body: ChatBody, model: ServedModel) -> str:
+def prompt_of(body: ChatBody, model: ServedModel) -> ChatPrompt:
+    """Returns what the model's chat template is given."""
     offered = body.tools if body.tool_choice != "none" else None
     tools = [tool.model_dump(exclude_none=True) for tool in offered or []] or None
     knows_developer = "developer" in (model.template.text or "")
     messages = [_message(message, knows_developer=knows_developer) for message in body.messages]
-    return model.template.render(messages, tools, body.chat_template_kwargs or {})
+    return ChatPrompt.of(messages, tools, body.chat_template_kwargs or {})
 
 
 def _message(message: ChatMessage, *, knows_developer: bool) -> dict[str, Any]:

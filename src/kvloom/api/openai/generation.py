@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvloom.api.auth import priority
-from kvloom.api.bodies import parse
+from kvloom.api.bodies import parse, read_body
 from kvloom.api.catalog import Catalog, ServedModel
 from kvloom.api.metrics import Metrics, Watch
 from kvloom.api.schemas import GenerationBody
@@ -291,12 +291,33 @@ class EndpointContext:
         """Answers a request whose body has this form with what `prepare` makes of it."""
         watch = self.metrics.watch()
         with watch.preparing():
-            body = parse(form, await request.body())
+            body = parse(form, await read_body(request))
             body.priority = priority(request.scope, body.priority)
+        coming, stream = self._prepared(body, prepare, watch), bool(body.stream)
+        if stream:
+            return EventStream(partial(_stream, coming))
+        answer = await while_connected(request.receive, _whole(coming))
+        return Response(answer, media_type="application/json")
+
+    async def _prepared(
+        self,
+        body: Body,
+        prepare: Callable[[Body, ServedModel, Watch], Awaitable[Answering]],
+        watch: Watch,
+    ) -> Answering:
+        """Runs while the client is connected, and has the request's body only until it is prepared."""
+        with watch.preparing():
             model = await self.catalog.get(body.model)
             watch.model = model.card.name
-            answering = await prepare(body, model, watch)
-        return await answering.respond(request, stream=bool(body.stream))
+            return await prepare(body, model, watch)
+
+
+async def _stream(coming: Awaitable[Answering], write: Write) -> None:
+    await (await coming).stream(write)
+
+
+async def _whole(coming: Awaitable[Answering]) -> bytes:
+    return await (await coming).whole()
 
 
 def new_id(prefix: str) -> str:
@@ -343,13 +364,7 @@ class Answering:
     generations: Sequence[Generation]
     watch: Watch
 
-    async def respond(self, request: Request, *, stream: bool) -> Response:
-        if stream:
-            return EventStream(self._stream)
-        body = await while_connected(request.receive, self._whole())
-        return Response(body, media_type="application/json")
-
-    async def _stream(self, write: Write) -> None:
+    async def stream(self, write: Write) -> None:
         chunk, made_tokens = self.writer.chunk, False
 
         async def tell(at: int, pieces: list[Piece]) -> None:
@@ -365,7 +380,7 @@ class Answering:
             await self._run(tell)
             await write(self.writer.last_chunk(self.usage()))
 
-    async def _whole(self) -> bytes:
+    async def whole(self) -> bytes:
         async def keep(at: int, pieces: list[Piece]) -> None:
             for piece in pieces:
                 self.writer.add(at, piece)
