@@ -16,7 +16,7 @@ from kvloom.types.errors import BadRequest
 from kvloom.types.request import ModelCard
 
 MAX_RENDERED: Final = 16 << 20  # characters, after which a template is stopped
-MAX_STEPS: Final = 1_000_000  # rounds of loops and calls of macros, after which a template is stopped
+MAX_STEPS: Final = 250_000  # rounds of loops and calls of macros, after which a template is stopped
 
 # A template that is wrong, or is given what it does not expect, may raise these beside jinja2's own errors.
 _BROKEN = (ArithmeticError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError)
