@@ -25,7 +25,9 @@ class ServedModel(TextModel):
     texts: Texts
 
     async def tokens(self, prompt: Prompt) -> list[int]:
-        """Returns the prompt's tokens, at most as many as the context has. Raises BadRequest."""
+        """Returns the prompt's tokens, at most as many as the context has. Raises BadRequest, and
+        PromptTooLong before anything is done with a prompt whose bytes cannot fit."""
+        self.check_size(prompt.size, prompt.most_times, prompt.param)
         return await self.texts.encode(self.key, self, prompt)
 
 

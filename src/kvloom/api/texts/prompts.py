@@ -102,7 +102,6 @@ class TextModel:
     def encode(self, prompt: Prompt) -> list[int]:
         """Returns the prompt's tokens, at most as many as the context has. Raises BadRequest and
         PromptTooLong."""
-        self.check_size(prompt.size, prompt.most_times, prompt.param)
         plain = isinstance(prompt, PlainPrompt)
         if isinstance(prompt, PlainPrompt):
             text = prompt.text

@@ -32,8 +32,9 @@ class TextProcesses:
     way goes on to its end or its limit.
     """
 
-    def __init__(self) -> None:
-        self._pools = {False: Sandbox("texts", SIZE, SHORT_LIMITS), True: Sandbox("texts", SIZE, LONG_LIMITS)}
+    def __init__(self, short: Limits = SHORT_LIMITS, long: Limits = LONG_LIMITS) -> None:
+        """Both bound one call; what a model needs once may take four times the seconds."""
+        self._pools = {False: Sandbox("texts", SIZE, short), True: Sandbox("texts", SIZE, long)}
         self._turns: defaultdict[tuple[str, bool], asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(1)
         )
@@ -62,7 +63,6 @@ class TextProcesses:
             raise ConfigError(error.message) from None
 
     async def encode(self, key: str, model: TextModel, prompt: Prompt) -> list[int]:
-        model.check_size(prompt.size, prompt.most_times, prompt.param)
         if isinstance(prompt, PlainPrompt) and model.tokenizer.plain and len(prompt.text) <= SHORT:
             await asyncio.sleep(0)  # Many short texts must not hold up the loop together.
             return model.encode(prompt)
