@@ -19,13 +19,8 @@ SHORT: Final = 8_192  # characters of a text that is encoded on the loop, at abo
 UNRENDERED: Final = 4
 """The messages of a chat may have so many times the bytes that fit a context: templates leave out parts of
 past messages, such as what was thought."""
-ATTEMPTS: Final = (
-    "a" * SHORT,
-    " " * SHORT,
-    "\n" * SHORT,
-    "ab 1.é\u0301" * (SHORT // 8),
-    "1" * SHORT,
-    "中" * SHORT,
+ATTEMPTS: Final = tuple(
+    run * (SHORT // len(run)) + "!" for run in ("a", " ", "\n", "1", "中", "ab 1.é\u0301")
 )
 """Texts that a tokenizer must be able to encode within the limits before it is served."""
 
