@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +23,7 @@ from kvloom.api.openapi import Documents
 from kvloom.api.texts.prompts import UNRENDERED, InlineTexts, Prompt, TextModel
 from kvloom.api.tokenizer import KNOWN_REGEXES, Tokenizer
 from kvloom.types.errors import ConfigError
-from tests.api.scripted import UNTIMED, ScriptedEngine, byte_level, card, says
+from tests.api.scripted import UNTIMED, ScriptedEngine, byte_level, card, says, serving
 
 Change = Callable[[HFTokenizer], object]
 
@@ -272,3 +276,34 @@ def test_a_body_that_would_take_too_much_is_not_parsed() -> None:
         assert http.post("/v1/completions", json=large).status_code == 503
         for _ in range(9):  # nothing stays held
             assert http.post("/v1/completions", json={"model": "tiny", "prompt": "a"}).status_code == 200
+
+
+class Waiting(InlineTexts):
+    """Encodes nothing, ever, and tells when it is left."""
+
+    def __init__(self) -> None:
+        self.begun, self.left = threading.Event(), threading.Event()
+
+    async def encode(self, key: str, model: TextModel, prompt: Prompt) -> list[int]:
+        self.begun.set()
+        try:
+            return await asyncio.get_running_loop().create_future()
+        finally:
+            self.left.set()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_hangs_up_cancels_what_is_done_for_its_prompt(stream: bool) -> None:
+    texts = Waiting()
+    with serving(create_app(ScriptedEngine(says("hi")), texts=texts)) as address:
+        host, port = address.removeprefix("http://").split(":")
+        body = json.dumps(asked("tiny", "hi", stream=stream)[1]).encode()
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            head = (
+                f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            connection.sendall(head.encode() + body)
+            assert texts.begun.wait(10)
+        assert texts.left.wait(10)
+        counted = httpx.get(f"{address}/metrics").text
+        assert 'kvloom_requests_total{model="tiny",status="499"} 1.0' in counted

@@ -301,7 +301,7 @@ class EndpointContext:
             body.priority = priority(request.scope, body.priority)
         coming, stream = self._prepared(body, prepare, watch, held), bool(body.stream)
         if stream:
-            return EventStream(partial(_stream, coming))
+            return EventStream(_stream(coming))
         answer = await while_connected(request.receive, _whole(coming, held))
         return Response(answer, media_type="application/json")
 
@@ -321,8 +321,8 @@ class EndpointContext:
             return answering
 
 
-async def _stream(coming: Awaitable[Answering], write: Write) -> None:
-    await (await coming).stream(write)
+async def _stream(coming: Awaitable[Answering]) -> Callable[[Write], Awaitable[None]]:
+    return (await coming).stream
 
 
 async def _whole(coming: Awaitable[Answering], held: Account) -> bytes:
