@@ -287,7 +287,8 @@ class Waiting(InlineTexts):
     async def encode(self, key: str, model: TextModel, prompt: Prompt) -> list[int]:
         self.begun.set()
         try:
-            return await asyncio.get_running_loop().create_future()
+            await asyncio.Event().wait()
+            return []
         finally:
             self.left.set()
 

@@ -46,7 +46,7 @@ class EventStream(Response):
     with the first event, so that an error before it is an answer of its own."""
 
     def __init__(self, opening: Awaitable[Callable[[Write], Awaitable[None]]]) -> None:
-        """opening: prepares the answer, as long as the client is there, and returns what writes its events."""
+        """opening: prepares the answer while the client is there, and returns what writes its events."""
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._opening = opening
