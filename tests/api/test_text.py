@@ -14,7 +14,8 @@ from tokenizers import decoders, models
 
 from kvloom.api.catalog import Catalog, ServedModel
 from kvloom.api.openai.generation import StopStrings, detokenizer
-from kvloom.api.tokenizer import LONG_TEXT, Tokenizer
+from kvloom.api.texts.prompts import SHORT, PlainPrompt
+from kvloom.api.tokenizer import Tokenizer
 from kvloom.types.errors import BadRequest
 from kvloom.types.request import ModelCard
 from tests.api.scripted import UNTIMED, ScriptedEngine, byte_level, card, says, token, tokens
@@ -138,19 +139,23 @@ def served(*cards: ModelCard) -> list[ServedModel]:
     return asyncio.run(Catalog(ScriptedEngine(says(""), cards=list(cards))).models())
 
 
+def encoded(model: ServedModel, text: str) -> list[int]:
+    return asyncio.run(model.tokens(PlainPrompt(text)))
+
+
 def test_encoding() -> None:
-    (tiny,) = served(card())
-    assert asyncio.run(tiny.encode("hello", special=True)) == [token("<s>"), *tokens("hello")]
-    assert asyncio.run(tiny.encode("<s>hello", special=False)) == [token("<s>"), *tokens("hello")]
-    assert asyncio.run(tiny.encode("", special=True)) == [token("<s>")]
-    long = "hello " * LONG_TEXT
-    assert asyncio.run(tiny.encode(long, special=False)) == tokens(long)
+    (tiny,) = served(card(context_length=1 << 20))
+    assert encoded(tiny, "hello") == [token("<s>"), *tokens("hello")]
+    assert encoded(tiny, "<s>hello") == [token("<s>"), *tokens("hello")]
+    assert encoded(tiny, "") == [token("<s>")]
+    long = "hello " * SHORT
+    assert encoded(tiny, long) == [token("<s>"), *tokens(long)]
 
 
 def test_nothing_to_begin_with() -> None:
     (bare,) = served(card(bos_token_id=None, add_bos=False))
     with pytest.raises(BadRequest, match="prompt is empty and model tiny"):
-        asyncio.run(bare.encode("", special=True))
+        encoded(bare, "")
 
 
 def test_models_with_equal_tokenizers_share_one_but_begin_as_each_does() -> None:
@@ -158,5 +163,5 @@ def test_models_with_equal_tokenizers_share_one_but_begin_as_each_does() -> None
     one, other = served(*msgspec.msgpack.decode(wire, type=list[ModelCard]))
     assert one.tokenizer is other.tokenizer
     assert one.card.tokenizer is other.card.tokenizer
-    assert asyncio.run(one.encode("hello", special=True)) == [token("<s>"), *tokens("hello")]
-    assert asyncio.run(other.encode("hello", special=True)) == tokens("hello")
+    assert encoded(one, "hello") == [token("<s>"), *tokens("hello")]
+    assert encoded(other, "hello") == tokens("hello")

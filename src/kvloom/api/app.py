@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -24,8 +23,9 @@ from kvloom.api.metrics import CONTENT_TYPE, Metrics
 from kvloom.api.openai.chat import ChatEndpoint
 from kvloom.api.openai.completions import CompletionEndpoint
 from kvloom.api.openai.generation import EndpointContext
-from kvloom.api.openapi import describe, page
+from kvloom.api.openapi import Documents
 from kvloom.api.routes import PUBLIC, Handler, asgi_routes
+from kvloom.api.texts.prompts import Texts
 from kvloom.types.client import ModelServer
 from kvloom.types.errors import KvloomError, Unavailable
 from kvloom.types.load import UnitLoad
@@ -41,16 +41,18 @@ def create_app(
     keys: Keys | None = None,
     admin: Admin | None = None,
     moves: Callable[[], Mapping[str, int]] = dict,
+    texts: Texts | None = None,
     max_body: int = DEFAULT_MAX_BODY,
     body_seconds: float = BODY_SECONDS,
 ) -> Starlette:
     """Returns the application. Whoever makes the client closes it.
 
     `moves` tells how many requests have been moved so far, by outcome. There are routes for `admin` if it is
-    given.
+    given. `texts` renders and encodes prompts; without it that is done in this process, and without limits.
     """
-    gateway = EndpointContext(client, Catalog(client), Metrics())
-    info = _Information(gateway, admin, moves, int(time.time()))
+    gateway = EndpointContext(client, Catalog(client, texts), Metrics())
+    documents = Documents(lambda: admin.units if admin else ())
+    info = _Information(gateway, documents, moves, int(time.time()))
     handlers: dict[str, Handler] = {
         "models": info.models,
         "model": info.model,
@@ -83,7 +85,7 @@ class _Information:
     """The handlers of routes that only tell."""
 
     gateway: EndpointContext
-    admin: Admin | None
+    documents: Documents
     moves: Callable[[], Mapping[str, int]]
     started: int
 
@@ -128,14 +130,10 @@ class _Information:
         return Response(text, media_type=CONTENT_TYPE)
 
     async def openapi(self, _: Request) -> Response:
-        return _json(self._document())
+        return Response(self.documents.made().description, media_type="application/json")
 
     async def docs(self, _: Request) -> Response:
-        return HTMLResponse(page(self._document()))
-
-    def _document(self) -> dict[str, Any]:
-        """Returns the description of all routes, with the units that there are by now."""
-        return describe(units=self.admin.units if self.admin else ())
+        return HTMLResponse(self.documents.made().page)
 
     async def _loads(self) -> dict[str, UnitLoad]:
         try:

@@ -19,7 +19,10 @@ from kvloom.types.errors import BadRequest, KvloomError, Unavailable
 
 log = logging.getLogger(__name__)
 
-MAX_HELD = 256 << 20  # bytes of all bodies together
+MAX_HELD: Final = 192 << 20  # bytes that all requests together may be taken to hold
+PARSED: Final = 4  # A body that has been read takes so many times its bytes, beside them.
+OPEN_BYTES: Final = 48 << 10  # of a request that is under way, in this process
+_ACCOUNT: Final = "kvloom.account"
 # A body of nothing but brackets takes forty times its size in memory once it is read.
 MAX_CONTAINERS: Final = 200_000
 MAX_QUOTES: Final = 1_000_000
@@ -36,8 +39,8 @@ class LimitBody:
     """An ASGI middleware that bounds the size of a request's body and the time that it takes to come.
 
     It counts the bytes that come, whatever the headers promise. An answer to a body that was not read ends
-    its connection. `MAX_HELD` bounds the bytes of all requests together. The app that reads a body beyond the
-    bounds gets a KvloomError for it.
+    its connection. `MAX_HELD` bounds what all requests together hold, of which each has an `Account`. The app
+    that reads a body beyond the bounds gets a KvloomError for it.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: float) -> None:
@@ -55,7 +58,10 @@ class LimitBody:
         if declared.isdigit() and int(declared[:20]) > self._max_bytes:
             await error_response(scope, _too_large(self._max_bytes))(scope, receive, send)
             return
-        body = _BoundedBody(receive, self._max_bytes, self._max_seconds, self._hold)
+        # Orders are short, and heard however much the others hold.
+        account = Account(_uncounted if scope["path"].startswith("/admin/") else self._hold)
+        scope[_ACCOUNT] = account
+        body = _BoundedBody(receive, self._max_bytes, self._max_seconds, account)
         comes = declared != "0" or "transfer-encoding" in headers
 
         async def answer(message: Message) -> None:
@@ -67,12 +73,40 @@ class LimitBody:
         try:
             await self._app(scope, body.receive, answer)
         finally:
-            self._held -= body.seen
+            account.settle(0)
 
     def _hold(self, count: int) -> None:
+        if self._held + count > MAX_HELD:
+            raise Unavailable(
+                "too many or too large requests and answers at once; send this one again", retry_after=1
+            )
         self._held += count
-        if self._held > MAX_HELD:
-            raise Unavailable("too many large requests at once; send this one again", retry_after=1)
+
+
+def _uncounted(_: int) -> None:
+    """Holds what is not counted."""
+
+
+class Account:
+    """The bytes of this process that one request is taken to hold, from its body to the end of its answer."""
+
+    def __init__(self, hold: Callable[[int], None]) -> None:
+        self._hold = hold
+        self.held = 0
+
+    def add(self, count: int) -> None:
+        """Raises Unavailable if all requests together would hold too much."""
+        self._hold(count)
+        self.held += count
+
+    def settle(self, count: int) -> None:
+        """Sets what the request holds from now on. Raises Unavailable."""
+        self.add(count - self.held)
+
+
+def account(request: Request) -> Account:
+    found: Account = request.scope[_ACCOUNT]
+    return found
 
 
 def _too_large(most: int) -> KvloomError:
@@ -85,14 +119,12 @@ class _BoundedBody:
     A client may be quiet for as long as it likes once its body has come.
     """
 
-    def __init__(
-        self, receive: Receive, max_bytes: int, max_seconds: float, hold: Callable[[int], None]
-    ) -> None:
+    def __init__(self, receive: Receive, max_bytes: int, max_seconds: float, account: Account) -> None:
         self._receive = receive
-        self._hold = hold
+        self._account = account
         self._max_bytes = max_bytes
         self._max_seconds = max_seconds
-        self.seen = 0
+        self._seen = 0
         self._deadline: float | None = None
         self.complete = False
 
@@ -107,20 +139,21 @@ class _BoundedBody:
         except TimeoutError:
             raise BodyTooSlow(f"the request body took more than {self._max_seconds:g} s to come") from None
         size = len(message.get("body", b""))
-        self.seen += size
-        self._hold(size)
-        if self.seen > self._max_bytes:
+        self._seen += size
+        self._account.add(size)
+        if self._seen > self._max_bytes:
             raise _too_large(self._max_bytes)
         self.complete = not message.get("more_body", False)
         return message
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """Returns the whole body. Raises BadRequest as soon as it is larger than `limit` bytes."""
+async def read_body(request: Request, limit: int | None = None) -> bytes:
+    """Returns the whole body, which the request does not keep. Raises BadRequest as soon as it is larger than
+    `limit` bytes."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > limit:
+        if limit is not None and len(body) > limit:
             raise BadRequest(f"body: more than {limit} bytes")
     return bytes(body)
 

@@ -80,11 +80,14 @@ class Watch:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Counts the request if it fails in this block."""
+        """Counts the request if it fails in this block. A client that hangs up counts as status 499."""
         try:
             yield
         except KvloomError as error:
             self._count(error.status)
+            raise
+        except asyncio.CancelledError:
+            self._count(499)
             raise
 
     @contextmanager

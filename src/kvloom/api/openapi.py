@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final, get_args, get_origin
 
@@ -185,6 +186,31 @@ h2{margin-top:2.5rem}.method{color:#fff;background:#2f6f4f;padding:.1em .5em;bor
 def page(document: Json) -> str:
     """Returns the document as one page, which has no script and loads nothing."""
     return _PAGE.render(document=document, form=_form)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Both documents, as they are sent."""
+
+    units: tuple[str, ...]
+    description: bytes
+    page: bytes
+
+
+class Documents:
+    """The documents for the units that there are, made once for each change of the units: it takes tens of
+    milliseconds, and anyone may ask."""
+
+    def __init__(self, units: Callable[[], Iterable[str]]) -> None:
+        self._units = units
+        self._written: Written | None = None
+
+    def made(self) -> Written:
+        units = tuple(self._units())
+        if self._written is None or self._written.units != units:
+            document = describe(units=units)
+            self._written = Written(units, msgspec.json.encode(document), page(document).encode())
+        return self._written
 
 
 def _form(field: Json) -> str:

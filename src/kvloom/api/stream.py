@@ -42,13 +42,14 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """An answer whose events `events` writes, one after the other or several writers at a time. The headers
-    go with the first event, so that an error before it is an answer of its own."""
+    """An answer whose events are written one after the other, or by several writers at a time. The headers go
+    with the first event, so that an error before it is an answer of its own."""
 
-    def __init__(self, events: Callable[[Write], Awaitable[None]]) -> None:
+    def __init__(self, opening: Awaitable[Callable[[Write], Awaitable[None]]]) -> None:
+        """opening: prepares the answer while the client is there, and returns what writes its events."""
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
-        self._events = events
+        self._opening = opening
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -70,7 +71,8 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
         try:
-            await self._events(write)
+            events = await self._opening
+            await events(write)
             body = DONE
         except KvloomError as error:
             if not begun:

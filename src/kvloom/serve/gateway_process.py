@@ -33,6 +33,7 @@ from kvloom.router.router import Router
 from kvloom.router.units import FleetLink
 from kvloom.serve.processes.messages import GatewayOrder, News, Ready, Report, RetireOrder, kept_cards
 from kvloom.serve.processes.parent import Parent, run_child
+from kvloom.serve.processes.texts import TextProcesses
 from kvloom.serve.server import ClientConnection, HttpServer
 from kvloom.types.clock import Clock, WallClock
 from kvloom.types.errors import ConfigError
@@ -89,12 +90,14 @@ async def gateway(
         )
         rescheduler = await stack.enter_async_context(Rescheduler(router, clock, orders))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        texts = await stack.enter_async_context(TextProcesses())
         app = create_app(
             router,
             keys=Keys(order.api_keys, order.admin_keys, order.secret),
             max_body=order.max_body,
             admin=Admin(router, orders, rescheduler),
             moves=lambda: rescheduler.moves,
+            texts=texts,
         )
         server = HttpServer(
             app, connection=ClientConnection, grace=GRACE_SECONDS, ready=lambda: report(Ready())

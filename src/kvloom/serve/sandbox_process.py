@@ -28,6 +28,10 @@ class Worker(Protocol):
 
 def worker(work: str) -> Worker:
     """Imports what the work needs, and no more."""
+    if work == "texts":
+        from kvloom.api.texts.prompts import TextWorker  # noqa: PLC0415
+
+        return TextWorker()
     assert work == "grammars"
     from kvloom.engine.guide import GrammarTrials  # noqa: PLC0415
 

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,6 +15,7 @@ from kvloom.api.metrics import Watch
 from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece, Writer, encode, new_id
 from kvloom.api.openai.sampling import chat_logprobs, check_prompt, room_for, sampling_params, start_of
 from kvloom.api.schemas_chat import ChatBody, ChatMessage, NamedTool
+from kvloom.api.texts.prompts import ChatPrompt
 from kvloom.api.tools import Family, ToolCall, ToolParser, forced_guide, marks_of
 from kvloom.types.request import Guide
 
@@ -26,8 +28,7 @@ class ChatEndpoint:
         return await self.gateway.answer(request, ChatBody, self._prepare)
 
     async def _prepare(self, body: ChatBody, model: ServedModel, watch: Watch) -> Answering:
-        text = render(body, model)
-        prompt = await model.encode(text, special=False)
+        prompt = await model.tokens(prompt_of(body, model))
         check_prompt(prompt, model.card)
         family = parsed_family(body, model)
         request_id = new_id("chatcmpl")
@@ -47,12 +48,13 @@ class ChatEndpoint:
         return Answering(self.gateway, writer, [generation], watch)
 
 
-def render(body: ChatBody, model: ServedModel) -> str:
+def prompt_of(body: ChatBody, model: ServedModel) -> ChatPrompt:
+    """Returns what the model's chat template is given."""
     offered = body.tools if body.tool_choice != "none" else None
     tools = [tool.model_dump(exclude_none=True) for tool in offered or []] or None
     knows_developer = "developer" in (model.template.text or "")
     messages = [_message(message, knows_developer=knows_developer) for message in body.messages]
-    return model.template.render(messages, tools, body.chat_template_kwargs or {})
+    return ChatPrompt.of(messages, tools, body.chat_template_kwargs or {})
 
 
 def _message(message: ChatMessage, *, knows_developer: bool) -> dict[str, Any]:
@@ -106,7 +108,7 @@ class _WrittenChat:
     parser: ToolParser | None
     greeted: bool = False
     text: list[str] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[msgspec.Raw] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     finish: str | None = None
 
@@ -148,7 +150,9 @@ class ChatWriter(Writer):
         choice = self._choices[piece.choice]
         choice.text.append(self._read(choice, piece)[0])
         if self._top is not None:
-            choice.logprobs += chat_logprobs(piece.tokens, self._tokenizer, self._top)
+            # As text they take a sixth of the memory.
+            entries = chat_logprobs(piece.tokens, self._tokenizer, self._top)
+            choice.logprobs += [msgspec.Raw(encode(entry)) for entry in entries]
 
     def answer(self, usage: dict[str, Any]) -> bytes:
         choices = [self._whole(index, choice) for index, choice in enumerate(self._choices)]

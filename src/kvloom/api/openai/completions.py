@@ -13,6 +13,7 @@ from kvloom.api.metrics import Watch
 from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece, Writer, encode, new_id
 from kvloom.api.openai.sampling import LogprobsCollector, check_prompt, room_for, sampling_params, start_of
 from kvloom.api.schemas import CompletionBody
+from kvloom.api.texts.prompts import PlainPrompt
 from kvloom.types.errors import BadRequest
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -30,10 +31,11 @@ class CompletionEndpoint:
         if len(body.prompts) * body.choices > MAX_CHOICES:
             raise BadRequest(f"prompts times n is more than {MAX_CHOICES}", param="n")
         request_id = new_id("cmpl")
-        prompts = [
-            await model.encode(prompt, special=True) if isinstance(prompt, str) else prompt
-            for prompt in body.prompts
-        ]
+        texts = [PlainPrompt(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
+        for text in texts:
+            if isinstance(text, PlainPrompt):
+                model.check_size(text.size, text.most_times, text.param)
+        prompts = [await model.tokens(one) if isinstance(one, PlainPrompt) else one for one in texts]
         generations = [
             self._generation(body, model, prompt, f"{request_id}-{at}") for at, prompt in enumerate(prompts)
         ]

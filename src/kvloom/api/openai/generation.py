@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from secrets import randbits
 from time import time
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvloom.api.auth import priority
-from kvloom.api.bodies import parse
+from kvloom.api.bodies import OPEN_BYTES, PARSED, Account, account, parse, read_body
 from kvloom.api.catalog import Catalog, ServedModel
 from kvloom.api.metrics import Metrics, Watch
 from kvloom.api.schemas import GenerationBody
@@ -272,6 +272,9 @@ class _Window:
 
 
 AT_ONCE = 128  # generations of one request that run at the same time
+PROMPT_TOKEN_BYTES: Final = 64
+CHOICE_BYTES: Final = 1 << 10  # of a choice, and for each of its tokens' alternatives
+KEPT_BYTES: Final = 256  # of a token in an answer that is not streamed, and for each of its alternatives
 Body = TypeVar("Body", bound=GenerationBody)
 
 
@@ -290,14 +293,41 @@ class EndpointContext:
         prepare: Callable[[Body, ServedModel, Watch], Awaitable[Answering]],
     ) -> Response:
         """Answers a request whose body has this form with what `prepare` makes of it."""
-        watch = self.metrics.watch()
+        watch, held = self.metrics.watch(), account(request)
         with watch.preparing():
-            body = parse(form, await request.body())
+            raw = await read_body(request)
+            held.add(OPEN_BYTES + PARSED * len(raw))
+            body = parse(form, raw)
+            del raw
             body.priority = priority(request.scope, body.priority)
+        coming, stream = self._prepared(body, prepare, watch, held), bool(body.stream)
+        if stream:
+            return EventStream(_stream(coming))
+        answer = await while_connected(request.receive, _whole(coming, held))
+        return Response(answer, media_type="application/json")
+
+    async def _prepared(
+        self,
+        body: Body,
+        prepare: Callable[[Body, ServedModel, Watch], Awaitable[Answering]],
+        watch: Watch,
+        held: Account,
+    ) -> Answering:
+        """Runs while the client is connected, and has the request's body only until it is prepared."""
+        with watch.preparing():
             model = await self.catalog.get(body.model)
             watch.model = model.card.name
             answering = await prepare(body, model, watch)
-        return await answering.respond(request, stream=bool(body.stream))
+            held.settle(answering.bytes_held)
+            return answering
+
+
+async def _stream(coming: Awaitable[Answering]) -> Callable[[Write], Awaitable[None]]:
+    return (await coming).stream
+
+
+async def _whole(coming: Awaitable[Answering], held: Account) -> bytes:
+    return await (await coming).whole(held)
 
 
 def new_id(prefix: str) -> str:
@@ -344,13 +374,20 @@ class Answering:
     generations: Sequence[Generation]
     watch: Watch
 
-    async def respond(self, request: Request, *, stream: bool) -> Response:
-        if stream:
-            return EventStream(self._stream)
-        body = await while_connected(request.receive, self._whole())
-        return Response(body, media_type="application/json")
+    @property
+    def bytes_held(self) -> int:
+        """Returns about how many bytes of this process the request holds until its answer has ended, beside
+        what an answer keeps that is not streamed: its prompts, and for each choice what is on its way."""
+        held = OPEN_BYTES
+        for body in (generation.body for generation in self.generations):
+            sampling = body.sampling
+            held += PROMPT_TOKEN_BYTES * len(body.prompt)
+            held += CHOICE_BYTES * body.n * (1 + (sampling.logprobs or 0))
+            if sampling.prompt_logprobs is not None:
+                held += KEPT_BYTES * len(body.prompt) * (1 + sampling.prompt_logprobs)
+        return held
 
-    async def _stream(self, write: Write) -> None:
+    async def stream(self, write: Write) -> None:
         chunk, made_tokens = self.writer.chunk, False
 
         async def tell(at: int, pieces: list[Piece]) -> None:
@@ -366,8 +403,11 @@ class Answering:
             await self._run(tell)
             await write(self.writer.last_chunk(self.usage()))
 
-    async def _whole(self) -> bytes:
+    async def whole(self, held: Account) -> bytes:
         async def keep(at: int, pieces: list[Piece]) -> None:
+            sampling = self.generations[at].body.sampling
+            known = 1 if sampling.logprobs is None else 1 + sampling.logprobs
+            held.add(KEPT_BYTES * known * sum(len(piece.tokens) for piece in pieces))
             for piece in pieces:
                 self.writer.add(at, piece)
 

@@ -23,7 +23,7 @@ from kvloom.types.clock import ending
 from kvloom.types.errors import BadRequest, Unavailable
 from kvloom.types.request import Guide, ModelCard
 
-Work = Literal["grammars"]
+Work = Literal["grammars", "texts"]
 LENGTH_BYTES: Final = 4
 WALL: Final = 20.0  # a call may take so many times its CPU seconds, on a machine that is busy
 IMPORT_SECONDS: Final = 60.0
@@ -217,8 +217,10 @@ class Sandbox:
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of such a process, whose libraries have one thread each."""
-    return {**given, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    """Returns the environment of such a process, whose libraries have one thread each, and write no traceback
+    over a text that they cannot read."""
+    one = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    return {**given, **one, "RUST_BACKTRACE": "0"}
 
 
 def grammar_trial(sandbox: Sandbox) -> GuideTrial:

@@ -1,0 +1,214 @@
+"""Prompts: from a text, or from messages, to the tokens of one model, within bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from kvloom.api.texts.template import ChatTemplate
+from kvloom.api.tokenizer import Tokenizer
+from kvloom.types.errors import BadRequest, ConfigError, KvloomError, PromptTooLong, WireError
+from kvloom.types.request import ModelCard
+
+SHORT: Final = 8_192  # characters of a text that is encoded on the loop, at about a microsecond each
+UNRENDERED: Final = 4
+"""The messages of a chat may have so many times the bytes that fit a context: templates leave out parts of
+past messages, such as what was thought."""
+ATTEMPTS: Final = tuple(
+    run * (SHORT // len(run)) + "!" for run in ("a", " ", "\n", "1", "中", "ab 1.é\u0301")
+)
+"""Texts that a tokenizer must be able to encode within the limits before it is served."""
+
+
+class PlainPrompt(msgspec.Struct, frozen=True, tag="plain"):
+    """A text as it is."""
+
+    text: str
+
+    @property
+    def param(self) -> str:
+        """Returns the parameter of a request that errors name."""
+        return "prompt"
+
+    @property
+    def most_times(self) -> int:
+        """Returns how many times its bytes may be those that fit a context."""
+        return 1
+
+    @property
+    def size(self) -> int:
+        """Returns its bytes in UTF-8."""
+        return utf8(self.text)
+
+
+class ChatPrompt(msgspec.Struct, frozen=True, tag="chat"):
+    """What a chat template is given. `given` is a JSON text of messages, tools and options, whose numbers may
+    be larger than those of other forms; `content` counts the bytes of the messages' contents in UTF-8."""
+
+    given: str
+    content: int
+
+    @staticmethod
+    def of(
+        messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: dict[str, Any]
+    ) -> ChatPrompt:
+        size = sum(utf8(message["content"]) for message in messages)
+        return ChatPrompt(json.dumps((messages, tools, options)), size)
+
+    @property
+    def param(self) -> str:
+        return "messages"
+
+    @property
+    def most_times(self) -> int:
+        return UNRENDERED
+
+    @property
+    def size(self) -> int:
+        return self.content
+
+
+Prompt = PlainPrompt | ChatPrompt
+
+
+def utf8(text: str) -> int:
+    """Returns a text's bytes in UTF-8, if only from below where counting them would cost a copy."""
+    return len(text) if text.isascii() or len(text) > SHORT else len(text.encode("utf-8", "replace"))
+
+
+@dataclass(frozen=True, slots=True)
+class TextModel:
+    """The parts of a model that make tokens of prompts, wherever they run."""
+
+    card: ModelCard
+    tokenizer: Tokenizer
+    template: ChatTemplate
+
+    @staticmethod
+    def of(card: ModelCard, tokenizer: Tokenizer | None = None) -> TextModel:
+        """tokenizer: the card's, if it has been read already. Raises ConfigError."""
+        return TextModel(card, tokenizer or Tokenizer(card.tokenizer), ChatTemplate(card))
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Returns the prompt's tokens, at most as many as the context has. Raises BadRequest and
+        PromptTooLong."""
+        plain = isinstance(prompt, PlainPrompt)
+        if isinstance(prompt, PlainPrompt):
+            text = prompt.text
+        else:
+            text = self.template.render(*json.loads(prompt.given))
+            self.check_size(utf8(text), 1, prompt.param)
+        try:
+            ids = self.tokenizer.encode(text, special=plain)
+        except BadRequest as error:
+            raise BadRequest(f"model {self.card.name}: {error.message}", param=prompt.param) from None
+        ids = self._begun(ids, special=plain)
+        if len(ids) > self.card.context_length:
+            raise PromptTooLong(f"{self._context()}; the prompt has {len(ids)}", param=prompt.param)
+        return ids
+
+    def check_size(self, size: int, times: int, param: str) -> None:
+        """Raises PromptTooLong if so many bytes cannot fit the context, whatever they are."""
+        longest = self.tokenizer.most_bytes
+        if longest is not None and size > (most := times * longest * self.card.context_length):
+            raise PromptTooLong(
+                f"{self._context()} of at most {longest} bytes each; the prompt has {size} bytes or more, "
+                f"and at most {most} are read",
+                param=param,
+            )
+
+    def _context(self) -> str:
+        return f"the context length of {self.card.name} is {self.card.context_length} tokens"
+
+    def _begun(self, ids: list[int], *, special: bool) -> list[int]:
+        """Returns the tokens behind the one with which the model's texts begin. `special` adds what the model
+        wants around plain text, which a chat template has added already."""
+        bos = self.card.bos_token_id
+        if bos is None and not ids:
+            raise BadRequest(
+                f"the prompt is empty and model {self.card.name} has no token to begin with", param="prompt"
+            )
+        missing = special and self.card.add_bos and ids[:1] != [bos]
+        return [bos, *ids] if bos is not None and (missing or not ids) else ids
+
+
+class Texts(Protocol):
+    """Renders and encodes what strangers wrote, clients and makers of checkpoints, where it does no harm."""
+
+    async def admit(self, key: str, card: ModelCard) -> None:
+        """Raises ConfigError if the model's tokenizer cannot be used within the limits. The key names the
+        card, and no other."""
+
+    async def encode(self, key: str, model: TextModel, prompt: Prompt) -> list[int]:
+        """Returns the prompt's tokens. Raises BadRequest, also if making them takes too much."""
+
+
+class InlineTexts:
+    """Renders and encodes where it stands, without limits: for tests, and for engines of one's own."""
+
+    async def admit(self, key: str, card: ModelCard) -> None:
+        """Admits any model."""
+
+    async def encode(self, key: str, model: TextModel, prompt: Prompt) -> list[int]:
+        if prompt.size <= SHORT:
+            await asyncio.sleep(0)  # Many short texts must not hold up the loop together.
+            return model.encode(prompt)
+        return await asyncio.to_thread(model.encode, prompt)
+
+
+class Encoded(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a process answers: tokens as numbers of four bytes each, or an error."""
+
+    ids: bytes = b""
+    error: WireError | None = None
+
+    @staticmethod
+    def of(ids: list[int]) -> Encoded:
+        return Encoded(array("I", ids).tobytes())
+
+    def tokens(self) -> list[int]:
+        """Returns the tokens. Raises the error."""
+        if self.error is not None:
+            raise KvloomError.from_wire(self.error)
+        ids = array("I")
+        ids.frombytes(self.ids)
+        return ids.tolist()
+
+
+_prompt: Final = msgspec.msgpack.Decoder(Prompt).decode
+_answer: Final = msgspec.msgpack.Encoder().encode
+
+
+class TextWorker:
+    """Renders and encodes in a sandbox's process. Keys name cards."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, TextModel] = {}
+
+    def prepare(self, key: str, data: bytes) -> None:
+        """Takes a model's card. Models with equal tokenizers share one. Raises ConfigError."""
+        card = msgspec.msgpack.decode(data, type=ModelCard)
+        equal = (one.tokenizer for one in self._models.values() if one.card.tokenizer == card.tokenizer)
+        self._models[key] = TextModel.of(card, next(equal, None))
+
+    def run(self, key: str, data: bytes) -> bytes:
+        """Returns an `Encoded` of a prompt; without one, tries the tokenizer. Raises ConfigError."""
+        if not data:
+            self._attempt(self._models[key].tokenizer)
+            return b""
+        try:
+            return _answer(Encoded.of(self._models[key].encode(_prompt(data))))
+        except KvloomError as error:
+            return _answer(Encoded(error=error.to_wire()))
+
+    def _attempt(self, tokenizer: Tokenizer) -> None:
+        for text in ATTEMPTS:
+            try:
+                tokenizer.encode(text, special=True)
+            except BadRequest as error:
+                raise ConfigError(error.message) from None

@@ -1,0 +1,169 @@
+"""What takes too long or too much over a text costs its process alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Regex, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as HFTokenizer
+
+from kvloom.api.catalog import Catalog, ServedModel
+from kvloom.api.texts.prompts import SHORT, ChatPrompt, PlainPrompt
+from kvloom.serve.processes.sandbox import Limits
+from kvloom.serve.processes.texts import TextProcesses
+from kvloom.types.errors import BadRequest, Unavailable
+from kvloom.types.request import ModelCard
+from tests.api.scripted import ScriptedEngine, byte_level, card, says, token, tokens
+
+LIMITS = Limits(0.5, 256 << 20)
+SLOW = "{% for a in range(99999) %}{{ range(99999) | sum }}{% endfor %}"
+HI = [{"role": "user", "content": "hi"}]
+CHAT = ChatPrompt.of(HI, None, {})
+
+
+def play(test: Callable[[Catalog], Awaitable[None]], *cards: ModelCard) -> None:
+    async def whole() -> None:
+        async with TextProcesses(LIMITS, LIMITS) as texts:
+            await test(Catalog(ScriptedEngine(says(""), cards=[card(), *cards]), texts))
+
+    asyncio.run(whole())
+
+
+def workers() -> list[int]:
+    """Returns the processes of this one's that render and encode."""
+    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
+    children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+    return [pid for pid in children if b"sandbox_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+async def served(catalog: Catalog) -> ServedModel:
+    """Checks that a model is served, and returns it."""
+    tiny = await catalog.get("tiny")
+    said = tokens("<s><|user|>hi\n<|assistant|>")
+    assert await tiny.tokens(CHAT) == said
+    return tiny
+
+
+def test_processes_answer_as_they_would_inline() -> None:
+    async def test(catalog: Catalog) -> None:
+        tiny = await served(catalog)
+        long = "hello " * SHORT
+        assert await tiny.tokens(PlainPrompt(long)) == [token("<s>"), *tokens(long)]
+        with pytest.raises(BadRequest, match="is 5 tokens; the prompt has 6") as error:
+            await (await catalog.get("narrow")).tokens(CHAT)
+        assert (error.value.code, error.value.param) == ("context_length_exceeded", "messages")
+        with pytest.raises(BadRequest, match="chat template of picky: no") as error:
+            await (await catalog.get("picky")).tokens(CHAT)
+        assert error.value.param == "messages"
+
+    cards = (
+        card(context_length=1 << 20),
+        card("narrow", context_length=5),
+        card("picky", "{{ raise_exception('no') }}"),
+    )
+    play(test, *cards)
+
+
+def test_a_short_plain_prompt_needs_no_process() -> None:
+    async def test(catalog: Catalog) -> None:
+        assert await (await catalog.get("tiny")).tokens(PlainPrompt("a")) == [token("<s>"), *tokens("a")]
+        assert workers() == []
+
+    play(test)
+
+
+@pytest.mark.parametrize("template", [SLOW, "{{ 'x' * 999999999 }}"], ids=["time", "memory"])
+def test_a_template_that_takes_too_much(template: str) -> None:
+    async def test(catalog: Catalog) -> None:
+        bomb = await catalog.get("bomb")
+        with pytest.raises(BadRequest, match=r"model bomb: .*(longer than|memory)") as error:
+            await bomb.tokens(CHAT)
+        assert error.value.param == "messages"
+        await served(catalog)
+        assert await bomb.tokens(PlainPrompt("a")) == [token("<s>"), *tokens("a")]
+
+    play(test, card("bomb", template))
+
+
+def test_a_model_that_went_over_rests_and_costs_no_other_process() -> None:
+    async def test(catalog: Catalog) -> None:
+        bomb = await catalog.get("bomb")
+        for _ in range(2):
+            with pytest.raises(BadRequest, match="its chat template or its tokenizer cannot be used here"):
+                await bomb.tokens(CHAT)
+            assert workers() == []  # the first call's have ended, and the second has none
+
+    play(test, card("bomb", SLOW))
+
+
+def test_a_killed_process_is_replaced_and_its_call_made_again() -> None:
+    async def test(catalog: Catalog) -> None:
+        await served(catalog)
+        (first,) = workers()
+        os.kill(first, signal.SIGKILL)
+        await served(catalog)
+        (second,) = workers()
+        assert second != first
+
+    play(test)
+
+
+def test_who_hangs_up_loses_its_place_and_holds_up_nobody() -> None:
+    async def test(catalog: Catalog) -> None:
+        bomb = await catalog.get("bomb")
+        calls = [asyncio.create_task(bomb.tokens(CHAT)) for _ in range(20)]
+        await served(catalog)  # beside them
+        for call in calls:
+            call.cancel()
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+        assert any(isinstance(one, asyncio.CancelledError) for one in ended)
+        await served(catalog)
+
+    play(test, card("bomb", SLOW))
+
+
+def hostile(**parts: object) -> str:
+    tokenizer = HFTokenizer.from_str(byte_level().to_str())
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    text: str = tokenizer.to_str()
+    return text
+
+
+TOKENIZERS = {
+    "a normaliser of 10 MB": hostile(normalizer=normalizers.Replace("a", "b" * 10_000_000)),
+    "a regex bomb": hostile(pre_tokenizer=pre_tokenizers.Split(Regex(r"(a+)+$|(a|aa)+1"), "isolated")),
+}
+
+
+@pytest.mark.parametrize("text", TOKENIZERS.values(), ids=list(TOKENIZERS))
+def test_a_tokenizer_is_tried_before_it_is_served(text: str) -> None:
+    async def test(catalog: Catalog) -> None:
+        with pytest.raises(Unavailable, match=r"model bad: .*tokenizer"):
+            await catalog.get("bad")
+        assert [model.card.name for model in await catalog.models()] == ["tiny"]
+        await served(catalog)
+
+    play(test, card("bad", tokenizer=text))
+
+
+def test_an_unknown_regex_that_may_be_harmless_is_served_by_processes_alone() -> None:
+    async def test(catalog: Catalog) -> None:
+        odd = await catalog.get("odd")
+        (worker,) = workers()
+        assert not odd.tokenizer.plain
+        assert len(await odd.tokens(PlainPrompt("hello"))) == 2
+        with pytest.raises(BadRequest, match="cannot") as error:
+            await odd.tokens(PlainPrompt("x" * 40 + "y"))
+        assert error.value.param == "prompt"
+        assert workers() == [worker]
+
+    split = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(r"(x+)+$"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    play(test, card("odd", tokenizer=hostile(pre_tokenizer=split)))
