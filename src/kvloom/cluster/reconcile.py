@@ -36,16 +36,17 @@ class Timing:
     """The longest pause."""
     healthy: float = 60.0
     """After a life of so long the next pause is `first` again."""
-    check: float = 5.0
-    """Between two health checks."""
-    answer: float = 10.0
-    """For the answer to a health check."""
+    check: float = 10.0
+    """Between two looks at a process: it must have given a sign of life since the last one."""
     misses: int = 3
-    """A process that gives no answer to so many checks in a row hangs, and is killed."""
+    """A process that has given none at so many looks in a row hangs, and is killed."""
+    probation: float = 60.0
+    """After a program was set while serving. If the gateway dies or hangs meanwhile, the one before runs
+    again."""
     stop: float = 4.0
     """For a process to end by itself once it was told to."""
     successor: float = 60.0
-    """For a gateway to answer that is to take another one's place."""
+    """For a gateway to answer that takes the place of another one, or of one that has died."""
     margin: float = 5.0
     """A gateway that has been replaced is killed so long after its time to drain is over."""
 
@@ -130,6 +131,16 @@ class EndTurn(Struct, frozen=True, tag=True):
     problem: str = ""
 
 
+class RevertProgram(Struct, frozen=True, tag=True):
+    """Goes back to the program before, because the gateway has died, or hung, soon after another was set."""
+
+    problem: str
+
+
+class ProveProgram(Struct, frozen=True, tag=True):
+    """Ends the program's probation, which it has passed."""
+
+
 class Wait(Struct, frozen=True, tag=True):
     """Nothing else is due before `until`."""
 
@@ -148,6 +159,8 @@ Action = (
     | RaiseGeneration
     | PassOver
     | EndTurn
+    | RevertProgram
+    | ProveProgram
     | Wait
 )
 
@@ -176,6 +189,8 @@ def _all(spec: FleetSpec, status: FleetStatus, now: float, timing: Timing) -> It
         elif name not in units and name != SCHEDULER:
             yield from _unit(name, None, process, now, timing)
     yield from _scheduler(spec.scheduler, processes.get(SCHEDULER, ABSENT), now, timing)
+    if spec.program != spec.proven and status.probation is not None:
+        yield from _probation(status.probation, gateways, now, timing)
     if spec.gateway:
         yield from _gateways(spec, status, gateways, now, timing)
     if spec.rolling is not None:
@@ -253,6 +268,21 @@ def _scheduler(generation: int, process: ComponentStatus, now: float, timing: Ti
         yield from _process(SCHEDULER, generation, process, now, timing)
 
 
+def _probation(
+    began: float, gateways: dict[str, ComponentStatus], now: float, timing: Timing
+) -> Iterator[Action]:
+    """Yields what follows for a program that was set at `began`. A gateway that hangs is known at the first
+    look that it misses, and until that look is over none has passed."""
+    died = [one for one in gateways.values() if one.phase in ("waiting", "failed") and one.since >= began]
+    over = began + timing.probation + timing.check
+    if died:
+        yield RevertProgram(died[0].problem)
+    elif now < over:
+        yield Wait(over)
+    elif not any(one.misses or one.killed for one in gateways.values()):
+        yield ProveProgram()
+
+
 def _gateways(
     spec: FleetSpec, status: FleetStatus, gateways: dict[str, ComponentStatus], now: float, timing: Timing
 ) -> Iterator[Action]:
@@ -297,7 +327,7 @@ def _gateway(
     if process.phase == "starting" and not process.begun:
         if status.opened or _come(spec, status):
             yield BeginServing(name)
-    elif process.phase == "starting" and beside and not process.killed:
+    elif process.phase == "starting" and (beside or process.proven) and not process.killed:
         late = process.since + timing.successor
         yield Kill(name) if now >= late else Wait(late)
     else:
