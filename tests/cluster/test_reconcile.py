@@ -153,6 +153,10 @@ def test_the_first_gateway_serves_once_no_unit_is_about_to_come(phase: Phase, be
         (0, at("ready"), [StopProcess("scheduler")]),
         (1, at("ready", misses=2), []),
         (1, at("ready", misses=3), [Kill("scheduler")]),
+        (1, at("starting", since=NOW), [Wait(NOW + 60)]),
+        (1, at("starting", since=NOW - 60), [Kill("scheduler")]),
+        (1, at("starting", since=NOW - 60, killed=True), []),
+        (2, at("starting", since=NOW - 60), [StopProcess("scheduler")]),
     ],
 )
 def test_the_scheduler(generation: int, process: ComponentStatus, actions: list[Action]) -> None:

@@ -101,7 +101,7 @@ def _ended(
         proven = process.proven if again else 0
         return _turn(gone, "absent", now, replaces=replaces, proven=proven, problem="", failures=0, pause=0.0)
     if process.killed:
-        late = f"gave no answer in {timing.successor:g} s"
+        late = f"gave no answer in {timing.start:g} s"
         how = late if process.phase == "starting" else "did not answer any more and was killed"
     lived = now - process.since if process.phase == "ready" else 0.0
     pause = timing.pause(process.pause, lived)

@@ -45,8 +45,9 @@ class Timing:
     again."""
     stop: float = 4.0
     """For a process to end by itself once it was told to."""
-    successor: float = 60.0
-    """For a gateway to answer that takes the place of another one, or of one that has died."""
+    start: float = 60.0
+    """For a fleet scheduler to answer, and for a gateway that takes the place of another one, or of one that
+    has died."""
     margin: float = 5.0
     """A gateway that has been replaced is killed so long after its time to drain is over."""
 
@@ -255,6 +256,13 @@ def _hangs(name: str, process: ComponentStatus, timing: Timing) -> Iterator[Acti
         yield Kill(name)
 
 
+def _is_late(name: str, process: ComponentStatus, now: float, timing: Timing) -> Iterator[Action]:
+    """Yields the actions for a process that loads no model, and so must answer soon."""
+    late = process.since + timing.start
+    if not process.killed:
+        yield Kill(name) if now >= late else Wait(late)
+
+
 def _ends(name: str, process: ComponentStatus, now: float) -> Iterator[Action]:
     if process.until is not None and not process.killed:
         yield Kill(name) if now >= process.until else Wait(process.until)
@@ -264,6 +272,8 @@ def _scheduler(generation: int, process: ComponentStatus, now: float, timing: Ti
     """Yields the actions for the fleet scheduler, which has no requests that would have to end first."""
     if process.phase == "ready" and process.generation != generation:
         yield StopProcess(SCHEDULER)
+    elif process.phase == "starting" and process.generation == generation:
+        yield from _is_late(SCHEDULER, process, now, timing)
     elif generation or process is not ABSENT:
         yield from _process(SCHEDULER, generation, process, now, timing)
 
@@ -327,9 +337,8 @@ def _gateway(
     if process.phase == "starting" and not process.begun:
         if status.opened or _come(spec, status):
             yield BeginServing(name)
-    elif process.phase == "starting" and (beside or process.proven) and not process.killed:
-        late = process.since + timing.successor
-        yield Kill(name) if now >= late else Wait(late)
+    elif process.phase == "starting" and (beside or process.proven):
+        yield from _is_late(name, process, now, timing)
     else:
         yield from _process(name, generation_of(name, spec), process, now, timing)
 

@@ -107,7 +107,7 @@ class ProgramStream:
             return None
         name = self._program
         _log.error("request %s: the program %s failed", self._request, name, exc_info=error)
-        return ProgramFailed(f"the program {name} failed: {_told(error)}")
+        return ProgramFailed(f"the program {name} failed with {type(error).__name__}; the log says why")
 
 
 def load_program(name: str, options: Mapping[str, Any] | None = None) -> Program:

@@ -17,6 +17,7 @@ from kvloom.types.clock import Clock
 READY: Final = "READY=1"
 STOPPING: Final = "STOPPING=1"
 ALIVE: Final = "WATCHDOG=1"
+_SECONDS: Final = 1.0
 _VARIABLES: Final = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
 
@@ -41,11 +42,13 @@ class ServiceManager:
         return cls(address, microseconds / 2e6 if address and microseconds else None)
 
     def tell(self, state: str) -> None:
-        """Sends a line. One that cannot be sent at once is lost."""
+        """Sends a line. If it cannot be sent soon it is lost; a sign of life does not wait at all, because
+        another one follows."""
         if not self._address:
             return
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
-            end.sendto(state.encode(), socket.MSG_DONTWAIT, self._address)
+            end.settimeout(0.0 if state == ALIVE else _SECONDS)
+            end.sendto(state.encode(), self._address)
 
     async def keep_told(self, clock: Clock) -> None:
         """Tells again and again that the event loop turns, if that is wanted, until it is cancelled."""
