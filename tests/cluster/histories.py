@@ -30,7 +30,7 @@ from kvloom.cluster.state import (
     is_counted,
     is_gateway,
 )
-from kvloom.types.spec import EngineSpec, ModelSpec
+from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
 
 TIMING = Timing(first=0.5, most=4.0)
 
@@ -294,6 +294,8 @@ class History:
         if kind < 0.3:
             left = (*spec.units, *(["scheduler"] if spec.scheduler else []), "gateway")
             return Edit(rolling=Rolling(left=left, seconds=1.0, budget=draw.randint(1, 3)))
+        if kind < 0.4:
+            return Edit(program=ProgramSpec(draw.choice(("a", "b", "c"))))
         return Edit(base=spec.revision, units={name: one})
 
     def calm(self) -> None:

@@ -18,8 +18,10 @@ from kvloom.cluster.reconcile import (
     Forget,
     Kill,
     PassOver,
+    ProveProgram,
     RaiseGeneration,
     RetireGateway,
+    RevertProgram,
     StartProcess,
     StopProcess,
     Timing,
@@ -38,6 +40,7 @@ from kvloom.cluster.state import (
     is_counted,
     outlook,
 )
+from kvloom.types.spec import ProgramSpec
 from tests.cluster.histories import engine
 
 NOW = 50.0
@@ -108,6 +111,8 @@ def test_a_unit(spec: UnitSpec | None, process: ComponentStatus, actions: list[A
         (1, {1: at("starting", begun=True)}, []),
         (1, {1: at("waiting", until=60.0)}, [Wait(60.0)]),
         (1, {1: at("ready", misses=3)}, [Kill("gateway/1")]),
+        (1, {1: at("starting", begun=True, proven=1, since=NOW)}, [Wait(NOW + 60)]),
+        (1, {1: at("starting", begun=True, proven=1, since=NOW - 60)}, [Kill("gateway/1")]),
         (2, {1: SERVING}, [StartProcess("gateway/2", 2)]),
         (2, {1: SERVING, 2: at("starting", 2, begun=True, since=NOW)}, [Wait(NOW + 60)]),
         (2, {1: SERVING, 2: at("starting", 2, begun=True, since=NOW - 60)}, [Kill("gateway/2")]),
@@ -150,11 +155,46 @@ def test_the_first_gateway_serves_once_no_unit_is_about_to_come(phase: Phase, be
         (2, at("ready"), [StopProcess("scheduler")]),
         (1, at("waiting", until=NOW), [StartProcess("scheduler", 1)]),
         (0, at("ready"), [StopProcess("scheduler")]),
+        (1, at("ready", misses=2), []),
+        (1, at("ready", misses=3), [Kill("scheduler")]),
+        (1, at("starting", since=NOW), [Wait(NOW + 60)]),
+        (1, at("starting", since=NOW - 60), [Kill("scheduler")]),
+        (1, at("starting", since=NOW - 60, killed=True), []),
+        (2, at("starting", since=NOW - 60), [StopProcess("scheduler")]),
     ],
 )
 def test_the_scheduler(generation: int, process: ComponentStatus, actions: list[Action]) -> None:
     there = {} if process == ComponentStatus() else {"scheduler": process}
     assert due({}, there, scheduler=generation) == tuple(actions)
+
+
+OVER = NOW - 70  # A minute before, and the time of a look.
+DIED = "ended with exit code 1"
+
+
+@pytest.mark.parametrize(
+    ("began", "gateways", "actions"),
+    [
+        (NOW, {1: SERVING}, [Wait(NOW + 70)]),
+        (OVER + 1, {1: SERVING}, [Wait(NOW + 1)]),
+        (OVER, {1: SERVING}, [ProveProgram()]),
+        (OVER, {1: replace(SERVING, misses=1)}, []),
+        (OVER, {1: replace(SERVING, misses=3, killed=True)}, []),
+        (OVER, {1: replace(SERVING, misses=3)}, [Kill("gateway/1")]),
+        (40.0, {1: at("waiting", since=40.0, problem=DIED, until=60.0)}, [RevertProgram(DIED), Wait(60.0)]),
+        (OVER, {1: at("waiting", since=49.0, problem=DIED, until=60.0)}, [RevertProgram(DIED), Wait(60.0)]),
+        (40.0, {1: at("waiting", since=39.0, problem=DIED, until=60.0)}, [Wait(60.0)]),
+        (40.0, {1: SERVING, 2: at("failed", 2, since=41.0, problem=DIED)}, [RevertProgram(DIED)]),
+        (None, {1: at("waiting", since=49.0, problem=DIED, until=60.0)}, [Wait(60.0)]),
+    ],
+)
+def test_a_program_on_probation(
+    began: float | None, gateways: dict[int, ComponentStatus], actions: list[Action]
+) -> None:
+    processes = {f"gateway/{number}": one for number, one in gateways.items()}
+    status = FleetStatus(processes=processes, opened=True, probation=began)
+    wild = None if began is None else ProgramSpec("wild")
+    assert reconcile(FleetSpec(program=wild, gateway=max(gateways)), status, NOW) == tuple(actions)
 
 
 ALL = ("a", "b", "scheduler", "gateway")

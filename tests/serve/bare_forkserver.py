@@ -1,11 +1,14 @@
 """A fork server that imports nothing ahead: `python -m tests.serve.bare_forkserver 0 NAME`. With THREAD in
-its environment it has a thread beside its main one; with DIES it dies as soon as it has forked."""
+its environment it has a thread beside its main one; with DIES it dies as soon as it has forked; with AHEAD it
+has something to do ahead of time: it says so in that file, and waits until the file is gone."""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 from kvloom.serve.forkserver_process import serve_forks
 
@@ -16,7 +19,13 @@ def prepare() -> list[Callable[[], object]]:
     if "DIES" in os.environ:
         fork = os.fork
         os.fork = lambda: os._exit(1) if fork() else 0
-    return []
+    return [lambda: work_ahead(Path(os.environ["AHEAD"]))] if "AHEAD" in os.environ else []
+
+
+def work_ahead(file: Path) -> None:
+    file.touch()
+    while file.exists():
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,22 @@
 """A process for the launcher's tests: `python -m tests.serve.launched FD NAME`. Its option `lives` says what
 each life does, the first start's first: `ready`, `held` until it is told what the fleet is, `load` for ever,
-`refuse` or `die`. It ends when it is to retire."""
+`refuse` or `die`; `stuck` is ready, and its event loop stands still from then on; `mute` gives no sign of
+life. It ends when it is to retire."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-import sys
+import time
 from pathlib import Path
 
 from kvloom.cluster.launcher import Snapshot
 from kvloom.serve.processes.messages import GatewayOrder, News, Ready, RetireOrder, StartProgress
 from kvloom.serve.processes.parent import Parent, run_child
 from kvloom.types.errors import ConfigError
+
+BEAT_SECONDS = 0.01
 
 
 def main(parent: Parent) -> None:
@@ -24,7 +27,8 @@ def main(parent: Parent) -> None:
     started = Path(order.folder, "started")
     number = len(started.read_text()) if started.exists() else 0
     started.write_text("x" * (number + 1))
-    match lives[min(number, len(lives) - 1)]:
+    life = lives[min(number, len(lives) - 1)]
+    match life:
         case "refuse":
             raise ConfigError("this is no good")
         case "die":
@@ -36,7 +40,7 @@ def main(parent: Parent) -> None:
             parent.report(StartProgress("waiting"))
             parent.order(Snapshot)
     parent.watch(Path(order.sockets), heed)
-    asyncio.run(serve(parent, str(Path(order.sockets, f"{sys.argv[2]}.sock"))))
+    asyncio.run(serve(parent, life))
 
 
 def heed(news: News) -> None:
@@ -44,17 +48,22 @@ def heed(news: News) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-async def serve(parent: Parent, path: str) -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
-        writer.close()
-
+async def serve(parent: Parent, life: str) -> None:
     told = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
-    async with await asyncio.start_unix_server(answer, path):
+    async with asyncio.TaskGroup() as tasks:
+        beating = [tasks.create_task(parent.beat(BEAT_SECONDS))] if life != "mute" else []
         parent.report(Ready(("chatty",)))
+        if life == "stuck":
+            stand_still()
         await told.wait()
+        for beat in beating:
+            beat.cancel()
+
+
+def stand_still() -> None:
+    while True:
+        time.sleep(1.0)
 
 
 if __name__ == "__main__":

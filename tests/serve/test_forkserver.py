@@ -20,7 +20,7 @@ from benchmarks.procfs import command_line, descendants
 
 from kvloom.serve.processes import forkserver
 from kvloom.serve.processes.child import ChildProcess
-from kvloom.serve.processes.forkserver import IMPORT_SECONDS, ForkServer
+from kvloom.serve.processes.forkserver import IMPORT_SECONDS, STEP_SECONDS, ForkServer
 from kvloom.serve.processes.messages import OrderRefused, Report, StartProgress
 from kvloom.serve.processes.prefork import NAME, launch
 from kvloom.types.clock import Clock, WallClock
@@ -237,6 +237,55 @@ def test_a_fork_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -
             while what["parent"] == os.getpid():
                 _, what = await start(forks, "return")
             assert what["parent"] == forks.pid != hangs
+
+    asyncio.run(check())
+
+
+def test_a_fork_server_that_works_ahead_is_not_taken_for_one_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though that takes longer than an answer may; when it takes too long it does hang."""
+    monkeypatch.setattr(forkserver, "FORK_SECONDS", 0.1)
+    ahead = tmp_path / "ahead"
+    monkeypatch.setenv("AHEAD", str(ahead))
+
+    async def check() -> None:
+        clock = Later()
+        async with forking(0.01, clock) as (forks, log):
+            clock.ahead = IMPORT_SECONDS
+            works = forks.pid
+            while not ahead.exists():  # noqa: ASYNC110 -- another process makes it
+                await asyncio.sleep(0.01)
+            _, what = await start(forks, "return")
+            assert (what["parent"], forks.pid) == (os.getpid(), works)
+            await log.until("return", "starts without the fork server: it does something else ahead of time")
+            ahead.unlink()
+            while what["parent"] == os.getpid():
+                _, what = await start(forks, "return")
+            assert what["parent"] == works
+
+    asyncio.run(check())
+
+
+def test_a_fork_server_that_works_ahead_for_too_long_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forkserver, "FORK_SECONDS", 0.1)
+    ahead = tmp_path / "ahead"
+    monkeypatch.setenv("AHEAD", str(ahead))
+
+    async def check() -> None:
+        clock = Later()
+        async with forking(1e6, clock) as (forks, log):
+            clock.ahead = IMPORT_SECONDS
+            while not ahead.exists():  # noqa: ASYNC110 -- another process makes it
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)  # until it is heard of
+            clock.ahead += STEP_SECONDS
+            _, what = await start(forks, "return")
+            assert what["parent"] == os.getpid()
+            await log.until("return", "starts without the fork server: it gave no answer in 0.1 s")
+            await log.until(NAME, "was killed by SIGKILL")
 
     asyncio.run(check())
 

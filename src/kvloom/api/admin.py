@@ -25,7 +25,7 @@ from kvloom.cluster.scheduler import FleetControl
 from kvloom.router.program import Program, load_program
 from kvloom.router.router import Router as Routing
 from kvloom.types.errors import BadRequest, ConfigError
-from kvloom.types.service import Admit, Drain, Pairs, Steps, UnitState
+from kvloom.types.service import Admit, Drain, Pairs, ProgramState, Steps, UnitState
 from kvloom.types.spec import ProgramSpec
 
 
@@ -96,11 +96,16 @@ class Admin:
             raise NoSuchRoute(f"there is no unit {unit!r}; {', '.join(self.router.units)} are the units")
         return unit
 
-    def _program(self) -> ProgramSpec:
-        program = self.router.program
-        return ProgramSpec(program.name, dict(program.options))
+    def _program(self) -> ProgramState:
+        program, spec = self.router.program, self.orders.mirror.spec
+        return ProgramState(
+            name=program.name,
+            options=dict(program.options),
+            probation=spec.program != spec.proven,
+            reverted=spec.reverted,
+        )
 
-    async def _set_program(self, spec: ProgramSpec) -> ProgramSpec:
+    async def _set_program(self, spec: ProgramSpec) -> ProgramState:
         program = await _load(spec)
         await self.orders.set_program(spec)
         self.router.set_program(program)

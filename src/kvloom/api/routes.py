@@ -21,7 +21,17 @@ from kvloom.api.schemas_chat import ChatAnswer, ChatBody, ChatChunk
 from kvloom.cluster.models import AddModel, Applied, Apply, ModelState
 from kvloom.types.errors import WireError
 from kvloom.types.request import StartGenerate
-from kvloom.types.service import Admit, Drain, FleetState, Pairs, Placement, RestartStep, Steps, UnitState
+from kvloom.types.service import (
+    Admit,
+    Drain,
+    FleetState,
+    Pairs,
+    Placement,
+    ProgramState,
+    RestartStep,
+    Steps,
+    UnitState,
+)
 from kvloom.types.spec import EngineSpec, ProgramSpec
 from kvloom.types.verbs import VERBS, Done
 
@@ -123,13 +133,13 @@ PUBLIC: Final[tuple[RouteRow, ...]] = (
 )
 
 ADMIN: Final[tuple[RouteRow, ...]] = (
-    _get("program", "/admin/program", "Tells the router program that runs.", ProgramSpec),
+    _get("program", "/admin/program", "Tells the router program that runs.", ProgramState),
     _post(
         "set_program",
         "/admin/program",
         "Sets another router program, for requests from now on.",
         ProgramSpec,
-        ProgramSpec,
+        ProgramState,
         409,
     ),
     _post(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from kvloom.cli.app import DEFAULT_URL, CommandFailed, Url, interruptible, print
 from kvloom.cli.gateway import AdminClient, AdminError
 from kvloom.config.fields import parse_program
 from kvloom.types.errors import ConfigError
-from kvloom.types.service import LONGEST_DRAIN, Admit, Drain, RestartStep, UnitState
+from kvloom.types.service import LONGEST_DRAIN, Admit, Drain, ProgramState, RestartStep, UnitState
 from kvloom.types.spec import ProgramSpec
 
 program = App(
@@ -108,9 +109,17 @@ def set_program(
 
 @program.command(name="show")
 def print_program(*, server: ServerOptions = HERE) -> None:
-    """Show the program, as it would be typed after `kvloom program set`."""
+    """Show the program, as it would be typed after `kvloom program set`.
+
+    If it is on probation, or another one that was set has failed, that is told on stderr."""
     with server.asked() as gateway:
-        print(show_program(gateway.program()))
+        state = gateway.program()
+    print(show_program(state))
+    if state.probation:
+        print("It was set less than a minute ago, and is on probation.", file=sys.stderr)
+    if (reverted := state.reverted) is not None:
+        named = "the config's" if reverted.program is None else show_program(reverted.program)
+        print(f"{named} was set before, and the gateway {reverted.problem}.", file=sys.stderr)
 
 
 def read_program(name: str, texts: Sequence[str]) -> ProgramSpec:
@@ -130,7 +139,7 @@ def read_program(name: str, texts: Sequence[str]) -> ProgramSpec:
         raise ConfigError(f"program: {error}") from error
 
 
-def show_program(spec: ProgramSpec) -> str:
+def show_program(spec: ProgramSpec | ProgramState) -> str:
     """Returns the program as it would be typed after `kvloom program set`."""
     options = [
         "--option " + shlex.quote(f"{key}={_write_value(value)}") for key, value in spec.options.items()

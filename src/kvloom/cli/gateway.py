@@ -18,7 +18,7 @@ import msgspec
 from kvloom.cluster.models import AddModel, Applied, Apply, ModelState, Wanted
 from kvloom.config.fields import read_keys
 from kvloom.types.errors import ConfigError
-from kvloom.types.service import Admit, Drain, Placement, RestartStep, UnitState
+from kvloom.types.service import Admit, Drain, Placement, ProgramState, RestartStep, UnitState
 from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
 
 KEY_VARIABLE: Final = "KVLOOM_ADMIN_KEY"
@@ -45,13 +45,13 @@ class AdminClient:
             self._headers["authorization"] = f"Bearer {_sendable(key, key_file)}"
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
-    def program(self) -> ProgramSpec:
+    def program(self) -> ProgramState:
         """Returns the router program that runs. Raises AdminError."""
-        return self._call("program", ProgramSpec)
+        return self._call("program", ProgramState)
 
-    def set_program(self, program: ProgramSpec) -> ProgramSpec:
+    def set_program(self, program: ProgramSpec) -> ProgramState:
         """Sets the router program, from the next request on. Raises AdminError."""
-        return self._call("program", ProgramSpec, program)
+        return self._call("program", ProgramState, program)
 
     def units(self) -> list[UnitState]:
         """Raises AdminError."""

@@ -33,6 +33,7 @@ CONFIG.yaml, with the defaults:
   lease: 30s             # how long room is kept for K and V that do not come
   drain: 60s             # how long requests may end before their unit restarts
   patience: 120s         # how long a request waits for a unit that restarts
+  watchdog: 30s          # how long a process may hang before it is replaced
   priorities: {-1: 4000} # headroom in tokens, by urgency; none by default
   rescheduling: {period: 0.5, out: 24, into: 48} # moves between units; or none
   program: data_parallel # or {name: balanced, ratio: 0.2}, or my_module:my_own

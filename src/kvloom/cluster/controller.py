@@ -22,8 +22,10 @@ from kvloom.cluster.reconcile import (
     Forget,
     Kill,
     PassOver,
+    ProveProgram,
     RaiseGeneration,
     RetireGateway,
+    RevertProgram,
     StartProcess,
     StopProcess,
     Timing,
@@ -43,7 +45,8 @@ from kvloom.cluster.state import (
 from kvloom.cluster.store import SpecStore
 from kvloom.types.clock import Clock
 from kvloom.types.errors import KvloomError, Unavailable
-from kvloom.types.service import RestartStep
+from kvloom.types.service import RestartStep, RevertedProgram
+from kvloom.types.spec import ProgramSpec
 
 _LIFE: Final = 1 << 32  # Changes that a controller can number.
 
@@ -85,6 +88,7 @@ class Controller:
         self._fresh = Change(seq=0)  # What no gateway was told yet.
         self._began: dict[str, float] = {}  # When each step of a rolling restart did.
         self.status = FleetStatus()
+        self._begin_probation()
         self._save(self.spec)
         self._adopt()
 
@@ -196,6 +200,10 @@ class Controller:
                 self._roll_on(component)
             case EndTurn(component, problem):
                 self._finish(component, problem)
+            case RevertProgram(problem):
+                self._revert(problem)
+            case ProveProgram():
+                self._become(replace(self.spec, proven=self.spec.program))
             case Wait():
                 pass
             case _:
@@ -229,6 +237,28 @@ class Controller:
                     units = {one: spec for one, spec in self.spec.units.items() if one != name}
                     self._become(replace(self.spec, units=units))
                 launcher.forget(name)
+
+    # -- a program on probation -------------------------------------------------------------------------
+
+    def _begin_probation(self) -> None:
+        """Notes when the program's probation begins, if it has to pass one."""
+        proven = self.spec.program == self.spec.proven
+        self.status = replace(self.status, probation=None if proven else self._clock.now())
+
+    def _revert(self, problem: str) -> None:
+        """Goes back to the last program that has passed its probation. A gateway that serves with the other
+        one all the same, because it was about to take the dead one's place, is replaced."""
+        failed = self.spec.program
+        gateways = [one for name, one in self.status.processes.items() if is_gateway(name)]
+        beside = any(one.begun and one.phase in ("starting", "ready") for one in gateways)
+        spec, _ = edited(self.spec, Edit(program=self.spec.proven, gateway=beside))
+        self._become(replace(spec, reverted=RevertedProgram(failed, problem)))
+        _log.warning(
+            "the gateway %s less than a minute after the program %s was set: %s runs again",
+            problem,
+            _named(failed),
+            _named(self.spec.program),
+        )
 
     # -- rolling restarts -------------------------------------------------------------------------------
 
@@ -303,6 +333,8 @@ class Controller:
         if spec.rolling is not None and before.rolling is None:
             self.status = replace(self.status, steps=[])
             self._fresh = replace(self._fresh, rolls=True, steps=[])
+        if spec.program != before.program or spec.proven != before.proven:
+            self._begin_probation()
         self._fresh = replace(self._fresh, spec=replace(self.spec, units={}))
 
     def _put(self, name: str, process: ComponentStatus | None) -> None:
@@ -358,3 +390,7 @@ class Controller:
         for name, process in self.status.processes.items():
             if is_gateway(name) and process.begun:
                 self._launcher.tell(name, change)
+
+
+def _named(program: ProgramSpec | None) -> str:
+    return program.name if program is not None else "the config's"

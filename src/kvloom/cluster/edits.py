@@ -77,6 +77,8 @@ def edited(spec: FleetSpec, edit: Edit) -> tuple[FleetSpec, tuple[str, ...]]:
         given["scheduler"] = spec.scheduler + 1
     made = replace(spec, units=units, **given)
     fields = tuple(field for field in given if getattr(made, field) != getattr(spec, field))
+    if "program" in fields:
+        made = replace(made, reverted=None)
     overrode += _since(fields, spec.changed, edit.base)
     changed = spec.changed | dict.fromkeys(fields, revision)
     return replace(made, revision=revision, changed=changed), tuple(overrode)

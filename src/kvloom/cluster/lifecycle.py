@@ -17,15 +17,7 @@ from kvloom.cluster.reconcile import (
     StopProcess,
     Timing,
 )
-from kvloom.cluster.state import (
-    NEXT,
-    SCHEDULER,
-    ComponentStatus,
-    FleetSpec,
-    Phase,
-    generation_of,
-    is_gateway,
-)
+from kvloom.cluster.state import NEXT, SCHEDULER, ComponentStatus, FleetSpec, Phase, generation_of, is_gateway
 
 Deed = StartProcess | DrainUnit | CallBack | RetireGateway | BeginServing | StopProcess | Kill | Forget
 """An action that changes what there is of its component."""
@@ -102,8 +94,8 @@ def _ended(
         return _turn(gone, "absent", now, replaces=replaces, proven=proven, problem="", failures=0, pause=0.0)
     if process.killed:
         late = (
-            f"gave no answer in {timing.successor:g} s"
-            if is_gateway(name)
+            f"gave no answer in {timing.start:g} s"
+            if is_gateway(name) or name == SCHEDULER
             else f"did not load its models in {timing.load:g} s (`load_timeout`) and was killed"
         )
         how = late if process.phase == "starting" else "did not answer any more and was killed"

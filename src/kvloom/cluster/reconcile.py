@@ -36,18 +36,20 @@ class Timing:
     """The longest pause."""
     healthy: float = 60.0
     """After a life of so long the next pause is `first` again."""
-    check: float = 5.0
-    """Between two health checks."""
-    answer: float = 10.0
-    """For the answer to a health check."""
+    check: float = 10.0
+    """Between two looks at a process: it must have given a sign of life since the last one."""
     misses: int = 3
-    """A process that gives no answer to so many checks in a row hangs, and is killed."""
+    """A process that has given none at so many looks in a row hangs, and is killed."""
+    probation: float = 60.0
+    """After a program was set while serving. If the gateway dies or hangs meanwhile, the one before runs
+    again."""
     stop: float = 4.0
     """For a process to end by itself once it was told to."""
-    successor: float = 60.0
-    """For a gateway to answer that is to take another one's place."""
     load: float = 1800.0
     """For a unit's process to load its models, and to answer."""
+    start: float = 60.0
+    """For a fleet scheduler to answer, and for a gateway that takes the place of another one, or of one that
+    has died."""
     margin: float = 5.0
     """A gateway that has been replaced is killed so long after its time to drain is over."""
 
@@ -132,6 +134,16 @@ class EndTurn(Struct, frozen=True, tag=True):
     problem: str = ""
 
 
+class RevertProgram(Struct, frozen=True, tag=True):
+    """Goes back to the program before, because the gateway has died, or hung, soon after another was set."""
+
+    problem: str
+
+
+class ProveProgram(Struct, frozen=True, tag=True):
+    """Ends the program's probation, which it has passed."""
+
+
 class Wait(Struct, frozen=True, tag=True):
     """Nothing else is due before `until`."""
 
@@ -150,6 +162,8 @@ Action = (
     | RaiseGeneration
     | PassOver
     | EndTurn
+    | RevertProgram
+    | ProveProgram
     | Wait
 )
 
@@ -178,6 +192,8 @@ def _all(spec: FleetSpec, status: FleetStatus, now: float, timing: Timing) -> It
         elif name not in units and name != SCHEDULER:
             yield from _unit(name, None, process, now, timing)
     yield from _scheduler(spec.scheduler, processes.get(SCHEDULER, ABSENT), now, timing)
+    if spec.program != spec.proven and status.probation is not None:
+        yield from _probation(status.probation, gateways, now, timing)
     if spec.gateway:
         yield from _gateways(spec, status, gateways, now, timing)
     if spec.rolling is not None:
@@ -205,7 +221,7 @@ def _unit(
         case "draining":
             yield from _hangs(name, process, timing)
         case "starting" if process.generation == generation:
-            yield from _loads(name, process, now, timing)
+            yield from _is_late(name, process, now, timing.load)
         case _:
             yield from _process(name, generation, process, now, timing)
 
@@ -239,16 +255,16 @@ def _process(
             yield StartProcess(name, generation) if now >= process.until else Wait(process.until)
 
 
-def _loads(name: str, process: ComponentStatus, now: float, timing: Timing) -> Iterator[Action]:
-    """Yields what is due for a unit that starts: it is killed if that takes longer than it may."""
-    late = process.since + timing.load
-    if not process.killed:
-        yield Kill(name) if now >= late else Wait(late)
-
-
 def _hangs(name: str, process: ComponentStatus, timing: Timing) -> Iterator[Action]:
     if process.misses >= timing.misses and not process.killed:
         yield Kill(name)
+
+
+def _is_late(name: str, process: ComponentStatus, now: float, seconds: float) -> Iterator[Action]:
+    """Yields what is due for a process that starts: it is killed if that takes longer than `seconds`."""
+    late = process.since + seconds
+    if not process.killed:
+        yield Kill(name) if now >= late else Wait(late)
 
 
 def _ends(name: str, process: ComponentStatus, now: float) -> Iterator[Action]:
@@ -260,8 +276,25 @@ def _scheduler(generation: int, process: ComponentStatus, now: float, timing: Ti
     """Yields the actions for the fleet scheduler, which has no requests that would have to end first."""
     if process.phase == "ready" and process.generation != generation:
         yield StopProcess(SCHEDULER)
+    elif process.phase == "starting" and process.generation == generation:
+        yield from _is_late(SCHEDULER, process, now, timing.start)
     elif generation or process is not ABSENT:
         yield from _process(SCHEDULER, generation, process, now, timing)
+
+
+def _probation(
+    began: float, gateways: dict[str, ComponentStatus], now: float, timing: Timing
+) -> Iterator[Action]:
+    """Yields what follows for a program that was set at `began`. A gateway that hangs is known at the first
+    look that it misses, and until that look is over none has passed."""
+    died = [one for one in gateways.values() if one.phase in ("waiting", "failed") and one.since >= began]
+    over = began + timing.probation + timing.check
+    if died:
+        yield RevertProgram(died[0].problem)
+    elif now < over:
+        yield Wait(over)
+    elif not any(one.misses or one.killed for one in gateways.values()):
+        yield ProveProgram()
 
 
 def _gateways(
@@ -308,9 +341,8 @@ def _gateway(
     if process.phase == "starting" and not process.begun:
         if status.opened or _come(spec, status):
             yield BeginServing(name)
-    elif process.phase == "starting" and beside and not process.killed:
-        late = process.since + timing.successor
-        yield Kill(name) if now >= late else Wait(late)
+    elif process.phase == "starting" and (beside or process.proven):
+        yield from _is_late(name, process, now, timing.start)
     else:
         yield from _process(name, generation_of(name, spec), process, now, timing)
 

@@ -15,7 +15,7 @@ from typing import Final, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvloom.types.service import GroupSpec, RestartStep
+from kvloom.types.service import GroupSpec, RestartStep, RevertedProgram
 from kvloom.types.spec import EngineSpec, ProgramSpec
 
 SCHEDULER: Final = "scheduler"
@@ -88,6 +88,11 @@ class FleetSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Units that come and go by themselves, by the name of their group."""
     program: ProgramSpec | None = None
     """The router program; None for the config's."""
+    proven: ProgramSpec | None = None
+    """The last program that has passed its probation, to which the fleet goes back; None for the config's. If
+    it is another one than `program`, that is on probation."""
+    reverted: RevertedProgram | None = None
+    """The program from which the fleet has gone back, until another one is set."""
     gateway: int = 1
     """The generation of the gateway that is to serve; 0 if there is none."""
     scheduler: int = 0
@@ -149,6 +154,8 @@ class FleetStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the last rolling restart has done so far."""
     opened: bool = False
     """Whether a gateway was ever told to serve: then none waits any more for units that start."""
+    probation: float | None = None
+    """When the program's probation began; None if it is on none. Changes do not tell it to gateways."""
 
     def copy(self) -> FleetStatus:
         """Returns a status that later changes of this one leave as it is."""

@@ -34,6 +34,7 @@ from kvloom.config.fields import (
     Some,
     Surroundings,
     Threads,
+    Watchdog,
     explain,
     no_bool,
     read_api_keys,
@@ -90,6 +91,7 @@ class Config(ConfigSection):
     drain: Seconds = Field(default="60s", validate_default=True)
     patience: Seconds = Field(default=f"{PATIENCE:g}s", validate_default=True)
     load_timeout: LoadSeconds = Field(default=f"{TIMING.load:g}s", validate_default=True)
+    watchdog: Watchdog = Field(default="30s", validate_default=True)
     api_key_file: Path | None = None
     admin_key_file: Path | None = None
     max_body: Annotated[Size, Field(ge=1024, le=1 << 30)] = 8 << 20

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
+import logging
 import reprlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, get_type_hints
+from typing import Any, Final, get_args, get_type_hints
 
 import msgspec
 from msgspec.inspect import (
@@ -30,7 +32,15 @@ from kvloom.router.programs import PROGRAMS
 from kvloom.router.replicas import Fleet
 from kvloom.router.session import Session
 from kvloom.types.client import Frames
-from kvloom.types.errors import ConfigError
+from kvloom.types.errors import ConfigError, KvloomError
+from kvloom.types.request import Event
+
+_EVENTS: Final = get_args(Event)
+_log = logging.getLogger(__name__)
+
+
+class ProgramFailed(KvloomError):
+    """A program has raised what no program should raise, or yielded what is no frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +52,62 @@ class Program:
     options: Mapping[str, Any]
 
     def __call__(self, call: Session, fleet: Fleet) -> Frames:
-        return self.function(call, fleet, **self.options)
+        """Begins the program for a request. Raises ProgramFailed."""
+        return ProgramStream(self, call, fleet)
+
+
+class ProgramStream:
+    """What a program makes of one request. The program is somebody's code, and may raise whatever it likes:
+    SystemExit, or a CancelledError of its own making. That must end neither the gateway nor the streams of
+    others, so all that is no KvloomError becomes ProgramFailed, unless the request itself was cancelled."""
+
+    def __init__(self, program: Program, call: Session, fleet: Fleet) -> None:
+        """Raises ProgramFailed."""
+        self._program = program.name
+        self._request = call.name
+        try:
+            self._frames = program.function(call, fleet, **program.options)
+        except BaseException as error:
+            if (failed := self._failed(error)) is None:
+                raise
+            raise failed from error
+
+    def __aiter__(self) -> ProgramStream:
+        return self
+
+    async def __anext__(self) -> list[Event]:
+        try:
+            frame = await anext(self._frames)
+        except StopAsyncIteration:
+            raise
+        except BaseException as error:
+            if (failed := self._failed(error)) is None:
+                raise
+            raise failed from error
+        if not isinstance(frame, list) or not all(isinstance(event, _EVENTS) for event in frame):
+            raise ProgramFailed(
+                f"the program {self._program} yielded what is no list of events; "
+                "the frames of `start_generate` are right"
+            )
+        return frame
+
+    async def aclose(self) -> None:
+        """Closes the program. If it fails over that, nobody is left to be told but the log."""
+        try:
+            await self._frames.aclose()
+        except BaseException as error:
+            if self._failed(error) is None:
+                raise
+
+    def _failed(self, error: BaseException) -> ProgramFailed | None:
+        """Returns the error with which the request fails; None if the given one may go on as it is."""
+        task = asyncio.current_task()
+        cancelled = isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+        if cancelled or isinstance(error, KvloomError):
+            return None
+        name = self._program
+        _log.error("request %s: the program %s failed", self._request, name, exc_info=error)
+        return ProgramFailed(f"the program {name} failed with {type(error).__name__}; the log says why")
 
 
 def load_program(name: str, options: Mapping[str, Any] | None = None) -> Program:
@@ -52,12 +117,21 @@ def load_program(name: str, options: Mapping[str, Any] | None = None) -> Program
     A user's module is read anew each time, so that an edited one counts; requests in flight keep what they
     began with.
     """
+    try:
+        return _loaded(name, options or {})
+    except ConfigError:
+        raise
+    except BaseException as error:  # somebody else's code, which may raise anything
+        raise ConfigError(f"program: {name} cannot be loaded: {_told(error)}") from error
+
+
+def _loaded(name: str, options: Mapping[str, Any]) -> Program:
     function = PROGRAMS[name] if name in PROGRAMS else _imported(name)
     if not inspect.isasyncgenfunction(function):
         raise ConfigError(
             f"program: {name} is no async generator function; `async def` with a `yield` is right"
         )
-    return Program(name, function, _checked(name, function, options or {}))
+    return Program(name, function, _checked(name, function, options))
 
 
 def _imported(name: str) -> Any:
@@ -67,12 +141,16 @@ def _imported(name: str) -> Any:
         raise ConfigError(f"program: {name!r} is not known; {known}, or `my_module:my_program` is right")
     try:
         module = _read_anew(module_name)
-    except (Exception, SystemExit) as error:  # somebody else's code, which may raise anything
-        problem = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"program: {module_name} cannot be imported: {problem}") from error
+    except BaseException as error:
+        raise ConfigError(f"program: {module_name} cannot be imported: {_told(error)}") from error
     if not hasattr(module, attribute):
         raise ConfigError(f"program: {module_name} has no {attribute}")
     return getattr(module, attribute)
+
+
+def _told(error: BaseException) -> str:
+    """Returns an error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 
 
 def _read_anew(name: str) -> ModuleType:

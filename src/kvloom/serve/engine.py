@@ -87,7 +87,7 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
     try:
         async with sandbox, asyncio.TaskGroup() as group:
             group.create_task(engine.run())
-            beside = [group.create_task(_end_when_lost(executor))]
+            beside = [group.create_task(parent.beat()), group.create_task(_end_when_lost(executor))]
             if spec.weave is not None:
                 beside.append(group.create_task(_borrow(engine, spec, spec.weave, order, clock)))
             await server.serve()

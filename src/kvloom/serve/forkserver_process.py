@@ -22,7 +22,14 @@ from typing import Final
 import msgspec
 from setproctitle import getproctitle, setproctitle
 
-from kvloom.serve.processes.forkserver import LONGEST_MESSAGE, Fork, Forked, ForkEnded, ForkRefused
+from kvloom.serve.processes.forkserver import (
+    LONGEST_MESSAGE,
+    Fork,
+    Forked,
+    ForkEnded,
+    ForkRefused,
+    WorksAhead,
+)
 from kvloom.serve.processes.parent import run_child
 from kvloom.serve.processes.prefork import ORDERS
 
@@ -50,7 +57,9 @@ class Forks:
             ready = self._poll.poll(pause if self._idle else None)
             pause = QUIET_MILLISECONDS if ready else 0
             if not ready:
+                self._tell(WorksAhead(done=False))
                 self._idle.popleft()()
+                self._tell(WorksAhead(done=True))
             for descriptor, _ in ready:
                 if descriptor in self._processes:
                     self._bury(descriptor)
@@ -104,7 +113,7 @@ class Forks:
         for handle in self._processes:
             os.close(handle)
 
-    def _tell(self, message: Forked | ForkRefused | ForkEnded, *descriptors: int) -> None:
+    def _tell(self, message: Forked | ForkRefused | ForkEnded | WorksAhead, *descriptors: int) -> None:
         """Raises OSError if the supervisor has ended."""
         socket.send_fds(self._supervisor, [msgspec.json.encode(message)], descriptors)
 

@@ -35,7 +35,7 @@ from kvloom.serve.processes.messages import GatewayOrder, News, Ready, Report, R
 from kvloom.serve.processes.parent import Parent, run_child
 from kvloom.serve.processes.texts import TextProcesses
 from kvloom.serve.server import ClientConnection, HttpServer
-from kvloom.types.clock import Clock, WallClock
+from kvloom.types.clock import Clock, WallClock, together
 from kvloom.types.errors import ConfigError
 
 GRACE_SECONDS: Final = 2  # for running streams, once told to end; half of it by themselves
@@ -158,12 +158,14 @@ async def serve(parent: Parent, order: GatewayOrder, program: Program, snapshot:
             serving.heed(news)
 
     parent.watch(Path(order.sockets), lambda news: soon(loop, heed, news))
-    async with gateway(order, program, snapshot, parent.report) as made:
+    async with gateway(order, program, snapshot, parent.report) as made, together() as tasks:
+        beating = tasks.create_task(parent.beat())
         serving = made
         for news in early:
             heed(news)
         loop.add_signal_handler(signal.SIGTERM, made.end)
         await made.server.serve(sockets=[socket.socket(fileno=order.listener)])
+        beating.cancel()
 
 
 def soon(loop: asyncio.AbstractEventLoop, heed: Callable[[News], None], news: News) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -18,6 +17,7 @@ from kvloom.cluster.state import GATEWAY, SCHEDULER, Phase, is_gateway
 from kvloom.config.config import Config
 from kvloom.serve.processes.child import ChildProcess
 from kvloom.serve.processes.messages import (
+    Alive,
     EngineOrder,
     GatewayOrder,
     News,
@@ -30,13 +30,11 @@ from kvloom.serve.processes.messages import (
     StartProgress,
 )
 from kvloom.types.clock import Clock
-from kvloom.types.request import PROTOCOL
 from kvloom.types.spec import EngineSpec, SchedulerSpec
 
 ENGINE_MODULE: Final = "kvloom.serve.engine_process"
 GATEWAY_MODULE: Final = "kvloom.serve.gateway_process"
 SCHEDULER_MODULE: Final = "kvloom.serve.scheduler_process"
-_OK: Final = b"HTTP/1.1 200"
 
 StartChild = Callable[[str, str, Sequence[int]], Awaitable[ChildProcess]]
 """Starts a process as `ChildProcess.start` does."""
@@ -53,7 +51,7 @@ class Role:
     inherit: Sequence[int] = ()
     """Descriptors that it inherits."""
     socket: str = ""
-    """The socket's path at which its health is checked; empty if it is not checked."""
+    """The path of the socket at which it serves; empty if it has none of its own."""
 
 
 class Roles:
@@ -127,6 +125,8 @@ class _Child:
     news: asyncio.Queue[News] = field(default_factory=asyncio.Queue)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     killed: bool = False
+    alive: bool = False
+    """Whether it has given a sign of life since it was looked at."""
 
     def end(self) -> None:
         """Tells the process to end, now or as soon as it is started."""
@@ -151,20 +151,17 @@ class LocalLauncher:
         *,
         hear: Callable[[str, Heard], None],
         log: Callable[[str, str], None],
-        secret: str = "",
         timing: Timing = TIMING,
         start: StartChild = ChildProcess.start,
     ) -> None:
         """role: gives the role of a component; hear: called with a component and what is reported of it; log:
-        called with a component's name and a line that it prints; secret: authenticates the health checks of
-        engines; start: starts a process."""
+        called with a component's name and a line that it prints; start: starts a process."""
         self._role = role
         self._start = start
         self._tasks = tasks
         self._clock = clock
         self._hear = hear
         self._log = log
-        self._secret = secret
         self._timing = timing
         self._children: dict[str, _Child] = {}
 
@@ -269,8 +266,9 @@ class LocalLauncher:
                     if child.phase == "starting":
                         child.phase = "ready"
                     self._hear(name, Answered(name, endpoint=child.role.socket, chat=chat))
-                    if child.role.socket:
-                        watch = group.create_task(self._watch(name, child.role.socket))
+                    watch = group.create_task(self._watch(name, child))
+                case Alive():
+                    child.alive = True
                 case _:
                     self._hear(name, report)
         how = await end
@@ -287,35 +285,18 @@ class LocalLauncher:
         async for line in process.logs():
             self._log(process.name, line)
 
-    async def _watch(self, name: str, path: str) -> None:
-        """Asks again and again whether it is well."""
-        timing, missed = self._timing, 0
+    async def _watch(self, name: str, child: _Child) -> None:
+        """Looks again and again whether the process has given a sign of life. A look that comes late does not
+        count: then this process was held up itself, or was stopped together with the other, whose reports may
+        wait to be read."""
+        check, missed = self._timing.check, 0
         while True:
-            await self._clock.sleep(timing.check)
+            due = self._clock.now() + check
+            await self._clock.sleep(check)
             before = missed
-            missed = 0 if await self._is_well(path) else missed + 1
+            if child.alive:
+                child.alive, missed = False, 0
+            elif self._clock.now() < due + check / 2:
+                missed += 1
             if missed != before:
                 self._hear(name, Missed(name, missed))
-
-    async def _is_well(self, path: str) -> bool:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._timing.answer):
-                return await answers(path, self._secret)
-        return False
-
-
-async def answers(path: str, secret: str) -> bool:
-    """Returns whether the engine at the unix socket says that it is well, after as long as that takes it."""
-    asked = (
-        f"GET /verbs/health HTTP/1.1\r\nhost: engine\r\nauthorization: Bearer {secret}\r\n"
-        f"kvloom-protocol: {PROTOCOL}\r\nconnection: close\r\n\r\n"
-    )
-    try:
-        reader, writer = await asyncio.open_unix_connection(path)
-        try:
-            writer.write(asked.encode())
-            return await reader.readexactly(len(_OK)) == _OK
-        finally:
-            writer.close()
-    except (OSError, EOFError):
-        return False

@@ -16,7 +16,7 @@ from kvloom.cluster.scheduler import FleetScheduler
 from kvloom.engine.freeness import Thresholds
 from kvloom.serve.processes.messages import Ready, SchedulerOrder
 from kvloom.serve.processes.parent import Parent, run_child
-from kvloom.types.clock import WallClock
+from kvloom.types.clock import WallClock, together
 from kvloom.types.errors import Unavailable
 from kvloom.types.service import FleetState, Pairs, Steps
 
@@ -80,8 +80,14 @@ def _length(head: bytes) -> int:
 def main(parent: Parent) -> None:
     order = parent.order(SchedulerOrder)
     parent.watch(Path(order.folder))
-    parent.report(Ready())
-    asyncio.run(schedule(order))  # until SIGTERM, which may end it anywhere
+    asyncio.run(serve(parent, order))  # until SIGTERM, which may end it anywhere
+
+
+async def serve(parent: Parent, order: SchedulerOrder) -> None:
+    async with together() as tasks:
+        tasks.create_task(parent.beat())
+        parent.report(Ready())
+        await schedule(order)
 
 
 async def schedule(order: SchedulerOrder) -> None:

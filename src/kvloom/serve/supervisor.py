@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -16,7 +17,7 @@ from rich.console import Console
 from kvloom.cluster.controller import Controller
 from kvloom.cluster.edits import Edit
 from kvloom.cluster.launcher import Counted, Ended
-from kvloom.cluster.reconcile import TIMING
+from kvloom.cluster.reconcile import TIMING, Timing
 from kvloom.cluster.state import GATEWAY, ComponentStatus, FleetSpec, UnitSpec, is_gateway
 from kvloom.config.config import Config
 from kvloom.serve.local import ENGINE_MODULE, Heard, LocalLauncher, Roles
@@ -26,6 +27,7 @@ from kvloom.serve.processes.log import log_to
 from kvloom.serve.processes.messages import StartProgress
 from kvloom.serve.processes.prefork import LaunchedForkServer
 from kvloom.serve.screen import Screen
+from kvloom.serve.systemd import READY, STOPPING, ServiceManager
 from kvloom.types.clock import Clock, WallClock
 
 END_SECONDS: Final = 4.0  # for all processes to end by themselves
@@ -52,8 +54,11 @@ class Supervisor:
         listener: socket.socket,
         folder: Path,
         forks: LaunchedForkServer | None,
+        manager: ServiceManager,
     ) -> None:
-        """listener: the socket at which clients connect; folder: the fleet's own, for sockets."""
+        """listener: the socket at which clients connect; folder: the fleet's own, for sockets; manager: is
+        told when the fleet serves, and that it lives."""
+        self._manager = manager
         self._config = config
         self._screen = screen
         self._clock = clock
@@ -74,7 +79,9 @@ class Supervisor:
             asyncio.get_running_loop().add_signal_handler(
                 number, self._events.put_nowait, partial(self._end, number)
             )
+        timing = Timing(check=self._config.watchdog / TIMING.misses, load=self._config.load_timeout)
         async with asyncio.TaskGroup() as group:
+            watched = group.create_task(self._manager.keep_told(self._clock))
             # first, so that engines that start now are its forks
             forks = group.create_task(self._forks.run())
             launcher = LocalLauncher(
@@ -83,24 +90,26 @@ class Supervisor:
                 self._clock,
                 hear=self._hear,
                 log=self._screen.log,
-                secret=self._roles.secret,
+                timing=timing,
                 start=self._forks.start,
             )
             self._controller = Controller(
                 specified(self._config),
                 launcher,
                 self._clock,
-                timing=replace(TIMING, load=self._config.load_timeout),
+                timing=timing,
                 watch=lambda *change: self._events.put_nowait(partial(self._show, *change)),
             )
             controlling = group.create_task(self._controller.run())
             try:
                 return await self._follow()
             finally:
+                self._manager.tell(STOPPING)
                 controlling.cancel()
                 self._listener.close()
                 forks.cancel()
                 await launcher.end(END_SECONDS)
+                watched.cancel()
 
     async def _follow(self) -> Outcome:
         while True:
@@ -187,6 +196,7 @@ class Supervisor:
 
     def _announce(self) -> None:
         self._announced = True
+        self._manager.tell(READY)
         models = {name: model.path for name, model in self._config.models.items()}
         chatty = {name for process in self._wanted() for name in process.chat}
         chat = [name for name in models if name in chatty]
@@ -210,9 +220,10 @@ def serve_fleet(config: Config, forks: LaunchedForkServer | None) -> Outcome:
     clock = WallClock()
     screen = Screen(Console(highlight=False), clock)
     log_to(lambda line: screen.warn("fleet", line))
+    manager = ServiceManager.named_by(os.environ)
     with listen(config.host, config.port) as listener, private_folder() as folder:
         try:
-            return asyncio.run(Supervisor(config, screen, clock, listener, folder, forks).run())
+            return asyncio.run(Supervisor(config, screen, clock, listener, folder, forks, manager).run())
         finally:
             screen.close()
 
@@ -226,6 +237,7 @@ def specified(config: Config) -> FleetSpec:
         },
         groups=dict(config.groups),
         program=config.program,
+        proven=config.program,
         drain=config.drain,
     )
 

@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta, Struct
 
 from kvloom.types.load import UnitLoad
-from kvloom.types.spec import EngineSpec
+from kvloom.types.spec import EngineSpec, Option, ProgramSpec
 
 LONGEST_DRAIN: Final = 3600  # seconds
 PATIENCE: Final = 120.0  # seconds for which a request waits for who is about to serve it, if nobody says
@@ -52,6 +52,26 @@ class RestartStep(Struct, frozen=True, kw_only=True, omit_defaults=True):
     state: Literal["restarting", "restarted", "failed"]
     seconds: float | None = None
     problem: str = ""
+
+
+class RevertedProgram(Struct, frozen=True):
+    """A program from which the fleet has gone back to the one before."""
+
+    program: ProgramSpec | None
+    """None for the config's."""
+    problem: str
+    """What became of the gateway that ran it."""
+
+
+class ProgramState(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The router program that runs, and how it stands."""
+
+    name: str
+    options: dict[str, Option]
+    probation: bool = False
+    """Whether it was set less than a minute ago: if the gateway dies or hangs, the one before runs again."""
+    reverted: RevertedProgram | None = None
+    """The program that was set last, if it did not pass its probation."""
 
 
 class Scale(Struct, frozen=True):

@@ -31,6 +31,7 @@ FORK_SECONDS: Final = 10.0  # for an answer
 IMPORT_SECONDS: Final = 40.0  # for the first answer, from the fork server's start on: a slow disk's imports
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before another fork server is started, doubled each time
 HEALTHY_SECONDS: Final = 60.0  # after such a life the first pause is enough again
+STEP_SECONDS: Final = 120.0  # for one of the things that it does ahead of time
 TOLD_SECONDS: Final = 0.5  # for the fork server to tell how a process has ended that has
 LONGEST_MESSAGE: Final = 1 << 17
 
@@ -61,6 +62,13 @@ class ForkEnded(Struct, frozen=True, tag="ended"):
 
     pid: int
     code: int
+
+
+class WorksAhead(Struct, frozen=True, tag="ahead"):
+    """Tells that the fork server begins something that it does ahead of time while nobody asks, or has done
+    it."""
+
+    done: bool
 
 
 class NotForked(Exception):
@@ -119,10 +127,13 @@ class ForkedProcess:
 class _Channel:
     """The connection to one fork server, which answers in the order in which it is asked."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, clock: Clock) -> None:
         """Takes over this end of the connection."""
         self._connection = connection
-        self._decoder = msgspec.json.Decoder(Forked | ForkRefused | ForkEnded)
+        self.working_since: float | None = None
+        """When the fork server began something that it does ahead of time; None if it does nothing."""
+        self._clock = clock
+        self._decoder = msgspec.json.Decoder(Forked | ForkRefused | ForkEnded | WorksAhead)
         self._asked: deque[asyncio.Future[ForkedProcess]] = deque()
         self._processes: dict[int, ForkedProcess] = {}
         connection.setblocking(False)
@@ -168,6 +179,8 @@ class _Channel:
                     answer.set_exception(NotForked(why))
             case ForkEnded(pid, code):
                 self._processes.pop(pid).end(code)
+            case WorksAhead(done):
+                self.working_since = None if done else self._clock.now()
 
     def _forked(self, process: ForkedProcess) -> None:
         self._processes[process.pid] = process
@@ -243,7 +256,8 @@ class ForkServer:
 
     async def _fork(self, module: str, name: str, given: Descriptors) -> ForkedProcess:
         """Satisfies `Spawn`. Raises NotForked, too. A fork server that does not answer is killed, so that
-        another one takes its place."""
+        another one takes its place, unless it does something ahead of time, which it is given its time
+        for."""
         channel, process = self._channel, self._process
         if channel is None:
             raise NotForked("it has ended")
@@ -253,6 +267,9 @@ class ForkServer:
             async with asyncio.timeout(seconds):
                 return await channel.fork(request, [given.orders, given.output, given.reports])
         except TimeoutError:
+            since = channel.working_since
+            if since is not None and self._clock.now() - since < STEP_SECONDS:
+                raise NotForked("it does something else ahead of time") from None
             if process is not None:
                 process.kill()
             raise NotForked(f"it gave no answer in {seconds:.3g} s") from None
@@ -262,7 +279,7 @@ class ForkServer:
         cannot be started."""
         server, self._first = self._first or self._launch(), None
         try:
-            self._process, self._channel = server.process, _Channel(server.connection)
+            self._process, self._channel = server.process, _Channel(server.connection, self._clock)
             async with asyncio.TaskGroup() as group:
                 assert server.process.stdout is not None
                 group.create_task(self._show(server.process.stdout))

@@ -87,6 +87,10 @@ class Ready(Struct, frozen=True, tag="ready"):
     """The models that have a chat template, if it knows."""
 
 
+class Alive(Struct, frozen=True, tag="alive"):
+    """The process's event loop turns."""
+
+
 class OrderRefused(Struct, frozen=True, tag="refused"):
     """The process ends, because what it was given cannot be used."""
 
@@ -98,7 +102,7 @@ Said = Edit | UnitSeen | Counted
 News = Snapshot | Change | Edited | RetireOrder
 """What a gateway is told while it serves."""
 Order = EngineOrder | GatewayOrder | SchedulerOrder | News
-Report = StartProgress | Ready | OrderRefused | Said
+Report = StartProgress | Ready | Alive | OrderRefused | Said
 
 
 def keep_cards(folder: Path, unit: str, cards: Sequence[ModelCard]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
 import shutil
 import signal
 import sys
@@ -17,12 +18,13 @@ from typing import Final, NoReturn, TypeVar
 import msgspec
 
 from kvloom.serve.processes.log import log_to_stderr
-from kvloom.serve.processes.messages import News, Order, OrderRefused, Report
+from kvloom.serve.processes.messages import Alive, News, Order, OrderRefused, Report
 from kvloom.serve.processes.prefork import ORDERS
 from kvloom.types.errors import ConfigError, Unavailable
 
 _log = logging.getLogger(__name__)
 LAST_SECONDS: Final = 4.0
+BEAT_SECONDS: Final = 0.5
 PIECE: Final = 1 << 16  # bytes that are read at once
 
 AnyOrder = TypeVar("AnyOrder", bound=Order)
@@ -55,6 +57,16 @@ class Parent:
     def report(self, report: Report) -> None:
         with suppress(BrokenPipeError):  # it is gone, which `watch` sees
             os.write(self._reports, msgspec.json.encode(report) + b"\n")
+
+    async def beat(self, seconds: float = BEAT_SECONDS) -> None:
+        """Reports again and again that the event loop turns, until it is cancelled. A report for which the
+        pipe has no room is left out, because it would hold up the loop: the supervisor reads nothing now."""
+        room = select.poll()
+        room.register(self._reports, select.POLLOUT)
+        while True:
+            if room.poll(0):
+                self.report(Alive())
+            await asyncio.sleep(seconds)
 
 
 def _end_with_parent(folder: Path, heed: Callable[[News], None], rest: bytes) -> None:
