@@ -173,6 +173,7 @@ class Transfers:
             prompt=body.prompt[: transfer.end],
             sampling=SamplingParams(max_tokens=0, seed=0),
             priority=body.priority,
+            tenant=body.tenant,
         )
         stream = self._computing[transfer] = self._requests.open(order, transfer)
         try:

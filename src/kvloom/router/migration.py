@@ -21,7 +21,7 @@ from kvloom.router.replicas import Replica
 from kvloom.router.session import Leg, Session
 from kvloom.types.clock import Clock, together
 from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable
-from kvloom.types.request import Made
+from kvloom.types.request import Made, StartGenerate
 from kvloom.types.verbs import Prepared, PrepRecv, RemoteSend
 
 ROUNDS: Final = 6  # of copying while it decodes; what has grown meanwhile is the next one's
@@ -236,7 +236,7 @@ class Migration:
         """Returns a room for the choice's context up to `end`, not reserved yet."""
         session = self._session
         context = [*session.prompt, *made.tokens][:end]
-        room = Room(session.another_name(), context, self._source, self._target, session.body.priority)
+        room = Room(session.another_name(), context, self._source, self._target, session.body)
         self.rooms.append(room)
         return room
 
@@ -260,12 +260,14 @@ class Room:
     """A reservation at the target for the K and V of `context`, under an id of its own. It counts as no call
     there, so a drain does not wait for it."""
 
-    def __init__(self, name: str, context: list[int], source: Leg, target: Replica, priority: int) -> None:
+    def __init__(
+        self, name: str, context: list[int], source: Leg, target: Replica, body: StartGenerate
+    ) -> None:
         self.name = name
         self._context = context
         self._source = source
         self._target = target
-        self._priority = priority
+        self._body = body
         self._asked: asyncio.Future[Prepared] | None = None
 
     async def reserve(self, end: int, *, due: float | None = None) -> None:
@@ -292,8 +294,9 @@ class Room:
     def order(self, end: int | None = None) -> RemoteSend | None:
         """Returns the order to the source to fill the room, up to `end` or as far as there is room; None if
         nothing is to be sent."""
-        spot = self.reservation
-        return spot.order(self._source.name, spot.matched, spot.end if end is None else end, self._priority)
+        spot, body = self.reservation, self._body
+        last = spot.end if end is None else end
+        return spot.order(self._source.name, spot.matched, last, body.priority, body.tenant)
 
     async def free(self) -> None:
         """Gives the room back; what has arrived stays cached. If the target does not answer its lease ends

@@ -68,6 +68,7 @@ class RemoteSend(Struct, frozen=True, omit_defaults=True, kw_only=True):
     begin: Int64 = 0
     end: Int64 | None = None
     priority: Int64 = 0
+    tenant: str = ""  # as in StartGenerate
 
 
 class Sent(Struct, frozen=True, kw_only=True):
