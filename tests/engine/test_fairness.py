@@ -104,9 +104,9 @@ def test_one_tenant_is_served_in_order(drawn: list[tuple[int, int]]) -> None:
         queue.charge(waiting, cost)
     assert [one.order for one in queue] == sorted(orders)
     out: list[Order] = []
-    while one := queue.first:
-        queue.discard(one)
-        out.append(one.order)
+    while first := queue.first:
+        queue.discard(first)
+        out.append(first.order)
     assert out == sorted(orders)
 
 
@@ -213,8 +213,8 @@ def test_a_full_queue_is_shared_between_tenants() -> None:
                 group.create_task(one(body))
             await until(lambda: len(refused) == 3)
             assert refused == ["loud-63", "loud-62", "loud-61"]
-            for body in flood("loud and late", 1), [replace(loud[0], request="loud-again")]:
-                group.create_task(one(body[0]))
+            for body in *flood("loud and late", 1), replace(loud[0], request="loud-again"):
+                group.create_task(one(body))
             await until(lambda: len(refused) == 5)
             assert refused[3:] == ["loud-again", "loud-60"]
 
