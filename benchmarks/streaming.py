@@ -109,6 +109,7 @@ async def front(period: float, shape: Shape = ONE) -> AsyncIterator[Front]:
                 listener=listener.fileno(),
                 api_keys={},
                 max_body=DEFAULT_MAX_BODY,
+                max_connections=1 << 16,
                 program=ProgramSpec("data_parallel"),
                 folder=folder,
                 sockets=folder,

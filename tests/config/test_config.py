@@ -69,6 +69,7 @@ def test_all_keys(folder: Path) -> None:
         folder,
         "host: 0.0.0.0\nport: 0\nkv_memory: 0.5GiB\nblock_bytes: 4096\npolicy: round-robin\nmax_running: 8\n"
         "max_waiting: 9\nchunk_tokens: 64\nthreads: 2\napi_key_file: keys.txt\nmax_body: 1MB\n"
+        "max_connections: 7\n"
         "admin_key_file: admins.txt\ndrain: 2s\npatience: 3s\ntransport: nixl\nlease: 1.5min\n"
         "program: {name: balanced, ratio: 0.2}\n"
         "load_timeout: 2h\n"
@@ -78,7 +79,7 @@ def test_all_keys(folder: Path) -> None:
     assert config.api_keys() == {"alpha": None, "beta": None}
     assert config.admin_keys() == {"gamma"}
     assert (config.drain, config.patience, config.load_timeout) == (2.0, 3.0, 7200.0)
-    assert config.max_body == 1_000_000
+    assert (config.max_body, config.max_connections) == (1_000_000, 7)
     assert config.program == ProgramSpec("balanced", {"ratio": 0.2})
     (spec,) = config.engines
     assert (spec.transport, spec.lease) == ("nixl", 90.0)
@@ -270,6 +271,7 @@ def test_what_units_cannot_be(folder: Path, text: str, message: str) -> None:
         (M + "program: {name: balanced, 2: 1}", ["program", "2 is no option's name"]),
         (M + "program: {name: balanced, ratio: {}}", ["program", "ratio: {}", "a number"]),
         (M + "max_body: 1TiB", ["max_body"]),
+        (M + "max_connections: 0", ["max_connections", "0"]),
         (M + "admin_key_file: none.txt", ["admin_key_file", "none.txt", "one key a line"]),
         (M + "drain: 0s", ["drain", "1 s to 3600 s"]),
         (M + "load_timeout: 25h", ["load_timeout", "90000 s", "1 s to 86400 s"]),

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvloom.engine.leases import Pins, Promises
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.reservations import KVReservation, Reservations
-from kvloom.engine.sequence import Sequence, TokenBuffer
+from kvloom.engine.sequence import Sequence, Status, TokenBuffer
 from kvloom.kv.cache import ModelCache
 from kvloom.kv.pool import Pool
 from kvloom.types.errors import KvloomError, OutOfBlocks
@@ -141,7 +141,8 @@ class Budget(RuleBasedStateMachine):
 
     @rule(model=models)
     def go(self, model: str) -> None:
-        self.queues[model].waiting.clear()
+        for sequence in list(self.queues[model].waiting):
+            self.queues[model].release(sequence, Status.ENDED)
 
     @rule()
     def wait(self) -> None:

@@ -54,6 +54,7 @@ def gateway_order(engine: EngineOrder, listener: socket.socket) -> GatewayOrder:
         listener=listener.fileno(),
         api_keys={},
         max_body=1 << 20,
+        max_connections=64,
         program=ProgramSpec("data_parallel"),
         folder=str(Path(engine.socket).parent),
         sockets=str(Path(engine.socket).parent),

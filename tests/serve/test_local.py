@@ -79,6 +79,7 @@ async def watched(
             listener=0,
             api_keys={},
             max_body=0,
+            max_connections=1,
             program=ProgramSpec("child", {"lives": ["ready"] if beside else list(lives)}),
             folder=str(folder / "beside" if beside else folder),
             sockets=str(folder),

@@ -38,6 +38,7 @@ CONFIG.yaml, with the defaults:
   rescheduling: {period: 0.5, out: 24, into: 48} # moves between units; or none
   program: data_parallel # or {name: balanced, ratio: 0.2}, or my_module:my_own
   max_body: 8MiB         # of a request
+  max_connections: 4096  # that one address may have open
   api_key_file: keys.txt # one key a line, or KEY priority=-1; none: for all
   admin_key_file: own.txt # of those who may administer the fleet
   models:

@@ -95,6 +95,7 @@ class Config(ConfigSection):
     api_key_file: Path | None = None
     admin_key_file: Path | None = None
     max_body: Annotated[Size, Field(ge=1024, le=1 << 30)] = 8 << 20
+    max_connections: Count = 4096
     models: Annotated[dict[str, ModelConfig], Field(min_length=1)]
     units: Annotated[Annotated[tuple[UnitConfig, ...], Some] | None, NoNull] = None
     weave: Annotated[Annotated[tuple[WeaveConfig, ...], Some] | None, NoNull] = None

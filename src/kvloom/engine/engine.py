@@ -178,6 +178,9 @@ class Engine:
             yield []
             while True:
                 frame, over = await stream.frame()
+                if stream.full:
+                    self._requests.go_on(stream, self._scheduler.jobs)
+                    self._interrupt()
                 if self._stopping and any(map(_failed, frame)):
                     yield [event for event in frame if not _failed(event)]
                     raise Unavailable("the engine is stopping")  # another process may go on with it

@@ -217,11 +217,12 @@ class Llumlet:
     def _blocked(self, queue: ModelQueue) -> bool:
         """Returns whether the first that waits finds no room beside what is kept for those that run to grow.
         Quotas, which give way, do not count."""
-        if not queue.waiting:
+        first = queue.waiting.first
+        if first is None:
             return False
         geometry = queue.cache.geometry
         kept = kept_to_grow(len(queue.running), geometry.blocks_per_page)
-        return geometry.blocks(queue.waiting[0].tokens.length) + kept > self._pool.available
+        return geometry.blocks(first.tokens.length) + kept > self._pool.available
 
     def _candidates(self, *, home: bool) -> Iterator[MigrationCandidate]:
         """Yields requests of which every choice that has not ended decodes. home: those with all choices at

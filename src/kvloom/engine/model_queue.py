@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from operator import attrgetter
@@ -11,6 +10,7 @@ from typing import Final
 
 from msgspec import structs
 
+from kvloom.engine.batching.fair_queue import INPUT_COST, OUTPUT_COST, FairQueue
 from kvloom.engine.batching.view import ModelView
 from kvloom.engine.sequence import Sequence, Status
 from kvloom.kv.cache import ModelCache
@@ -107,7 +107,7 @@ class ModelQueue:
         self.max_running = max_running
         self.max_waiting = max_waiting
         self.shares = shares
-        self.waiting: list[Sequence] = []  # sorted by `order`
+        self.waiting: FairQueue[Sequence] = FairQueue()
         self.running: list[Sequence] = []  # all that have blocks, in the order of admission
         self.planner: DecodePlanner[Sequence] = DecodePlanner(cache)
         self.stats = ModelStats(self.changed)
@@ -134,20 +134,23 @@ class ModelQueue:
         return self.cache.geometry.blocks(tokens)
 
     def enqueue(self, sequence: Sequence, jobs: int) -> None:
-        """Lets a sequence wait, at the place that its order gives it. jobs: how many the unit has started."""
+        """Lets a sequence wait. jobs: how many the unit has started."""
         self.changed()
         sequence.waiting_since = jobs
-        insort(self.waiting, sequence, key=_ORDER)
+        self.waiting.add(sequence)
 
     def admit(self, sequence: Sequence) -> None:
         """Moves a waiting sequence to the running ones, with what is cached of its tokens. A sequence that
-        sends takes whole pages: it would have to keep a page of which it has sent a part, beside its copy."""
+        sends takes whole pages: it would have to keep a page of which it has sent a part, beside its copy.
+        Its tenant is charged for the tokens that are to be computed, unless it ran here before."""
         self.changed()
-        self.waiting.remove(sequence)
-        whole = sequence.transfer is not None
+        self.waiting.discard(sequence)
+        new, whole = sequence.cached is None, sequence.transfer is not None
         tokens, most = sequence.tokens.list(), sequence.cacheable
         found = self.cache.adopt(sequence.id, tokens, most, salt=sequence.salt, whole_pages=whole)
         sequence.adopted(found)
+        if new:
+            self.waiting.charge(sequence, INPUT_COST * sequence.pending)
         sequence.become(Status.RUNNING)
         self.running.append(sequence)
         self.stats.cached_tokens += sequence.hits
@@ -164,10 +167,13 @@ class ModelQueue:
             self.planner.release(sequence)
             sequence.computed = 0
         else:
-            at = bisect_left(self.waiting, sequence.order, key=_ORDER)
-            if self.waiting[at : at + 1] == [sequence]:  # a sibling that has not forked is in neither list
-                del self.waiting[at]
+            self.waiting.discard(sequence)  # a sibling that has not forked does not wait here
         sequence.become(status)
+
+    def served(self, sequences: Iterable[Sequence], tokens: int) -> None:
+        """Charges the sequences' tenants for so many tokens of each that were made."""
+        for sequence in sequences:
+            self.waiting.charge(sequence, OUTPUT_COST * tokens)
 
     def fork(self, parent: Sequence, child: Sequence, jobs: int) -> None:
         """Lets `child` go on from the parent's tokens, in shared pages; later if no more may run now."""
@@ -224,6 +230,11 @@ class ModelQueue:
         cache = self.cache
         return sum(cache.blocks_for(s.id, s.pending if to_end else 1) for s in sequences)
 
+    @property
+    def next_in(self) -> Sequence | None:
+        """The waiting sequence that is admitted next; None if none waits, or no more may run."""
+        return self.waiting.first if len(self.running) < self.max_running else None
+
     def prefill_batch(self, budget: int, tokens: int, jobs: int) -> list[tuple[Sequence, int]]:
         """Returns the sequences for one prefill job, each with the tokens that it takes: begun ones first,
         then admissions, while `budget` blocks and `tokens` tokens last.
@@ -232,9 +243,10 @@ class ModelQueue:
         preempting it could go on for ever. jobs: how many the unit has started.
         """
         batch: list[tuple[Sequence, int]] = []
-        begun = [s for s in self.running if not s.in_job and not s.decodes]
-        for sequence in [*begun, *self.waiting]:
-            if tokens == 0 or (sequence.status is Status.WAITING and len(self.running) >= self.max_running):
+        begun = deque(s for s in self.running if not s.in_job and not s.decodes)
+        while tokens:
+            sequence = begun.popleft() if begun else self.next_in
+            if sequence is None:
                 break
             need = self.blocks([sequence], to_end=True)
             if need > budget:
@@ -286,7 +298,7 @@ def model_view(queue: ModelQueue) -> ModelView:
     ready = queue.decodable()
     begun = [s for s in idle if not s.decodes]
     room = len(queue.running) < queue.max_running
-    head = begun[0] if begun else queue.waiting[0] if queue.waiting and room else None
+    head = begun[0] if begun else queue.next_in
     stats = queue.stats
     return ModelView(
         name=queue.card.name,

@@ -33,7 +33,7 @@ def unit_load(
 def model_load(queue: ModelQueue, levels: Sequence[Level]) -> ModelLoad:
     """Returns the load of one model. levels: those of execution priority."""
     cache, geometry = queue.cache, queue.cache.geometry
-    waiting = [geometry.blocks(sequence.tokens.length) for sequence in queue.waiting]
+    first = queue.waiting.first
     begun = (sequence for sequence in queue.running if not sequence.decodes)
     return ModelLoad(
         waiting=len(queue.waiting),
@@ -43,8 +43,8 @@ def model_load(queue: ModelQueue, levels: Sequence[Level]) -> ModelLoad:
         pinned_blocks=cache.prefixes.pinned_blocks,
         quota_blocks=queue.quota,
         begun_blocks=queue.blocks(begun, to_end=True),
-        head_blocks=waiting[0] if waiting else 0,
-        waiting_blocks=sum(waiting),
+        head_blocks=geometry.blocks(first.tokens.length) if first else 0,
+        waiting_blocks=sum(geometry.blocks(sequence.tokens.length) for sequence in queue.waiting),
         page_blocks=geometry.blocks_per_page,
         page_tokens=geometry.tokens_per_block,
         prompt_tokens_total=queue.stats.prompt_tokens,

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from kvloom.types.request import (
 )
 from kvloom.types.transfer import Transfer
 
+MOST_UNREAD: Final = 256
+"""Events that wait for a caller who takes none before its request stands still."""
+
 
 @dataclass(slots=True, eq=False)
 class RequestStream:
@@ -37,12 +40,20 @@ class RequestStream:
     body: StartGenerate
     sequences: list[Sequence]
     """The choices, in order."""
+    filled: Callable[[RequestStream], None]
+    """Called when the stream becomes full."""
+    full: bool = False
+    """Whether the caller has left more than `MOST_UNREAD` events, besides those of a frame, untaken."""
     _events: list[Event] = field(default_factory=list)
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
+    _awaited: bool = False  # whether the caller waits for the next frame
+    _refusal: KvloomError | None = None
     _open: int = field(init=False)
+    _most: int = field(init=False)
 
     def __post_init__(self) -> None:
         self._open = len(self.sequences)
+        self._most = MOST_UNREAD + self.body.interval * self._open
 
     @property
     def ended(self) -> bool:
@@ -67,17 +78,35 @@ class RequestStream:
             self._events
         ) >= self.body.interval * self._open:
             self._ready.set()
+            if len(self._events) > self._most and not self._awaited and not self.full:
+                self._fill()
 
     def extend(self, events: list[TokenEvent]) -> None:
         """Adds tokens of one choice, of which none is its last."""
         self._events += events
         if len(self._events) >= self.body.interval * self._open:
             self._ready.set()
+            if len(self._events) > self._most and not self._awaited and not self.full:
+                self._fill()
+
+    def _fill(self) -> None:
+        self.full = True
+        self.filled(self)
+
+    def refuse(self, error: KvloomError) -> None:
+        """Ends a stream that has no event yet: `frame` raises the error."""
+        self._refusal, self._open = error, 0
+        self._ready.set()
 
     async def frame(self) -> tuple[list[Event], bool]:
-        """Waits for an event. Returns all since the last frame, and whether they are the last."""
+        """Waits for an event. Returns all since the last frame, and whether they are the last. Raises the
+        error with which the stream was refused."""
+        self._awaited = True
         await self._ready.wait()
+        self._awaited = False
         self._ready.clear()
+        if self._refusal is not None:
+            raise self._refusal
         events, self._events = self._events, []
         return events, self._open == 0
 
@@ -167,6 +196,10 @@ class DeferredActions:
             await asyncio.sleep(0)  # each caller goes on from its future
             await asyncio.sleep(0)  # and the tasks that it starts, one for each send of a `hold`, begin
 
+    def later(self, stream: RequestStream, action: Callable[[], None]) -> None:
+        """Runs the action when the job that has made the stream's last event is processed."""
+        self._waiting.append((stream, action))
+
     def run(self) -> None:
         """Runs the actions that waited for the job that has ended."""
         if not self._waiting:
@@ -212,7 +245,7 @@ class Requests:
         name: StreamId = body.request if transfer is None else self.new_id()
         if name in self._streams:
             raise BadRequest(f"request id {name} is in use", param="request")
-        self._has_room(body)
+        self._room(body)
         arrival = next(self._arrivals)
         prompt, prompt_logprobs = np.asarray(body.prompt, dtype=np.int64), list[TokenLogprob]()
         sequences = [
@@ -227,22 +260,25 @@ class Requests:
                 prompt_logprobs=prompt_logprobs,
                 transfer=transfer,
                 salt=body.salt,
+                tenant=body.tenant,
             )
             for made in body.choices
         ]
-        stream = self._streams[name] = RequestStream(name, body, sequences)
+        stream = self._streams[name] = RequestStream(name, body, sequences, self._filled)
         return stream
 
     def begin(
         self, stream: RequestStream, guides: list[GuideState | None], jobs: int, foreign: range = range(0)
     ) -> None:
         """Enqueues the choices of an open request that nobody has ended. Raises QueueFull if other requests
-        have filled the queue meanwhile.
+        have filled the queue meanwhile, and none of them gives way.
 
         guides: one for each choice. jobs: how many the unit has started. foreign: see `Sequence`.
         """
         body, queue = stream.body, self._queues[stream.body.model]
-        self._has_room(body)
+        displaced = self._room(body)
+        if displaced is not None:
+            self._refuse(displaced)
         for sequence, guide in zip(stream.sequences, guides, strict=True):
             sequence.guide, sequence.foreign = guide, foreign
             self._retrace(sequence)
@@ -267,12 +303,52 @@ class Requests:
         if output and not sequence.cancelled:
             self._end_after(sequence, output[-1])
 
-    def _has_room(self, body: StartGenerate) -> None:
-        """Raises QueueFull if the queue is full. A request that goes on from another unit comes in anyway."""
+    def _room(self, body: StartGenerate) -> RequestStream | None:
+        """Returns the request that is to give its place in a full queue to this one: the last one of the
+        tenant of whom most wait. Returns None if the queue is not full, or the request goes on from another
+        unit and so comes in anyway. Raises QueueFull if none gives way."""
         queue = self._queues[body.model]
-        if queue.full and not body.made:
-            waiting = len(queue.waiting)
-            raise QueueFull(f"{waiting} requests wait for {queue.card.name} already", retry_after=1)
+        if not queue.full or body.made:
+            return None
+        for sequence in queue.waiting.who_gives_way(body.tenant, body.priority):
+            stream = self._streams[sequence.request]
+            if isinstance(stream.id, str) and all(one.untouched for one in stream.sequences):
+                return stream
+        raise QueueFull(f"{len(queue.waiting)} requests wait for {queue.card.name} already", retry_after=1)
+
+    def _refuse(self, stream: RequestStream) -> None:
+        """Ends a request of which nothing was computed, as if it had not been let in."""
+        queue = self._queues[stream.body.model]
+        for sequence in stream.sequences:
+            sequence.cancelled = True
+            queue.release(sequence, Status.ENDED)
+        del self._streams[stream.id]
+        stream.refuse(
+            QueueFull(
+                f"{len(queue.waiting)} requests wait for {queue.card.name}, most of them from where this one "
+                "comes; it gave its place to another's",
+                retry_after=1,
+            )
+        )
+
+    def _filled(self, stream: RequestStream) -> None:
+        self.deferred.later(stream, lambda: self._stop_unread(stream))
+
+    def _stop_unread(self, stream: RequestStream) -> None:
+        """Lets the choices of a full stream stand still until it is read. What they have computed stays
+        cached as long as nobody wants the blocks, and is computed again otherwise."""
+        for sequence in stream.live if stream.full else ():
+            if sequence.output_length and sequence.status in (Status.RUNNING, Status.WAITING):
+                self._queues[sequence.model].release(sequence, Status.UNREAD)
+
+    def go_on(self, stream: RequestStream, jobs: int) -> None:
+        """Lets the choices of a stream that was full go on, because it has been read. jobs: how many the unit
+        has started."""
+        stream.full = False
+        for sequence in stream.live:
+            if sequence.status is Status.UNREAD:
+                sequence.become(Status.WAITING)
+                self._queues[sequence.model].enqueue(sequence, jobs)
 
     def check(self, body: StartGenerate) -> None:
         """Raises UnknownModel, PromptTooLong or BadRequest if the request is wrong by itself."""

@@ -174,6 +174,7 @@ class Scheduler:
                     self._outputs.lose(whole, inflight, gone, self.jobs)
                 if inflight.job.phase is Phase.DECODE:
                     queue.step_time.note(result.seconds / steps)
+                queue.served(inflight.drawers, steps)
                 queue.stats.finished(inflight.job, inflight.drawn(result), steps, self.jobs)
                 self._outputs.process(inflight, result, self.jobs)
                 if len(queue.running) < running or inflight.job.phase is Phase.PREFILL:

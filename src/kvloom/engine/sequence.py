@@ -79,6 +79,7 @@ class Status(Enum):
     WAITING = "waiting"  # holds no blocks
     RUNNING = "running"  # holds blocks, or is in a job that takes them
     HELD = "held"  # holds no blocks and is not to be run: it stands still for a move
+    UNREAD = "unread"  # holds no blocks and is not to be run: its caller does not take its tokens
     ENDED = "ended"
 
 
@@ -89,6 +90,11 @@ _LEGAL = {
     (Status.WAITING, Status.ENDED),
     (Status.RUNNING, Status.HELD),
     (Status.WAITING, Status.HELD),
+    (Status.RUNNING, Status.UNREAD),
+    (Status.WAITING, Status.UNREAD),
+    (Status.UNREAD, Status.WAITING),
+    (Status.UNREAD, Status.HELD),
+    (Status.UNREAD, Status.ENDED),
     (Status.HELD, Status.WAITING),
     (Status.HELD, Status.ENDED),
 }
@@ -111,6 +117,8 @@ class Sequence:
     guide: GuideState | None = None
     transfer: Transfer | None = None
     """Takes the K and V to a peer."""
+    tenant: str = ""
+    """For whom the request is made."""
     foreign: range = range(0)
     """Tokens that a peer has sent here; if this sequence sends, tokens that its peer has already."""
     siblings: list[Sequence] = field(default_factory=list)

@@ -174,6 +174,7 @@ class Transfers:
             sampling=SamplingParams(max_tokens=0, seed=0),
             priority=body.priority,
             salt=body.salt,
+            tenant=body.tenant,
         )
         stream = self._computing[transfer] = self._requests.open(order, transfer)
         try:

@@ -41,7 +41,7 @@ class PeerReservation:
     def end(self) -> int:
         return self.given.end
 
-    def order(self, request: str, begin: int, end: int, priority: int) -> RemoteSend | None:
+    def order(self, request: str, begin: int, end: int, priority: int, tenant: str) -> RemoteSend | None:
         """Returns the order to fill prompt[begin:end] of the room, for a source that knows the request by
         that id. None says that nothing of it is to be sent."""
         begin, end = max(begin, self.matched), min(end, self.end)
@@ -58,6 +58,7 @@ class PeerReservation:
             end=end,
             priority=priority,
             salt=self.salt,
+            tenant=tenant,
         )
 
 

@@ -295,9 +295,9 @@ class Room:
     def order(self, end: int | None = None) -> RemoteSend | None:
         """Returns the order to the source to fill the room, up to `end` or as far as there is room; None if
         nothing is to be sent."""
-        spot = self.reservation
-        end = spot.end if end is None else end
-        return spot.order(self._source.name, spot.matched, end, self._body.priority)
+        spot, body = self.reservation, self._body
+        last = spot.end if end is None else end
+        return spot.order(self._source.name, spot.matched, last, body.priority, body.tenant)
 
     async def free(self) -> None:
         """Gives the room back; what has arrived stays cached. If the target does not answer its lease ends

@@ -152,7 +152,7 @@ class Session:
         """Lets `source` write prompt[begin:end] into the reserved room, as far as it belongs there. The lease
         is kept alive meanwhile. If there is nothing to send, nobody is asked."""
         first, last = resolve(begin, len(self.prompt), "begin"), resolve(end, len(self.prompt), "end")
-        order = spot.order(self.name, first, last, self.body.priority)
+        order = spot.order(self.name, first, last, self.body.priority, self.body.tenant)
         try:
             if order is None or order.end is None:
                 return Sent(cached=0, computed=0)

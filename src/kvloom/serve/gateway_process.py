@@ -100,7 +100,11 @@ async def gateway(
             texts=texts,
         )
         server = HttpServer(
-            app, connection=ClientConnection, grace=GRACE_SECONDS, ready=lambda: report(Ready())
+            app,
+            connection=ClientConnection,
+            connections_each=order.max_connections,
+            grace=GRACE_SECONDS,
+            ready=lambda: report(Ready()),
         )
         ending = asyncio.Event()
         last = tasks.create_task(end_streams(router, ending, clock))

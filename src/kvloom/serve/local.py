@@ -86,6 +86,7 @@ class Roles:
             api_keys=self._api_keys,
             admin_keys=self._admin_keys,
             max_body=config.max_body,
+            max_connections=config.max_connections,
             program=config.program,
             folder=str(config.folder),
             sockets=str(self._folder),

@@ -17,6 +17,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from kvloom.serve.connections import OpenConnections
+
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75
 LINGER_SECONDS = 1.0  # By then, whatever was sent to a server that retires has been read.
@@ -135,9 +137,34 @@ class ClientConnection(Connection):
     """Bytes of a stuck answer that the caller must take in each READ_SECONDS."""
 
     _read_due: asyncio.TimerHandle | None = None  # runs while an answer is stuck
+    _address: str | None = None  # under which it is counted; a Unix socket's connections have none
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        counted = self.server_state
+        if self.client is None or not isinstance(counted, OpenConnections):
+            return
+        why = counted.enter(self.client[0])
+        if why is None:
+            self._address = self.client[0]
+        else:
+            self._refuse(why)
+
+    def _refuse(self, why: str) -> None:
+        self._has_head()
+        self._early = True
+        body = why.encode()
+        transport = self.transport
+        transport.write(
+            b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain; charset=utf-8\r\n"
+            b"connection: close\r\nretry-after: 1\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._reads()
+        if self._address is not None and isinstance(self.server_state, OpenConnections):
+            self.server_state.leave(self._address)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -173,9 +200,11 @@ class HttpServer(uvicorn.Server):
         *,
         connection: type[Connection] = Connection,
         unix: str | None = None,
+        connections_each: int | None = None,
         grace: int,
         ready: Callable[[], None] = lambda: None,
     ) -> None:
+        """connections_each: the most connections of one address; None if nobody counts them."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -193,6 +222,8 @@ class HttpServer(uvicorn.Server):
                 proxy_headers=False,
             )
         )
+        if connections_each is not None:
+            self.server_state = OpenConnections(connections_each)
         self._ready = ready
         self._grace = grace
         self._retiring = False

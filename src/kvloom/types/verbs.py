@@ -70,6 +70,7 @@ class RemoteSend(Struct, frozen=True, omit_defaults=True, kw_only=True):
     end: Int64 | None = None
     priority: Int64 = 0
     salt: Salt = ""  # that with which the request's prefixes are cached
+    tenant: str = ""  # as in StartGenerate
 
 
 class Sent(Struct, frozen=True, kw_only=True):

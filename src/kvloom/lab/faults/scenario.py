@@ -206,6 +206,7 @@ class DrawnScenario:
             n=draw.choice((1, 1, 1, 2, 3)),
             priority=draw.choice((0, 0, 0, 1, -1)),
             interval=draw.choice((1, 1, 4)),
+            tenant=f"tenant-{number % 3}",
         )
         aborts = self._moment() if self._odds(0.1) else None
         return Client(

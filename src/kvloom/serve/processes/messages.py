@@ -40,6 +40,8 @@ class GatewayOrder(Struct, frozen=True, kw_only=True):
     """The descriptor of the listening socket, which it inherits."""
     api_keys: dict[str, int | None]
     max_body: int
+    max_connections: int
+    """Those of one address."""
     program: ProgramSpec
     """The config's, which runs if no other one is set."""
     folder: str

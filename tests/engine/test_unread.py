@@ -1,0 +1,160 @@
+"""Streams that nobody reads: they hold no blocks that others want, and lose nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
+from msgspec.structs import replace
+
+from kvloom.engine.engine import Engine
+from kvloom.engine.requests import MOST_UNREAD
+from kvloom.types.request import Event, StartGenerate
+from tests.engine.plays import check, order, serve, until
+from tests.engines import Answer
+from tests.modelled import ModelledExecutor, ask, engine_over, turns
+
+MODEL, CONTEXT = "thin", 1200  # a block a page, of two tokens
+
+
+class Reader:
+    """A caller that reads when it is told to."""
+
+    def __init__(self, engine: Engine, body: StartGenerate) -> None:
+        self.body = body
+        self.answer = Answer()
+        self._frames: AsyncGenerator[list[Event], None] = engine.start_generate(body)
+
+    async def read(self, frames: int) -> None:
+        for _ in range(frames):
+            self.answer.take(await anext(self._frames))
+
+    async def read_all(self) -> None:
+        async for frame in self._frames:
+            self.answer.take(frame)
+
+    async def hang_up(self) -> None:
+        await self._frames.aclose()
+
+
+def unit(blocks: int) -> tuple[ModelledExecutor, Engine]:
+    executor = ModelledExecutor(blocks, models=(MODEL,), context=CONTEXT)
+    return executor, engine_over(executor, max_running=8)
+
+
+async def stands_still(executor: ModelledExecutor) -> None:
+    """Until no job runs any more."""
+    jobs = -1
+    while jobs < len(executor.jobs):
+        jobs = len(executor.jobs)
+        await turns(15)  # a job takes fewer
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("interval", [1, 16])
+def test_an_unread_stream_stands_still_and_goes_on_when_it_is_read(n: int, interval: int) -> None:
+    """Its blocks are there for others, and its answer is the same (law 2)."""
+    executor, engine = unit(1800)
+    body = order("unread", MODEL, 20, n=n, max_tokens=1000 // n)
+    body = replace(body, interval=interval)
+    other = order("other", MODEL, 20, n=5, max_tokens=700)
+
+    async def play() -> None:
+        reader = Reader(engine, body)
+        await reader.read(2)
+        await stands_still(executor)
+        made, load = len(executor.jobs), (await engine.load()).models[MODEL]
+        assert made <= (MOST_UNREAD + 2 * interval * n) // n + 4
+        assert (load.used_blocks, load.running, load.waiting) == (0, 0, 0)
+        check(executor, other, await ask(engine, other), whole=True)  # needs all blocks
+        assert len(executor.jobs) == made + 700 + 1
+        await reader.read_all()
+        check(executor, body, reader.answer, whole=True)
+
+    serve(play(), engine, executor)
+
+
+def test_what_is_cached_of_an_unread_stream_is_not_computed_again() -> None:
+    executor, engine = unit(1800)
+    body = order("unread", MODEL, 20, max_tokens=1000)
+
+    async def play() -> None:
+        reader = Reader(engine, body)
+        await reader.read(2)
+        await stands_still(executor)
+        await reader.read_all()
+        check(executor, body, reader.answer, whole=True)
+        assert sum(job.tokens.size for job in executor.jobs) == 20 + 1000 - 1
+
+    serve(play(), engine, executor)
+
+
+def test_a_caller_who_reads_now_and_then() -> None:
+    executor, engine = unit(1800)
+    body = order("slow", MODEL, 20, n=2, max_tokens=900)
+
+    async def play() -> None:
+        reader = Reader(engine, body)
+        while len(reader.answer.ends) < body.n:
+            await reader.read(1)
+            await stands_still(executor)
+        await reader.read_all()
+        check(executor, body, reader.answer, whole=True)
+
+    serve(play(), engine, executor)
+
+
+def test_an_unread_stream_can_end_otherwise() -> None:
+    executor, engine = unit(1800)
+    bodies = [order(f"unread-{i}", MODEL, 20, max_tokens=1000) for i in range(3)]
+
+    async def play() -> None:
+        readers = [Reader(engine, body) for body in bodies]
+        for reader in readers:
+            await reader.read(2)
+        await stands_still(executor)
+        await readers[0].hang_up()
+        await engine.abort(bodies[1].request)
+        await readers[1].read_all()
+        assert readers[1].answer.ends[0].reason == "abort"
+        check(executor, bodies[1], readers[1].answer, whole=False)
+        assert len(readers[1].answer.tokens[0]) > MOST_UNREAD  # what was made is told
+
+    serve(play(), engine, executor)  # which ends the last one
+
+
+def test_an_unread_stream_is_held_for_a_move_and_resumed() -> None:
+    executor, engine = unit(1800)
+    body = order("unread", MODEL, 20, max_tokens=1000)
+
+    async def play() -> None:
+        reader = Reader(engine, body)
+        await reader.read(2)
+        await stands_still(executor)
+        made = (await engine.hold(body.request)).made[0].tokens
+        await reader.read(1)
+        assert reader.answer.tokens[0] == made
+        jobs = len(executor.jobs)
+        await stands_still(executor)
+        assert len(executor.jobs) == jobs  # it was read, and is still held
+        await engine.resume(body.request)
+        await reader.read_all()
+        check(executor, body, reader.answer, whole=True)
+
+    serve(play(), engine, executor)
+
+
+def test_a_caller_who_waits_for_a_long_frame_reads() -> None:
+    executor, engine = unit(1800)
+    body = order("whole", MODEL, 20, max_tokens=1000)
+    body = replace(body, interval=1024)
+
+    async def play() -> None:
+        reader = Reader(engine, body)
+        await reader.read(2)
+        reading = asyncio.create_task(reader.read_all())
+        await until(reading.done)
+        check(executor, body, reader.answer, whole=True)
+
+    serve(play(), engine, executor)

@@ -1,0 +1,139 @@
+"""How many connections an address may have open, and all of them together."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+from starlette.responses import PlainTextResponse
+
+from kvloom.serve.connections import FILES_EACH, SPARE_FILES, OpenConnections, most_connections
+from kvloom.serve.server import ClientConnection, HttpServer
+
+MOST = 3
+ASKED = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+def run(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(play())
+
+
+@asynccontextmanager
+async def served(listener: socket.socket) -> AsyncIterator[tuple[str, int]]:
+    ready = asyncio.Event()
+    server = HttpServer(
+        PlainTextResponse("hello"),
+        connection=ClientConnection,
+        connections_each=MOST,
+        grace=1,
+        ready=ready.set,
+    )
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        group.create_task(server.serve(sockets=[listener]))
+        await ready.wait()
+        yield listener.getsockname()
+        server.end()
+
+
+async def asked(pair: Pair) -> bytes:
+    """Asks, and returns the first line of the answer and its body."""
+    reader, writer = pair
+    writer.write(ASKED)
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = next(int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if b"length" in line)
+    return head.splitlines()[0] + b" " + await reader.readexactly(length)
+
+
+def test_an_address_with_too_many_connections() -> None:
+    """It is told why, and served again once one of its connections has closed; others never notice."""
+
+    async def play() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            async with served(listener) as (host, port):
+                held = [await asyncio.open_connection(host, port) for _ in range(MOST)]
+                for pair in held:
+                    assert (await asked(pair)).endswith(b" hello")
+                for _ in range(2 * MOST):
+                    reader, writer = await asyncio.open_connection(host, port)
+                    said = await reader.read()  # to its end, though nothing was asked
+                    assert b" 503 " in said.splitlines()[0]
+                    assert b"3 connections from 127.0.0.1 are open" in said
+                    writer.close()
+                other = await asyncio.open_connection(host, port, local_addr=("127.0.0.2", 0))
+                assert (await asked(other)).endswith(b" hello")
+                held[0][1].close()
+                await held[0][1].wait_closed()
+                answer = b" 503 "
+                while b" 503 " in answer:  # until the server has seen it
+                    pair = await asyncio.open_connection(host, port)
+                    try:
+                        answer = await asked(pair)
+                    except (ConnectionError, asyncio.IncompleteReadError):
+                        continue
+                assert answer.endswith(b" hello")
+                for _, writer in *held, other, pair:
+                    writer.close()
+
+    run(play)
+
+
+def test_a_unix_socket_has_no_addresses(tmp_path: Path) -> None:
+    async def play() -> None:
+        path = str(tmp_path / "s")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen()
+            async with served(listener):
+                pairs = [await asyncio.open_unix_connection(path) for _ in range(2 * MOST)]
+                for pair in pairs:
+                    assert (await asked(pair)).endswith(b" hello")
+                for _, writer in pairs:
+                    writer.close()
+
+    run(play)
+
+
+def test_all_connections_have_a_bound_too() -> None:
+    counted = OpenConnections(each=1000, most=5)
+    assert [counted.enter("10.0.0.1") is None for _ in range(3)] == [True, True, False]  # half of all
+    assert [counted.enter(f"10.0.1.{i}") is None for i in range(4)] == [True, True, True, False]
+    assert "5 connections are open" in str(counted.enter("10.0.0.9"))
+    counted.leave("10.0.1.0")
+    assert counted.enter("10.0.0.9") is None
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("2001:db8::1", "2001:db8::ffff:1", True),  # of one subscriber
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("::ffff:10.0.0.1", "10.0.0.1", True),
+        ("10.0.0.1", "10.0.0.2", False),
+        ("fe80::1%eth0", "fe80::2%eth1", True),
+    ],
+)
+def test_which_addresses_count_as_one(one: str, other: str, same: bool) -> None:
+    counted = OpenConnections(each=1, most=10)
+    assert counted.enter(one) is None
+    assert (counted.enter(other) is None) != same
+    counted.leave(one)
+    assert counted.enter(one) is None
+
+
+def test_there_are_open_files_for_all_connections() -> None:
+    most, (soft, hard) = most_connections(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert soft == resource.RLIM_INFINITY or most * FILES_EACH + SPARE_FILES <= max(soft, 256)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+        assert most_connections() == (1024 - SPARE_FILES) // FILES_EACH
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
