@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -52,6 +53,10 @@ class UnreadableModel:
     why: str
 
 
+def _any(_: str) -> bool:
+    return True
+
+
 class Catalog:
     """Knows the models that the engines serve.
 
@@ -65,23 +70,27 @@ class Catalog:
         self._models: dict[str, ServedModel | UnreadableModel] = {}
         self._asking = asyncio.Lock()
 
-    async def models(self) -> list[ServedModel]:
+    async def models(self, may_use: Callable[[str], bool] = _any) -> list[ServedModel]:
+        """Returns the models of which the caller may know."""
         await self._refresh()
-        return self._readable()
+        return self._readable(may_use)
 
-    async def get(self, name: str) -> ServedModel:
-        if name not in self._models:
+    async def get(self, name: str, may_use: Callable[[str], bool] = _any) -> ServedModel:
+        """To a caller that may not use it, a model is as one that there is not."""
+        if name not in self._models or not may_use(name):
             await self._refresh()
-        found = self._models.get(name)
+        found = self._models.get(name) if may_use(name) else None
         if found is None:
-            served = ", ".join(sorted(model.card.name for model in self._readable())) or "none"
+            served = ", ".join(sorted(model.card.name for model in self._readable(may_use))) or "none"
             raise UnknownModel(f"the model '{name[:200]}' does not exist; served: {served}", param="model")
         if isinstance(found, UnreadableModel):
             raise Unavailable(found.why, param="model")
         return found
 
-    def _readable(self) -> list[ServedModel]:
-        return [model for model in self._models.values() if isinstance(model, ServedModel)]
+    def _readable(self, may_use: Callable[[str], bool] = _any) -> list[ServedModel]:
+        return [
+            model for name, model in self._models.items() if isinstance(model, ServedModel) and may_use(name)
+        ]
 
     async def _refresh(self) -> None:
         async with self._asking:
