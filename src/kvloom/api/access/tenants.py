@@ -15,6 +15,7 @@ from kvloom.config.keys import NamedKey
 
 METERED: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 WINDOW: Final = 60.0  # seconds in which a bucket empties
+_NOTHING: Final = 1e-6  # what sums of floats may be off
 _ACCESS: Final = "kvloom.access"
 
 
@@ -39,7 +40,7 @@ class Bucket:
     def wait(self, limit: int, more: int, now: float) -> float:
         """Returns the seconds until `more` finds room; what is more than the limit needs an empty bucket."""
         over = self.level(limit, now) + min(more, limit) - limit
-        return max(0.0, over * WINDOW / limit)
+        return over * WINDOW / limit if over > _NOTHING else 0.0
 
 
 class Tenant:
@@ -59,7 +60,7 @@ class Tenant:
         key, now = self.key, self._clock()
         if key.concurrency is not None and self._running >= key.concurrency:
             said = (
-                f"{self._running} requests of {key.name} run already; {key.concurrency} at a time are right"
+                f"{key.name} has {self._running} requests under way; {key.concurrency} at once are right"
             )
             raise self._refusal("concurrency", said, 1.0)
         if key.requests_per_minute is not None:
@@ -128,6 +129,7 @@ class Grant:
         self._tenant = tenant
         self._reserved = 0
         self._made = 0
+        self._over = False
 
     def reserve(self, prompt: int, output: int) -> None:
         """prompt, output: tokens. Raises RateLimited."""
@@ -143,9 +145,17 @@ class Grant:
         if beyond:
             self._tenant.take(beyond)
 
-    def end(self) -> None:
+    def settle(self) -> None:
+        """Gives back what was reserved and not made."""
         self._tenant.take(min(0, self._made - self._reserved))
-        self._tenant.end()
+        self._reserved = min(self._made, self._reserved)
+
+    def end(self) -> None:
+        """Ends the request; a second time changes nothing."""
+        if not self._over:
+            self._over = True
+            self.settle()
+            self._tenant.end()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +208,13 @@ class MeterRequests:
             await self._app(scope, receive, send)
             return
 
+        grant: Grant | None = None
+
         async def tell(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), *key.headers()]
+            elif grant is not None and not message.get("more_body"):
+                grant.end()  # before the caller has the whole answer, and may ask anew
             await send(message)
 
         try:

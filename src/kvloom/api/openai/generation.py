@@ -387,6 +387,8 @@ class Answering:
 
         with self.watch.answering(self._counts):
             await self._run(keep)
+            if self.access.grant is not None:
+                self.access.grant.settle()  # before the head of the answer tells what is left
             return self.writer.answer(self.usage())
 
     async def _run(self, tell: Callable[[int, list[Piece]], Awaitable[None]]) -> None:
