@@ -66,12 +66,12 @@ def client(named: Named, engine: ScriptedEngine | None = None, **keys: Any) -> T
     return TestClient(app, raise_server_exceptions=False)
 
 
-def complete(http: TestClient, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+def complete(http: TestClient, headers: dict[str, str] | None = None, **body: Any) -> Any:
     asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": OUTPUT, "ignore_eos": True} | body
     return http.post("/v1/completions", json=asked, headers=headers)
 
 
-def left(answer: httpx.Response) -> tuple[int | None, int | None]:
+def left(answer: Any) -> tuple[int | None, int | None]:
     """What is left of the requests and of the tokens of a minute."""
     told = (answer.headers.get(f"x-ratelimit-remaining-{what}") for what in ("requests", "tokens"))
     requests, tokens = (None if one is None else int(one) for one in told)
@@ -144,7 +144,9 @@ def test_other_models_are_as_none(named: Named) -> None:
     named.add("some", models=["tiny", "third"])
     named.add("all")
     with client(named, engine) as http:
-        unknown, forbidden = (complete(http, named.headers("some"), model=name) for name in ("nothing", "secret"))
+        unknown, forbidden = (
+            complete(http, named.headers("some"), model=name) for name in ("nothing", "secret")
+        )
         assert (unknown.status_code, forbidden.status_code) == (404, 404)
         assert forbidden.text.replace("secret", "nothing") == unknown.text
         assert "served: third, tiny" in unknown.text
@@ -217,7 +219,10 @@ def test_tokens_a_minute(named: Named) -> None:
         named.now += 4
         assert complete(http, named.headers("a"), max_tokens=40).status_code == 200
         named.now += 60
-        assert left(complete(http, named.headers("a"), n=3, prompt=[PROMPT, PROMPT], max_tokens=9)) == (None, 0)
+        assert left(complete(http, named.headers("a"), n=3, prompt=[PROMPT, PROMPT], max_tokens=9)) == (
+            None,
+            0,
+        )
         assert complete(http, named.headers("a"), max_tokens=1).status_code == 429
 
 
@@ -312,13 +317,13 @@ def test_the_official_client_understands(named: Named) -> None:
     named.add("a", requests_per_minute=1, tokens_per_minute=600)
     named.add("gone", expires="1969-01-01")
     with official(named, ScriptedEngine(says(ANSWER)), "a") as made:
-        ask = {"model": "tiny", "prompt": "hi", "max_tokens": 2}
-        raw = made.completions.with_raw_response.create(**ask)  # type: ignore[arg-type]
+        ask: Any = {"model": "tiny", "prompt": "hi", "max_tokens": 2}
+        raw = made.completions.with_raw_response.create(**ask)
         assert raw.headers["x-ratelimit-limit-requests"] == "1"
         assert raw.headers["x-ratelimit-limit-tokens"] == "600"
         assert re.fullmatch(r"\d+ms|\d+s", raw.headers["x-ratelimit-reset-tokens"])
         with pytest.raises(openai.RateLimitError) as error:
-            made.completions.create(**ask)  # type: ignore[call-overload]
+            made.completions.create(**ask)
         assert error.value.code == "rate_limit_exceeded"
         assert error.value.type == "rate_limit_error"
         with pytest.raises(openai.AuthenticationError, match="has expired"):
@@ -411,7 +416,15 @@ def test_all_completions_are_metered() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "shown"),
-    [(0, "0ms"), (0.0191, "20ms"), (0.99, "990ms"), (1, "1s"), (59.2, "1m0s"), (360, "6m0s"), (7261, "2h1m1s")],
+    [
+        (0, "0ms"),
+        (0.0191, "20ms"),
+        (0.99, "990ms"),
+        (1, "1s"),
+        (59.2, "1m0s"),
+        (360, "6m0s"),
+        (7261, "2h1m1s"),
+    ],
 )
 def test_times_are_shown_as_openai_shows_them(seconds: float, shown: str) -> None:
     assert show_span(seconds) == shown

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from kvloom.api.access.audit import FLEET, Audit, note
 from kvloom.api.access.tenants import access_of
@@ -95,7 +95,7 @@ class Admin:
 
         return endpoint
 
-    def _audited(self, scope: Scope, row: RouteRow, given: list[object]) -> AbstractContextManager[None]:
+    def _audited(self, scope: Scope, row: RouteRow, given: list[object]) -> AbstractContextManager[object]:
         """Returns what writes of an order, if it is one. A pairing is the scheduler's, twice a second, and
         changes no specification."""
         pairs = row.name == "pair" and access_of(scope).admin == FLEET
@@ -157,8 +157,13 @@ class Admin:
         if unit not in self._verbs:
             routes = verb_routes(self.router.units[unit].client)
             self._verbs[unit] = Router(routes, redirect_slashes=False)
-        with self.audit.action(scope, lambda: None):
-            await self._verbs[unit](scope, receive, send)
+        with self.audit.action(scope, lambda: None) as look:
+
+            async def answer(message: Message) -> None:
+                look(message)
+                await send(message)
+
+            await self._verbs[unit](scope, receive, answer)
 
 
 async def _load(spec: ProgramSpec) -> Program:

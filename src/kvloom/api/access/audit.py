@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
-from starlette.types import Scope
+from starlette.types import Message, Scope
 
 from kvloom.api.access.tenants import access_of
 from kvloom.cluster.state import FleetSpec
@@ -47,18 +47,28 @@ class Audit:
     """Takes a line. It neither blocks nor raises."""
 
     @contextmanager
-    def action(self, scope: Scope, spec: Callable[[], FleetSpec | None]) -> Iterator[None]:
+    def action(
+        self, scope: Scope, spec: Callable[[], FleetSpec | None]
+    ) -> Iterator[Callable[[Message], None]]:
         """Writes of the action that the block is, if a body was understood in it: also if it fails or is cut
-        off. spec: tells the fleet's specification, of which the parts that differ afterwards are written;
-        somebody else's changes at the same time are among them.
+        off. It gives a function that looks at a message of the answer, whose status may tell a failure that
+        was answered inside the block. spec: tells the fleet's specification, of which the parts that differ
+        afterwards are written; somebody else's changes at the same time are among them.
 
         What the fleet's own processes do is written only if it has changed the specification.
         """
         at, begun, before = datetime.now(UTC), time.monotonic(), _parts(spec())
         failed: str | None = "cut off"
+        refused: str | None = None
+
+        def look(message: Message) -> None:
+            nonlocal refused
+            if message.get("status", 0) >= 400:
+                refused = f"status {message['status']}"
+
         try:
-            yield
-            failed = None
+            yield look
+            failed = refused
         except KvloomError as error:
             failed = error.message
             raise

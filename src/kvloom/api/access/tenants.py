@@ -59,9 +59,7 @@ class Tenant:
         """Lets a request begin, which the caller has to end. Raises RateLimited."""
         key, now = self.key, self._clock()
         if key.concurrency is not None and self._running >= key.concurrency:
-            said = (
-                f"{key.name} has {self._running} requests under way; {key.concurrency} at once are right"
-            )
+            said = f"{key.name} has {self._running} requests under way; {key.concurrency} at once are right"
             raise self._refusal("concurrency", said, 1.0)
         if key.requests_per_minute is not None:
             wait = self._requests.wait(key.requests_per_minute, 1, now)
