@@ -106,7 +106,7 @@ class KeyFile:
             return
         before = list(ring.tenants)
         ring.replace(keys)
-        _log.info("%s: read again; %d keys are known", self._path, len(keys))
+        _log.info("%s: read again; keys: %d", self._path, len(keys))
         changed(before, list(keys))
 
     def _look(self) -> Stamp:
