@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvloom.api.access.audit import FLEET
 from kvloom.api.access.keyring import KeyRing
-from kvloom.api.access.tenants import Access, Tenant, access_of, allow
+from kvloom.api.access.tenants import Access, access_of, allow
 from kvloom.api.errors import Forbidden, error_response, is_verb
 from kvloom.api.routes import PUBLIC, Caller
 from kvloom.types.errors import KvloomError, Unauthorized
@@ -66,27 +66,53 @@ class RequireKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             given = dict(scope["headers"]).get(b"authorization")
-            named, admin = self._named(given), self._administrator(given)
-            if error := self._problem(scope, given, named, admin):
+            access = self._identify(scope, given)
+            if error := self._problem(scope, given, access):
                 await error_response(scope, error)(scope, receive, send)
                 return
-            allow(scope, self._access(scope, given, named, admin))
+            allow(scope, access)
         await self._app(scope, receive, send)
 
-    def _problem(
-        self, scope: Scope, given: bytes | None, named: Tenant | None, admin: str | None
-    ) -> KvloomError | None:
-        path = scope["path"]
-        if named is not None and self._ring is not None and self._ring.is_over(named):
-            return None if path in OPEN_PATHS else Unauthorized(f"the key of {named.key.name} has expired")
-        if admin is not None or (named is not None and named.key.admin):
+    def _identify(self, scope: Scope, given: bytes | None) -> Access:
+        """Returns who calls, also if that is not let in."""
+        scheme, _, text = (given or b"").partition(b" ")
+        key = text.strip() if scheme.lower() == b"bearer" else b""
+        named = None if self._ring is None else self._ring.find(key)
+        if named is not None:
+            name, shares = named.key.name, self._share == "all"
+            return Access(
+                tenant=name,
+                known=True,
+                salt="" if shares else name,
+                shows_cached=not shares,
+                priority=named.key.priority,
+                admin=name if named.key.admin else None,
+                key=named,
+            )
+        own, fleets, api = (_is_one(key, keys) for keys in (self._admin, self._secret, self._api))
+        if not (own or fleets or api):
+            return Access(tenant=_address(scope))
+        # of a key that may be short, and would be found by its plain digest
+        sign = "#" + hmac.new(self._signs, key, "sha256").hexdigest()[:16]
+        return Access(
+            tenant=sign,
+            known=True,
+            salt=sign if self._share == "key" else "",
+            priority=self._priorities.get(key),
+            admin=_ADMIN_FILE if own else FLEET if fleets else None,
+        )
+
+    def _problem(self, scope: Scope, given: bytes | None, access: Access) -> KvloomError | None:
+        path, key = scope["path"], access.key
+        if key is not None and self._ring is not None and self._ring.is_over(key):
+            return None if path in OPEN_PATHS else Unauthorized(f"the key of {key.key.name} has expired")
+        if access.admin is not None:
             return None
-        known = named is not None or _known(given, self._api)
         if is_admin(scope):
-            return self._refuse_admin(scope, given, known=known)
-        if named is not None and path == METRICS_PATH:
+            return self._refuse_admin(scope, given, known=access.known)
+        if key is not None and path == METRICS_PATH:
             return Forbidden(f"{path} tells of all keys: it needs an admin key, or one of `api_key_file`")
-        if not self._locked or known or path in OPEN_PATHS:
+        if not self._locked or access.known or path in OPEN_PATHS:
             return None
         return _unauthorized(given, "API key")
 
@@ -94,38 +120,6 @@ class RequireKey:
     def _locked(self) -> bool:
         """Returns whether completions need a key."""
         return bool(self._api) or self._ring is not None
-
-    def _named(self, given: bytes | None) -> Tenant | None:
-        """Returns the tenant with whose name a key was given, whether or not it has expired."""
-        scheme, _, key = (given or b"").partition(b" ")
-        if self._ring is None or scheme.lower() != b"bearer":
-            return None
-        return self._ring.find(key.strip())
-
-    def _administrator(self, given: bytes | None) -> str | None:
-        """Returns what the audit trail calls the caller, if it knows an admin key without a name."""
-        own, fleets = _known(given, self._admin), _known(given, self._secret)
-        return _ADMIN_FILE if own else FLEET if fleets else None
-
-    def _access(self, scope: Scope, given: bytes | None, named: Tenant | None, admin: str | None) -> Access:
-        """Returns what a request may do that is let in."""
-        key = (given or b"").partition(b" ")[2].strip()
-        if named is not None:
-            name, shares = named.key.name, self._share == "all"
-            return Access(
-                tenant=name,
-                salt="" if shares else name,
-                shows_cached=not shares,
-                priority=named.key.priority,
-                admin=name if named.key.admin else None,
-                key=named,
-            )
-        if admin is None and not _known(given, self._api):
-            return Access(tenant=_address(scope))
-        # of a key that may be short, and would be found by its plain digest
-        sign = "#" + hmac.new(self._signs, key, "sha256").hexdigest()[:16]
-        salt = sign if self._share == "key" else ""
-        return Access(tenant=sign, salt=salt, priority=self._priorities.get(key), admin=admin)
 
     def _refuse_admin(self, scope: Scope, given: bytes | None, *, known: bool) -> KvloomError | None:
         if self._admin or (self._ring is not None and self._ring.has_admin):
@@ -154,11 +148,10 @@ def is_admin(scope: Scope) -> bool:
     return is_verb(scope) or path == ADMIN_PATH or path.startswith(ADMIN_PATH + "/")
 
 
-def _known(given: bytes | None, keys: list[bytes]) -> bool:
-    scheme, _, key = (given or b"").partition(b" ")
+def _is_one(key: bytes, keys: list[bytes]) -> bool:
     # Every key is compared in full, so that the time that it takes tells nothing.
-    matches = [hmac.compare_digest(key.strip(), one) for one in keys]
-    return any(matches) and scheme.lower() == b"bearer"
+    matches = [hmac.compare_digest(key, one) for one in keys]
+    return key != b"" and any(matches)
 
 
 def _unauthorized(given: bytes | None, what: str) -> Unauthorized:

@@ -29,7 +29,7 @@ SALT_BYTES: Final = 16
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SECRET_BYTES: Final = 32
 _FURTHEST: Final = 1 << 31  # what a request's priority, or a limit, may be
-_LONGEST: Final = 256  # characters of a key; a longer text is none
+_LONGEST: Final = 256  # characters that are looked at, more than any key has
 _ANEW: Final = "# `kvloom key` adds and takes away keys here; `models`, limits and the like may be edited.\n"
 _LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml's, if there is one: of thousands of keys Python's own takes seconds."""
@@ -122,7 +122,7 @@ def find_key(keys: Mapping[str, NamedKey], given: bytes) -> NamedKey | None:
         key = keys.get(name)
     salt, kept = _NOBODY if key is None else (key.salt, key.hash)
     fits = hmac.compare_digest(digest(given[:_LONGEST], salt), kept)
-    return key if fits and len(given) <= _LONGEST else None
+    return key if fits else None
 
 
 def name_in(given: bytes) -> str | None:

@@ -34,11 +34,8 @@ class KeyRing:
         self._date = date
         self._keys: Mapping[str, NamedKey] = {}
         self.tenants: dict[str, Tenant] = {}
+        self.has_admin = False
         self.replace(keys)
-
-    @property
-    def has_admin(self) -> bool:
-        return any(key.admin for key in self._keys.values())
 
     def replace(self, keys: Mapping[str, NamedKey]) -> None:
         """Lets these be the keys, from the next request on."""
@@ -47,6 +44,7 @@ class KeyRing:
             tenant = self.tenants[name] = known.get(name) or Tenant(key, self._clock)
             tenant.key = key
         self._keys = keys
+        self.has_admin = any(key.admin for key in keys.values())
 
     def find(self, given: bytes) -> Tenant | None:
         """Returns the tenant whose key was given, whether or not it has expired."""

@@ -162,6 +162,8 @@ class Access:
 
     tenant: str = ""
     """For whom it is made: a key's name, a sign for a key without one, or an address."""
+    known: bool = False
+    """Whether it has shown a key that there is."""
     salt: str = ""
     """It shares prefixes with requests of the same salt only."""
     shows_cached: bool = True
