@@ -84,7 +84,7 @@ def test_every_error() -> None:
 
 
 def test_every_metric() -> None:
-    text = Metrics().render({"unit-0": unit(model())}, {"unit-0": "up"}, {"moved": 0}).decode()
+    text = Metrics().render({"unit-0": unit(model())}, {"unit-0": "up"}, {"moved": 0}, {}).decode()
     assert {(names(name)[0], kind) for name, kind, _ in rows("Metrics")} == set(
         re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M)
     )

@@ -11,6 +11,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
+from kvloom.api.access.audit import Audit
 from kvloom.api.admin import Admin
 from kvloom.api.app import create_app
 from kvloom.api.auth import Keys
@@ -118,7 +119,12 @@ class Anew:
     loop for each."""
 
     def __init__(
-        self, engines: dict[str, Curt], told: Told, keys: Keys | None, options: dict[str, Any]
+        self,
+        engines: dict[str, Curt],
+        told: Told,
+        keys: Keys | None,
+        audit: Audit,
+        options: dict[str, Any],
     ) -> None:
         self.processes = Processes(World())
         self.processes.starts.set()
@@ -126,6 +132,7 @@ class Anew:
         self._engines = engines
         self._told = told
         self._keys = keys
+        self._audit = audit
         self._options = options
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -153,7 +160,7 @@ class Anew:
         async with Router(link, load_program(given.name, given.options), clock) as router:
             orders = FleetOrders(mirror, router.units, seconds=0.01, memory=1 << 30, cores=2)
             engine = ScriptedEngine(says("hello world", "the quick fox"), cards=[card(), card("plain", None)])
-            admin = Admin(router, orders, self._told)
+            admin = Admin(router, orders, self._told, self._audit)
             for one in self._engines.values():
                 one.well = False
             yield create_app(engine, keys=self._keys, admin=admin, **self._options)
@@ -180,8 +187,10 @@ class Administered:
         return found[0]
 
 
-def administered(*, keys: Keys | None = None, engine: Curt | None = None, **options: Any) -> Administered:
+def administered(
+    *, keys: Keys | None = None, engine: Curt | None = None, audit: Audit | None = None, **options: Any
+) -> Administered:
     """Units unit-0 and unit-1. options: of `create_app`."""
     told = Told()
-    app = Anew({"unit-0": engine or Curt(), "unit-1": Curt()}, told, keys, options)
+    app = Anew({"unit-0": engine or Curt(), "unit-1": Curt()}, told, keys, audit or Audit(), options)
     return Administered(app, app.processes.problems, app.processes.done, told.pairs)

@@ -118,7 +118,7 @@ def test_waits_are_told_by_the_model_and_as_measured() -> None:
         expected_stall=6.0,
     )
     loads = {"a": replace(unit(), waits=waits), "b": unit()}
-    text = Metrics().render(loads, {"a": "up", "b": "up"}, {}).decode()
+    text = Metrics().render(loads, {"a": "up", "b": "up"}, {}, {}).decode()
     told = [line for line in text.splitlines() if line.startswith("kvloom_weave_wait_seconds{")]
     assert told == [
         f'kvloom_weave_wait_seconds{{source="{source}",unit="a",wait="{name}"}} {value}'

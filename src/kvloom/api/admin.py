@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
 from inspect import isawaitable
 
@@ -13,8 +13,10 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from kvloom.api.access.audit import FLEET, Audit, note
+from kvloom.api.access.tenants import access_of
 from kvloom.api.bodies import decode, read_body
 from kvloom.api.errors import JSON, VERBS_PATH, NoSuchRoute
 from kvloom.api.routes import ADMIN, LINES, Handler, RouteRow, asgi_routes
@@ -41,6 +43,7 @@ class Admin:
     orders: FleetOrders
     fleet: FleetControl
     """What the fleet scheduler speaks to."""
+    audit: Audit = field(default_factory=Audit)
     _verbs: dict[str, Router] = field(default_factory=dict)
 
     @property
@@ -82,14 +85,24 @@ class Admin:
                 given.append(decode(request, await read_body(request, row.most), row.body))
             for key, value in request.path_params.items():
                 given.insert(0, self._known(value) if key == "unit" else value)
-            answer = handler(*given)
-            if isawaitable(answer):
-                answer = await answer
+            with self._audited(request.scope, row, given):
+                answer = handler(*given)
+                if isawaitable(answer):
+                    answer = await answer
             if isinstance(answer, Response):
                 return answer
             return Response(msgspec.json.encode(answer), media_type=JSON)
 
         return endpoint
+
+    def _audited(self, scope: Scope, row: RouteRow, given: list[object]) -> AbstractContextManager[object]:
+        """Returns what writes of an order, if it is one. A pairing is the scheduler's, twice a second, and
+        changes no specification."""
+        pairs = row.name == "pair" and access_of(scope).admin == FLEET
+        if row.method == "GET" or pairs or not getattr(given[-1], "really", True):
+            return nullcontext()
+        note(scope, given[-1])
+        return self.audit.action(scope, lambda: self.orders.mirror.spec)
 
     def _known(self, unit: str) -> str:
         if unit not in self.router.units:
@@ -149,7 +162,13 @@ class Admin:
         if unit not in self._verbs:
             routes = verb_routes(self.router.units[unit].client)
             self._verbs[unit] = Router(routes, redirect_slashes=False)
-        await self._verbs[unit](scope, receive, send)
+        with self.audit.action(scope, lambda: None) as look:
+
+            async def answer(message: Message) -> None:
+                look(message)
+                await send(message)
+
+            await self._verbs[unit](scope, receive, answer)
 
 
 async def _load(spec: ProgramSpec) -> Program:

@@ -14,6 +14,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 
+from kvloom.api.access.tenants import MeterRequests, access_of
 from kvloom.api.admin import Admin
 from kvloom.api.auth import Keys, RequireKey
 from kvloom.api.bodies import LimitBody
@@ -50,9 +51,9 @@ def create_app(
     `moves` tells how many requests have been moved so far, by outcome. There are routes for `admin` if it is
     given. `texts` renders and encodes prompts; without it that is done in this process, and without limits.
     """
-    gateway = EndpointContext(client, Catalog(client, texts), Metrics())
+    gateway, keys = EndpointContext(client, Catalog(client, texts), Metrics()), keys or Keys()
     documents = Documents(lambda: admin.units if admin else ())
-    info = _Information(gateway, documents, moves, int(time.time()))
+    info = _Information(gateway, documents, moves, keys, int(time.time()))
     handlers: dict[str, Handler] = {
         "models": info.models,
         "model": info.model,
@@ -66,8 +67,9 @@ def create_app(
     app = Starlette(
         routes=[*asgi_routes(PUBLIC, handlers), *(admin.routes() if admin else ())],
         middleware=[
-            Middleware(RequireKey, keys=keys or Keys()),
+            Middleware(RequireKey, keys=keys),
             Middleware(LimitBody, max_bytes=max_body, max_seconds=body_seconds),
+            Middleware(MeterRequests),
         ],
         exception_handlers={
             KvloomError: on_kvloom_error,
@@ -87,14 +89,16 @@ class _Information:
     gateway: EndpointContext
     documents: Documents
     moves: Callable[[], Mapping[str, int]]
+    keys: Keys
     started: int
 
-    async def models(self, _: Request) -> Response:
-        served = await self.gateway.catalog.models()
+    async def models(self, request: Request) -> Response:
+        served = await self.gateway.catalog.models(access_of(request.scope).may_use)
         return _json({"object": "list", "data": [self._describe(model) for model in served]})
 
     async def model(self, request: Request) -> Response:
-        return _json(self._describe(await self.gateway.catalog.get(request.path_params["model"])))
+        may_use = access_of(request.scope).may_use
+        return _json(self._describe(await self.gateway.catalog.get(request.path_params["model"], may_use)))
 
     def _describe(self, model: ServedModel) -> dict[str, object]:
         card = model.card
@@ -126,7 +130,9 @@ class _Information:
             loads = await self._loads()
         except KvloomError:
             loads = {}
-        text = self.gateway.metrics.render(loads, self.gateway.client.services, self.moves())
+        tenants = self.keys.ring.tenants.items() if self.keys.ring else ()
+        counts = {name: tenant.counts for name, tenant in tenants}
+        text = self.gateway.metrics.render(loads, self.gateway.client.services, self.moves(), counts)
         return Response(text, media_type=CONTENT_TYPE)
 
     async def openapi(self, _: Request) -> Response:

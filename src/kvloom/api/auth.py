@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hmac
 import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from ipaddress import IPv6Address, ip_address
-from typing import Final
+from ipaddress import IPv6Address, IPv6Network, ip_address
+from typing import Final, Literal
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvloom.api.access.audit import FLEET
+from kvloom.api.access.keyring import KeyRing
+from kvloom.api.access.tenants import Access, access_of, allow
 from kvloom.api.errors import Forbidden, error_response, is_verb
 from kvloom.api.routes import PUBLIC, Caller
 from kvloom.types.errors import KvloomError, Unauthorized
@@ -18,7 +22,8 @@ from kvloom.types.errors import KvloomError, Unauthorized
 OPEN_PATHS: Final = frozenset(row.path for row in PUBLIC if row.caller is Caller.ANYONE)
 ADMIN_PATH: Final = "/admin"
 _HOST: Final = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)\]|(?P<name>[^:\[\]]+))(?::[0-9]*)?")
-_PRIORITY: Final = "kvloom.priority"
+METRICS_PATH: Final = "/metrics"
+_ADMIN_FILE: Final = "a key of admin_key_file"
 _OWN_PAGE: Final = frozenset({"same-origin", "none"})  # "none": a person has typed the address
 
 
@@ -33,6 +38,10 @@ class Keys:
     """Keys for everything."""
     secret: str | None = None
     """The fleet's own key, made at its start, which is for everything as well."""
+    ring: KeyRing | None = None
+    """Keys with names. If there is a ring, completions need a key, even if the ring is empty."""
+    share: Literal["auto", "all", "key"] = "auto"
+    """With whom a key shares prefixes: with all, or with itself; `auto` lets keys without names share."""
 
 
 class RequireKey:
@@ -40,7 +49,8 @@ class RequireKey:
 
     /admin and /verbs need an admin key. If there are no keys at all, they need a caller on this machine that
     is not a page of another site in a browser. If there are API keys, every other path needs a key of either
-    kind, except those that the table of routes opens to anyone.
+    kind, except those that the table of routes opens to anyone. /metrics, which tells of all keys, is closed
+    to keys with names that are no admin's.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
@@ -49,39 +59,76 @@ class RequireKey:
         self._priorities = {key.encode(): one for key, one in keys.api.items() if one is not None}
         self._admin = [key.encode() for key in keys.admin]
         self._secret = [] if keys.secret is None else [keys.secret.encode()]
+        self._ring = keys.ring
+        self._share = keys.share
+        self._signs = (keys.secret or secrets.token_urlsafe()).encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (error := self._problem(scope)):
-            await error_response(scope, error)(scope, receive, send)
-            return
-        if scope["type"] == "http" and (most := self._priority(scope)) is not None:
-            scope.setdefault("state", {})[_PRIORITY] = most
+        if scope["type"] == "http":
+            given = dict(scope["headers"]).get(b"authorization")
+            access = self._identify(scope, given)
+            if error := self._problem(scope, given, access):
+                await error_response(scope, error)(scope, receive, send)
+                return
+            allow(scope, access)
         await self._app(scope, receive, send)
 
-    def _problem(self, scope: Scope) -> KvloomError | None:
-        given = dict(scope["headers"]).get(b"authorization")
-        known = _known(given, self._api), _known(given, self._admin), _known(given, self._secret)
-        if any(known[1:]):
+    def _identify(self, scope: Scope, given: bytes | None) -> Access:
+        """Returns who calls, also if that is not let in."""
+        scheme, _, text = (given or b"").partition(b" ")
+        key = text.strip() if scheme.lower() == b"bearer" else b""
+        named = None if self._ring is None else self._ring.find(key)
+        if named is not None:
+            name, shares = named.key.name, self._share == "all"
+            return Access(
+                tenant=name,
+                known=True,
+                salt="" if shares else name,
+                shows_cached=not shares,
+                priority=named.key.priority,
+                admin=name if named.key.admin else None,
+                key=named,
+            )
+        own, fleets, api = (_is_one(key, keys) for keys in (self._admin, self._secret, self._api))
+        if not (own or fleets or api):
+            return Access(tenant=_address(scope))
+        # of a key that may be short, and would be found by its plain digest
+        sign = "#" + hmac.new(self._signs, key, "sha256").hexdigest()[:16]
+        return Access(
+            tenant=sign,
+            known=True,
+            salt=sign if self._share == "key" else "",
+            priority=self._priorities.get(key),
+            admin=_ADMIN_FILE if own else FLEET if fleets else None,
+        )
+
+    def _problem(self, scope: Scope, given: bytes | None, access: Access) -> KvloomError | None:
+        path, key = scope["path"], access.key
+        if key is not None and self._ring is not None and self._ring.is_over(key):
+            return None if path in OPEN_PATHS else Unauthorized(f"the key of {key.key.name} has expired")
+        if access.admin is not None:
             return None
         if is_admin(scope):
-            return self._refuse_admin(scope, given, known=known[0])
-        if not self._api or known[0] or scope["path"] in OPEN_PATHS:
+            return self._refuse_admin(scope, given, known=access.known)
+        if key is not None and path == METRICS_PATH:
+            return Forbidden(f"{path} tells of all keys: it needs an admin key, or one of `api_key_file`")
+        if not self._locked or access.known or path in OPEN_PATHS:
             return None
         return _unauthorized(given, "API key")
 
-    def _priority(self, scope: Scope) -> int | None:
-        """Returns the most urgent priority that the caller's key gives."""
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return self._priorities.get(given.partition(b" ")[2].strip())
+    @property
+    def _locked(self) -> bool:
+        """Returns whether completions need a key."""
+        return bool(self._api) or self._ring is not None
 
     def _refuse_admin(self, scope: Scope, given: bytes | None, *, known: bool) -> KvloomError | None:
-        if self._admin:
+        if self._admin or (self._ring is not None and self._ring.has_admin):
             if known:
                 return Forbidden(
                     "an API key was given; this path needs an admin key, one of `admin_key_file`"
                 )
             return _unauthorized(given, "admin key")
-        if self._api:
+        if self._locked:
             return Forbidden("this path needs an admin key, and none is set; `admin_key_file` sets some")
         if (wrong := _stranger(scope)) is None:
             return None
@@ -90,7 +137,7 @@ class RequireKey:
 
 def priority(scope: Scope, asked: int | None) -> int:
     """Returns the priority of a request that asks for `asked`, if for any: at most what its key gives."""
-    most: int | None = scope.get("state", {}).get(_PRIORITY)
+    most = access_of(scope).priority
     if most is None:
         return asked or 0
     return most if asked is None else max(asked, most)
@@ -101,11 +148,10 @@ def is_admin(scope: Scope) -> bool:
     return is_verb(scope) or path == ADMIN_PATH or path.startswith(ADMIN_PATH + "/")
 
 
-def _known(given: bytes | None, keys: list[bytes]) -> bool:
-    scheme, _, key = (given or b"").partition(b" ")
+def _is_one(key: bytes, keys: list[bytes]) -> bool:
     # Every key is compared in full, so that the time that it takes tells nothing.
-    matches = [hmac.compare_digest(key.strip(), one) for one in keys]
-    return any(matches) and scheme.lower() == b"bearer"
+    matches = [hmac.compare_digest(key, one) for one in keys]
+    return key != b"" and any(matches)
 
 
 def _unauthorized(given: bytes | None, what: str) -> Unauthorized:
@@ -133,6 +179,20 @@ def _stranger(scope: Scope) -> str | None:
     if not _OWN_PAGE.issuperset(_values(scope, b"sec-fetch-site")):
         return "this path is open to no page of another site, as the Sec-Fetch-Site header says this is"
     return None
+
+
+def _address(scope: Scope) -> str:
+    """Returns the caller's address; of IPv6 the network of 64 bits, all of which one machine may have."""
+    client = scope.get("client")
+    try:
+        address = ip_address(client[0].partition("%")[0]) if client else None
+    except ValueError:
+        address = None
+    if not isinstance(address, IPv6Address):
+        return str(address) if address else str(client[0]) if client else ""
+    if address.ipv4_mapped:
+        return str(address.ipv4_mapped)
+    return str(IPv6Network((address, 64), strict=False))
 
 
 def _values(scope: Scope, name: bytes) -> list[str]:

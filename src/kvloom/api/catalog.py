@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -48,6 +49,10 @@ class UnreadModel:
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
+def _any(_: str) -> bool:
+    return True
+
+
 class Catalog:
     """Knows the models that the engines serve.
 
@@ -65,29 +70,34 @@ class Catalog:
         self._loading = asyncio.Lock()
         self._numbers = count()
 
-    async def models(self) -> list[ServedModel]:
+    async def models(self, may_use: Callable[[str], bool] = _any) -> list[ServedModel]:
+        """Returns the models of which the caller may know."""
         await self._refresh()
-        unread = [model for model in self._models.values() if isinstance(model, UnreadModel)]
+        unread = [
+            model for name, model in self._models.items() if isinstance(model, UnreadModel) and may_use(name)
+        ]
         await asyncio.gather(*map(self._read, unread))
-        return self._readable()
+        return self._readable(may_use)
 
-    async def get(self, name: str) -> ServedModel:
-        if name not in self._models:
+    async def get(self, name: str, may_use: Callable[[str], bool] = _any) -> ServedModel:
+        """To a caller that may not use it, a model is as one that there is not."""
+        if name not in self._models or not may_use(name):
             await self._refresh()
-        found = self._models.get(name)
+        found = self._models.get(name) if may_use(name) else None
         if isinstance(found, UnreadModel):
             found = await self._read(found)
         if found is None:
-            served = (
-                ", ".join(sorted(name for name, one in self._models.items() if _may_serve(one))) or "none"
-            )
+            names = sorted(one for one, model in self._models.items() if _may_serve(model) and may_use(one))
+            served = ", ".join(names) or "none"
             raise UnknownModel(f"the model '{name[:200]}' does not exist; served: {served}", param="model")
         if isinstance(found, UnreadableModel):
             raise Unavailable(found.why, param="model")
         return found
 
-    def _readable(self) -> list[ServedModel]:
-        return [model for model in self._models.values() if isinstance(model, ServedModel)]
+    def _readable(self, may_use: Callable[[str], bool] = _any) -> list[ServedModel]:
+        return [
+            model for name, model in self._models.items() if isinstance(model, ServedModel) and may_use(name)
+        ]
 
     async def _refresh(self) -> None:
         async with self._asking:

@@ -41,6 +41,13 @@ class NoSuchRoute(KvloomError):
     status: ClassVar[int] = 404
 
 
+class RateLimited(KvloomError):
+    """A key with a name has used what it may."""
+
+    code: ClassVar[str] = "rate_limit_exceeded"
+    status: ClassVar[int] = 429
+
+
 class Forbidden(KvloomError):
     """The caller may not do this, with a known key or with none."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import get_args
 
@@ -21,6 +22,20 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 UNKNOWN = "unknown"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+@dataclass(slots=True)
+class KeyCounts:
+    """What was done for one key with a name."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    refusals: dict[str, int] = field(default_factory=dict)
+    """By the limit that was reached."""
+
+    def refuse(self, limit: str) -> None:
+        self.refusals[limit] = self.refusals.get(limit, 0) + 1
 
 
 class Metrics:
@@ -44,16 +59,21 @@ class Metrics:
         return Watch(self)
 
     def render(
-        self, loads: Mapping[str, UnitLoad], services: Mapping[str, Service], moves: Mapping[str, int]
+        self,
+        loads: Mapping[str, UnitLoad],
+        services: Mapping[str, Service],
+        moves: Mapping[str, int],
+        keys: Mapping[str, KeyCounts],
     ) -> bytes:
         """Returns all metrics as Prometheus reads them.
 
-        `loads` holds the reports of the units that answer, `services` the states of all units, and `moves`
-        the number of moved requests by outcome.
+        `loads` holds the reports of the units that answer, `services` the states of all units, `moves` the
+        number of moved requests by outcome, and `keys` the counts of keys by their names.
         """
         whole = CollectorRegistry()
         whole.register(_WithoutTimes(self._registry))
         whole.register(_EngineLoads(loads, services, moves))
+        whole.register(_Keys(keys))
         return generate_latest(whole)
 
     def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
@@ -156,6 +176,13 @@ _TOTALS: tuple[tuple[str, str, Callable[[ModelLoad], int]], ...] = (
 )
 
 
+_OF_KEYS: tuple[tuple[str, str, Callable[[KeyCounts], int]], ...] = (
+    ("kvloom_key_requests", "Requests of a key that began.", lambda counts: counts.requests),
+    ("kvloom_key_prompt_tokens", "Prompt tokens of a key's requests.", lambda counts: counts.prompt_tokens),
+    ("kvloom_key_output_tokens", "Tokens made for a key.", lambda counts: counts.output_tokens),
+)
+
+
 class _WithoutTimes:
     """Collects a registry's metrics without the times at which each series began.
 
@@ -169,6 +196,27 @@ class _WithoutTimes:
         for metric in self._registry.collect():
             metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
             yield metric
+
+
+class _Keys:
+    """Collects the counts of the keys that there are now, so that there are no more labels than keys."""
+
+    def __init__(self, keys: Mapping[str, KeyCounts]) -> None:
+        self._keys = keys
+
+    def collect(self) -> Iterator[Metric]:
+        for name, text, value in _OF_KEYS:
+            counter = CounterMetricFamily(name, text, labels=["key"])
+            for key, counts in self._keys.items():
+                counter.add_metric([key], value(counts))
+            yield counter
+        refusals = CounterMetricFamily(
+            "kvloom_key_refusals", "Requests of a key that were refused.", labels=["key", "limit"]
+        )
+        for key, counts in self._keys.items():
+            for limit, count in counts.refusals.items():
+                refusals.add_metric([key, limit], count)
+        yield refusals
 
 
 class _EngineLoads:

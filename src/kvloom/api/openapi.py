@@ -24,7 +24,7 @@ _MEANINGS: Final = {
     404: "No such model or path.",
     408: "The body took too long to come.",
     413: "The body is too large.",
-    429: "The queue is full; `Retry-After` says when to come again.",
+    429: "The queue is full, or the key has used what it may; `Retry-After` says when to come again.",
     500: "Something broke; the server's log has the details.",
     503: "The engine cannot be reached.",
 }

@@ -176,6 +176,11 @@ class GenerationBody(Body):
         return self.n or 1
 
     @property
+    def most_tokens(self) -> int | None:
+        """Returns the most tokens of a choice, if the request names a number."""
+        return self.max_tokens
+
+    @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 

@@ -110,6 +110,10 @@ class ChatBody(GenerationBody):
         return self
 
     @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
     def forces_tool(self) -> bool:
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvloom.api.access.audit import note
 from kvloom.api.bodies import decode, read_body
 from kvloom.api.errors import (
     JSON,
@@ -48,6 +49,7 @@ class GenerateVerb:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         body = decode(request, await read_body(request, self._max_body), StartGenerate)
+        note(scope, body)
         async with aclosing(self._client.start_generate(body)) as frames:
             with suppress(ClientDisconnect):
                 await while_connected(receive, self.stream(frames, request, send))
@@ -130,6 +132,8 @@ def verb_routes(client: EngineClient, max_body: int = MAX_BODY) -> list[Route]:
 def _route(verb: Verb[Any, Any], ask: Callable[[Any], Coroutine[Any, Any, object]], max_body: int) -> Route:
     async def endpoint(request: Request) -> Response:
         body = None if verb.reports else decode(request, await read_body(request, max_body), verb.body)
+        if body is not None:
+            note(request.scope, body)
         asked = ask(body)
         return answer(request, await (while_connected(request.receive, asked) if verb.waits else asked))
 

@@ -41,6 +41,9 @@ CONFIG.yaml, with the defaults:
   max_connections: 4096  # that one address may have open
   api_key_file: keys.txt # one key a line, or KEY priority=-1; none: for all
   admin_key_file: own.txt # of those who may administer the fleet
+  keys: keys.yaml        # keys with names and limits: see `kvloom key --help`
+  share_prefixes: auto   # or all, key: who finds whose prompts cached
+  audit_file: audit.jsonl # what administrators did; left out, the log has it
   models:
     chat: Qwen/Qwen3-0.6B
     code: {path: /models/coder, dtype: auto, rate: 1.0, max_context: 4096}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Self, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import (
     BeforeValidator,
@@ -41,6 +41,7 @@ from kvloom.config.fields import (
     read_keys,
     show_size,
 )
+from kvloom.config.keys import read_key_file
 from kvloom.config.machine import Machine
 from kvloom.config.units import (
     ConfiguredEngine,
@@ -68,6 +69,11 @@ from kvloom.types.spec import EngineSpec, Plane, Policy, SchedulerSpec, WeaveSpe
 DEMO: Final = Path(__file__).resolve().parents[1] / "demo"
 DEMO_SETTINGS: Final = {"block_bytes": "4KiB", "kv_memory": "64MiB"}
 Keys = TypeVar("Keys")
+_READ: Final[Mapping[str, Callable[[Path], object]]] = {
+    "api_key_file": read_api_keys,
+    "admin_key_file": read_keys,
+    "keys": read_key_file,
+}
 
 
 class Config(ConfigSection):
@@ -94,6 +100,9 @@ class Config(ConfigSection):
     watchdog: Watchdog = Field(default="30s", validate_default=True)
     api_key_file: Path | None = None
     admin_key_file: Path | None = None
+    keys: Path | None = None
+    share_prefixes: Literal["auto", "all", "key"] = "auto"
+    audit_file: Path | None = None
     max_body: Annotated[Size, Field(ge=1024, le=1 << 30)] = 8 << 20
     max_connections: Count = 4096
     models: Annotated[dict[str, ModelConfig], Field(min_length=1)]
@@ -116,14 +125,21 @@ class Config(ConfigSection):
             )
         return value
 
-    @field_validator("api_key_file", "admin_key_file")
+    @field_validator("api_key_file", "admin_key_file", "keys")
     @classmethod
     def _readable(cls, value: Path | None, info: ValidationInfo) -> Path | None:
         if value is None:
             return None
         path = Surroundings.of(info).folder / value.expanduser()
-        read = read_api_keys if info.field_name == "api_key_file" else read_keys
-        read(path)
+        _READ[str(info.field_name)](path)
+        return path
+
+    @field_validator("audit_file")
+    @classmethod
+    def _in_a_folder(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        path = None if value is None else Surroundings.of(info).folder / value.expanduser()
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise ValueError(f"{path}; a file in a folder that is there is right")
         return path
 
     @field_validator("models")

@@ -330,7 +330,7 @@ _FURTHEST: Final = 1 << 31  # what a request's priority may be
 def read_keys(path: Path) -> frozenset[str]:
     """Returns the keys in the file, without empty lines and lines that start with #. Raises ValueError."""
     try:
-        lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
+        lines = [line.strip() for line in path.read_text("utf-8-sig").splitlines()]
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; a text file with one key a line is right") from error
     except UnicodeDecodeError as error:

@@ -10,15 +10,17 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Final
 
 import uvloop
 
+from kvloom.api.access.audit import Audit
+from kvloom.api.access.keyring import KeyFile, KeyRing
 from kvloom.api.admin import Admin
 from kvloom.api.app import create_app
 from kvloom.api.auth import Keys
@@ -31,6 +33,7 @@ from kvloom.router.program import Program, load_program
 from kvloom.router.rescheduling import Rescheduler
 from kvloom.router.router import Router
 from kvloom.router.units import FleetLink
+from kvloom.serve.processes.log import AppendedFile, Background
 from kvloom.serve.processes.messages import GatewayOrder, News, Ready, Report, RetireOrder, kept_cards
 from kvloom.serve.processes.parent import Parent, run_child
 from kvloom.serve.processes.texts import TextProcesses
@@ -89,13 +92,21 @@ async def gateway(
             mirror, router.units, seconds=order.drain, memory=order.memory, cores=order.cores
         )
         rescheduler = await stack.enter_async_context(Rescheduler(router, clock, orders))
+        trail = stack.enter_context(audit(order.audit_file))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         texts = await stack.enter_async_context(TextProcesses())
+        following = None
+        ring: KeyRing | None = None
+        if order.keys:
+            file = KeyFile(Path(order.keys), Path(order.sockets, "keys.kept"))
+            ring = file.open()
+            changed = partial(trail.keys_changed, order.keys)
+            following = tasks.create_task(file.follow(ring, clock, changed))
         app = create_app(
             router,
-            keys=Keys(order.api_keys, order.admin_keys, order.secret),
+            keys=Keys(order.api_keys, order.admin_keys, order.secret, ring, order.share_prefixes),
             max_body=order.max_body,
-            admin=Admin(router, orders, rescheduler),
+            admin=Admin(router, orders, rescheduler, trail),
             moves=lambda: rescheduler.moves,
             texts=texts,
         )
@@ -110,6 +121,24 @@ async def gateway(
         last = tasks.create_task(end_streams(router, ending, clock))
         yield GatewayServer(mirror, server, order.drain, ending)
         last.cancel()
+        if following is not None:
+            following.cancel()
+
+
+@contextmanager
+def audit(file: str) -> Iterator[Audit]:
+    """Gives an audit trail that goes to the file, or to the log if no file is named."""
+    if not file:
+        yield Audit()
+        return
+    lines = Background(
+        "audit", lambda lost: _log.error("%s: %d lines of the audit trail are lost", file, lost)
+    )
+    append = AppendedFile(Path(file)).append
+    try:
+        yield Audit(lambda line: lines.post(lambda: append(line)))
+    finally:
+        lines.close()
 
 
 async def end_streams(router: Router, ending: asyncio.Event, clock: Clock) -> None:

@@ -200,7 +200,9 @@ class Supervisor:
         models = {name: model.path for name, model in self._config.models.items()}
         chatty = {name for process in self._wanted() for name in process.chat}
         chat = [name for name in models if name in chatty]
-        self._screen.ready(self._roles.url, models, chat, locked=self._config.api_key_file is not None)
+        self._screen.ready(
+            self._roles.url, models, chat, locked=bool(self._config.api_key_file or self._config.keys)
+        )
 
     def _schedule(self) -> None:
         """Starts a fleet scheduler once there is something to move or to start, if there is none yet."""

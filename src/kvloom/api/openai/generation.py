@@ -7,16 +7,18 @@ import codecs
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from secrets import randbits
 from time import time
 from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 import msgspec
+from msgspec.structs import replace as with_fields
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvloom.api.access.tenants import NOBODY, Access, access_of
 from kvloom.api.auth import priority
 from kvloom.api.bodies import OPEN_BYTES, PARSED, Account, account, parse, read_body
 from kvloom.api.catalog import Catalog, ServedModel
@@ -300,7 +302,8 @@ class EndpointContext:
             body = parse(form, raw)
             del raw
             body.priority = priority(request.scope, body.priority)
-        coming, stream = self._prepared(body, prepare, watch, held), bool(body.stream)
+            access = access_of(request.scope)
+        coming, stream = self._prepared(body, prepare, watch, held, access), bool(body.stream)
         if stream:
             return EventStream(_stream(coming))
         answer = await while_connected(request.receive, _whole(coming, held))
@@ -312,12 +315,14 @@ class EndpointContext:
         prepare: Callable[[Body, ServedModel, Watch], Awaitable[Answering]],
         watch: Watch,
         held: Account,
+        access: Access,
     ) -> Answering:
         """Runs while the client is connected, and has the request's body only until it is prepared."""
         with watch.preparing():
-            model = await self.catalog.get(body.model)
+            model = await self.catalog.get(body.model, access.may_use)
             watch.model = model.card.name
-            answering = await prepare(body, model, watch)
+            answering = replace(await prepare(body, model, watch), access=access)
+            answering.begin(body.most_tokens)
             held.settle(answering.bytes_held)
             return answering
 
@@ -373,6 +378,17 @@ class Answering:
     writer: Writer
     generations: Sequence[Generation]
     watch: Watch
+    access: Access = NOBODY
+
+    def begin(self, most: int | None) -> None:
+        """Notes for whom the engine is asked, and takes the request's tokens off the caller's limit. most:
+        tokens of a choice, if the request names a number. Raises RateLimited."""
+        access = self.access
+        for one in self.generations:
+            one.body = with_fields(one.body, tenant=access.tenant, salt=access.salt)
+        if access.grant is not None:
+            prompt, _ = self._counts()
+            access.grant.reserve(prompt, (most or 0) * sum(one.body.n for one in self.generations))
 
     @property
     def bytes_held(self) -> int:
@@ -413,12 +429,14 @@ class Answering:
 
         with self.watch.answering(self._counts):
             await self._run(keep)
+            if self.access.grant is not None:
+                self.access.grant.settle()  # before the head of the answer tells what is left
             return self.writer.answer(self.usage())
 
     async def _run(self, tell: Callable[[int, list[Piece]], Awaitable[None]]) -> None:
         """Runs all generations at the same time, and tells their pieces with the generation's number as they
         come. The first error ends them all."""
-        client = self.gateway.client
+        client, tell = self.gateway.client, self._counted(tell)
         if len(self.generations) == 1:
             await self.generations[0].run(client, partial(tell, 0))
             return
@@ -432,13 +450,30 @@ class Answering:
             for at, generation in enumerate(self.generations):
                 group.create_task(run(at, generation))
 
+    def _counted(
+        self, tell: Callable[[int, list[Piece]], Awaitable[None]]
+    ) -> Callable[[int, list[Piece]], Awaitable[None]]:
+        """Returns `tell`, which counts the tokens against the caller's limit, if the caller has any."""
+        grant = self.access.grant
+        if grant is None:
+            return tell
+        made = [0] * len(self.generations)
+
+        async def counted(at: int, pieces: list[Piece]) -> None:
+            by_now = self.generations[at].output_tokens
+            grant.made(by_now - made[at])
+            made[at] = by_now
+            await tell(at, pieces)
+
+        return counted
+
     def _counts(self) -> tuple[int, int]:
         prompt = sum(len(one.body.prompt) for one in self.generations)
         return prompt, sum(one.output_tokens for one in self.generations)
 
     def usage(self) -> dict[str, Any]:
         prompt, output = self._counts()
-        cached = sum(one.cached_tokens for one in self.generations)
+        cached = sum(one.cached_tokens for one in self.generations) if self.access.shows_cached else 0
         return {
             "prompt_tokens": prompt,
             "completion_tokens": output,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import secrets
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import uvloop
@@ -88,14 +91,29 @@ async def measured_hosting(
     """Measures what `kvloom serve` does besides jobs. Raises ConfigError if it does not answer."""
     cost, longest = Measured(profile), min(engine.max_running for engine in config.engines)
     loads = serving_loads(cost, list(profile.shapes), effort, most=longest)
-    return await measure_serving(
-        arguments,
-        min(config.api_keys(), default=None),
-        list(profile.shapes),
-        cost.between,
-        loads,
-        lambda text: console.print(f"serving: {text}", style="dim"),
-    )
+    with _with_key(config, arguments) as (key, given):
+        return await measure_serving(
+            given,
+            key,
+            list(profile.shapes),
+            cost.between,
+            loads,
+            lambda text: console.print(f"serving: {text}", style="dim"),
+        )
+
+
+@contextmanager
+def _with_key(config: Config, arguments: Sequence[str]) -> Iterator[tuple[str | None, Sequence[str]]]:
+    """Gives an API key of the config, and the arguments with which it is one. Of keys with names nothing is
+    known that could be sent, so that one is made."""
+    if config.keys is None or config.api_key_file is not None:
+        yield min(config.api_keys(), default=None), arguments
+        return
+    with tempfile.NamedTemporaryFile("w", prefix="kvloom-") as file:
+        key = secrets.token_hex()
+        file.write(key)
+        file.flush()
+        yield key, [*arguments, "--api-key-file", file.name]
 
 
 def whole_machine(config: Config) -> EngineSpec:

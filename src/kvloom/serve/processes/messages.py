@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -39,6 +40,7 @@ class GatewayOrder(Struct, frozen=True, kw_only=True):
     listener: int
     """The descriptor of the listening socket, which it inherits."""
     api_keys: dict[str, int | None]
+    """Keys without names."""
     max_body: int
     max_connections: int
     """Those of one address."""
@@ -49,6 +51,11 @@ class GatewayOrder(Struct, frozen=True, kw_only=True):
     sockets: str
     """Where the engines' sockets are."""
     admin_keys: frozenset[str] = frozenset()
+    keys: str = ""
+    """The file of keys with names; empty if there is none."""
+    share_prefixes: Literal["auto", "all", "key"] = "auto"
+    audit_file: str = ""
+    """Where the audit trail is written; empty for the log."""
     memory: int = 0
     """Bytes that were free on the machine before the fleet began."""
     cores: int = 0

@@ -1,0 +1,1 @@
+"""Who calls, what the caller may do and how much of it, and what administrators have done."""
