@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv6Address, ip_address
 from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvloom.api.errors import Forbidden, error_response, is_verb
+from kvloom.api.access.origins import refuse_page
+from kvloom.api.access.proxies import PROXIED
+from kvloom.api.errors import CertificateRequired, Forbidden, error_response, is_verb
 from kvloom.api.routes import PUBLIC, Caller
 from kvloom.types.errors import KvloomError, Unauthorized
 
@@ -43,8 +45,13 @@ class RequireKey:
     kind, except those that the table of routes opens to anyone.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Keys, *, origins: Collection[str] = (), certified: bool = False
+    ) -> None:
+        """origins: those whose pages may ask without a key; certified: an admin needs a certificate."""
         self._app = app
+        self._origins = frozenset(origins)
+        self._certified = certified
         self._api = [key.encode() for key in keys.api]
         self._priorities = {key.encode(): one for key, one in keys.api.items() if one is not None}
         self._admin = [key.encode() for key in keys.admin]
@@ -61,12 +68,17 @@ class RequireKey:
     def _problem(self, scope: Scope) -> KvloomError | None:
         given = dict(scope["headers"]).get(b"authorization")
         known = _known(given, self._api), _known(given, self._admin), _known(given, self._secret)
+        by_certificate = self._certified and is_admin(scope) and not known[2]
+        if by_certificate and ((error := _uncertified(scope)) or not self._admin):
+            return error
         if any(known[1:]):
             return None
         if is_admin(scope):
             return self._refuse_admin(scope, given, known=known[0])
-        if not self._api or known[0] or scope["path"] in OPEN_PATHS:
+        if known[0] or scope["path"] in OPEN_PATHS:
             return None
+        if not self._api:
+            return refuse_page(scope, self._origins)
         return _unauthorized(given, "API key")
 
     def _priority(self, scope: Scope) -> int | None:
@@ -121,18 +133,36 @@ def _stranger(scope: Scope) -> str | None:
     reads, like an image or a link; for these, the browser itself says in Sec-Fetch-Site where they come from
     (Fetch Metadata, section 2.3).
     """
-    hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
+    hosts = _values(scope, b"host")
     client = scope.get("client")
+    if scope.get(PROXIED):
+        return "this path is open to callers on the server's own machine only, and not to a proxy's"
     if client is not None:
         if not _is_loopback(client[0]):
             return "this path is open to callers on the server's own machine only"
         if len(hosts) != 1 or not _is_local(hosts[0]):
             return "this path is open where the Host header is a loopback address or `localhost` only"
+    return _foreign(scope)
+
+
+def _foreign(scope: Scope) -> str | None:
+    """Returns why the caller may be a page of another site, or None if it is not."""
+    hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
     if any(origin.rpartition("://")[2] not in hosts for origin in origins):
         return "this path is open where the Origin header, if there is one, is the server's own only"
     if not _OWN_PAGE.issuperset(_values(scope, b"sec-fetch-site")):
         return "this path is open to no page of another site, as the Sec-Fetch-Site header says this is"
     return None
+
+
+def _uncertified(scope: Scope) -> KvloomError | None:
+    """Returns why the certificate that a connection has shown does not open this path, or None if it does. A
+    proxy's is not that of whoever it speaks for, and a browser shows one for every page."""
+    if not scope.get("extensions", {}).get("tls", {}).get("client_cert_name") or scope.get(PROXIED):
+        return CertificateRequired(
+            "this path needs a client certificate that an authority of `client_ca` signed"
+        )
+    return Forbidden(wrong) if (wrong := _foreign(scope)) else None
 
 
 def _values(scope: Scope, name: bytes) -> list[str]:

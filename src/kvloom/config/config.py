@@ -25,13 +25,16 @@ from kvloom.config.fields import (
     Count,
     Memory,
     NoNull,
+    Origins,
     Priorities,
     Program,
+    Proxies,
     Seconds,
     Size,
     Some,
     Surroundings,
     Threads,
+    Timeout,
     explain,
     no_bool,
     read_api_keys,
@@ -39,6 +42,7 @@ from kvloom.config.fields import (
     show_size,
 )
 from kvloom.config.machine import Machine
+from kvloom.config.tls import TlsConfig
 from kvloom.config.units import (
     ConfiguredEngine,
     Device,
@@ -89,6 +93,10 @@ class Config(ConfigSection):
     patience: Seconds = Field(default=f"{PATIENCE:g}s", validate_default=True)
     api_key_file: Path | None = None
     admin_key_file: Path | None = None
+    tls: Annotated[TlsConfig | None, NoNull] = None
+    proxies: Proxies = Field(default=[], validate_default=True)
+    allow_origins: Origins = Field(default=[], validate_default=True)
+    request_timeout: Timeout = None
     max_body: Annotated[Size, Field(ge=1024, le=1 << 30)] = 8 << 20
     models: Annotated[dict[str, ModelConfig], Field(min_length=1)]
     units: Annotated[Annotated[tuple[UnitConfig, ...], Some] | None, NoNull] = None

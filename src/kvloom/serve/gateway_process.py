@@ -13,7 +13,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Final
 
@@ -34,6 +34,7 @@ from kvloom.router.units import FleetLink
 from kvloom.serve.processes.messages import GatewayOrder, News, Ready, Report, RetireOrder, kept_cards
 from kvloom.serve.processes.parent import Parent, run_child
 from kvloom.serve.server import ClientConnection, HttpServer
+from kvloom.serve.tls import Certificates, TlsServer
 from kvloom.types.clock import Clock, WallClock
 from kvloom.types.errors import ConfigError
 
@@ -95,10 +96,16 @@ async def gateway(
             max_body=order.max_body,
             admin=Admin(router, orders, rescheduler),
             moves=lambda: rescheduler.moves,
+            proxies=order.proxies,
+            origins=order.allow_origins,
+            certified=order.tls is not None and order.tls.client_ca is not None,
+            request_seconds=order.request_timeout,
         )
-        server = HttpServer(
-            app, connection=ClientConnection, grace=GRACE_SECONDS, ready=lambda: report(Ready())
-        )
+        make: Callable[..., HttpServer] = HttpServer
+        if order.tls is not None:
+            certificates = Certificates(order.tls, Path(order.sockets), clock)
+            make = partial(TlsServer, certificates=certificates)
+        server = make(app, connection=ClientConnection, grace=GRACE_SECONDS, ready=lambda: report(Ready()))
         ending = asyncio.Event()
         last = tasks.create_task(end_streams(router, ending, clock))
         yield GatewayServer(mirror, server, order.drain, ending)

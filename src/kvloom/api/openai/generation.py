@@ -22,7 +22,7 @@ from kvloom.api.bodies import parse
 from kvloom.api.catalog import Catalog, ServedModel
 from kvloom.api.metrics import Metrics, Watch
 from kvloom.api.schemas import GenerationBody
-from kvloom.api.stream import EventStream, Write, while_connected
+from kvloom.api.stream import EventStream, TimeLimit, Write, while_connected
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.types.client import ModelServer
 from kvloom.types.clock import together
@@ -281,6 +281,8 @@ class EndpointContext:
     client: ModelServer
     catalog: Catalog
     metrics: Metrics
+    seconds: float | None = None
+    """What a request may take; None for as long as it likes."""
 
     async def answer(
         self,
@@ -290,13 +292,15 @@ class EndpointContext:
     ) -> Response:
         """Answers a request whose body has this form with what `prepare` makes of it."""
         watch = self.metrics.watch()
+        limit = TimeLimit(self.seconds)
         with watch.preparing():
-            body = parse(form, await request.body())
-            body.priority = priority(request.scope, body.priority)
-            model = await self.catalog.get(body.model)
-            watch.model = model.card.name
-            answering = await prepare(body, model, watch)
-        return await answering.respond(request, stream=bool(body.stream))
+            async with limit.kept():
+                body = parse(form, await request.body())
+                body.priority = priority(request.scope, body.priority)
+                model = await self.catalog.get(body.model)
+                watch.model = model.card.name
+                answering = await prepare(body, model, watch)
+        return await answering.respond(request, limit, stream=bool(body.stream))
 
 
 def new_id(prefix: str) -> str:
@@ -343,13 +347,13 @@ class Answering:
     generations: Sequence[Generation]
     watch: Watch
 
-    async def respond(self, request: Request, *, stream: bool) -> Response:
+    async def respond(self, request: Request, limit: TimeLimit, *, stream: bool) -> Response:
         if stream:
-            return EventStream(self._stream)
-        body = await while_connected(request.receive, self._whole())
+            return EventStream(partial(self._stream, limit))
+        body = await while_connected(request.receive, self._whole(limit))
         return Response(body, media_type="application/json")
 
-    async def _stream(self, write: Write) -> None:
+    async def _stream(self, limit: TimeLimit, write: Write) -> None:
         chunk, made_tokens = self.writer.chunk, False
 
         async def tell(at: int, pieces: list[Piece]) -> None:
@@ -362,16 +366,18 @@ class Answering:
                 await write(body)
 
         with self.watch.answering(self._counts):
-            await self._run(tell)
+            async with limit.kept():
+                await self._run(tell)
             await write(self.writer.last_chunk(self.usage()))
 
-    async def _whole(self) -> bytes:
+    async def _whole(self, limit: TimeLimit) -> bytes:
         async def keep(at: int, pieces: list[Piece]) -> None:
             for piece in pieces:
                 self.writer.add(at, piece)
 
         with self.watch.answering(self._counts):
-            await self._run(keep)
+            async with limit.kept():
+                await self._run(keep)
             return self.writer.answer(self.usage())
 
     async def _run(self, tell: Callable[[int, list[Piece]], Awaitable[None]]) -> None:

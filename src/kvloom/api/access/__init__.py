@@ -1,0 +1,1 @@
+"""Who asks: callers behind proxies, and pages in browsers."""
