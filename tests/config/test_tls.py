@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from ssl import TLSVersion, VerifyMode
 from typing import Any
 
 import pytest
 import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
     Encoding,
+    NoEncryption,
     PrivateFormat,
     load_pem_private_key,
 )
+from cryptography.x509.oid import NameOID
 
 from kvloom.config.config import Config
 from kvloom.config.tls import server_context
@@ -57,6 +63,19 @@ def test_a_certificate(folder: Path) -> None:
     assert not tls.own_authority
     assert server_context(tls.files).minimum_version is TLSVersion.TLSv1_2
     assert server_context(tls.files).verify_mode is VerifyMode.CERT_OPTIONAL
+
+
+def test_a_certificate_that_has_signed_itself(folder: Path) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "me")])
+    now = datetime.now(UTC)
+    made = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + timedelta(days=1))
+    (folder / "self.pem").write_bytes(made.sign(key, SHA256()).public_bytes(Encoding.PEM))
+    (folder / "self.key").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    tls = read(folder, tls={"certificate": "self.pem", "key": "self.key"}).tls
+    assert tls is not None
+    assert tls.own_authority
+    assert tls.names == ()
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvloom.api.app import create_app
 from kvloom.api.auth import Keys
 from kvloom.config.tls import TlsFiles
+from kvloom.serve.scheduler_process import FleetClient
 from kvloom.serve.server import ClientConnection
 from kvloom.serve.tls import Certificates, TlsServer
 from kvloom.types.clock import WallClock
@@ -56,9 +57,11 @@ def run(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 @asynccontextmanager
-async def served(folder: Path, files: TlsFiles, app: ASGIApp = HELLO) -> AsyncIterator[tuple[str, TlsServer]]:
+async def served(
+    folder: Path, files: TlsFiles, app: ASGIApp = HELLO, listener: socket.socket | None = None
+) -> AsyncIterator[tuple[str, TlsServer]]:
     """The server, and its URL."""
-    listener, ready = socket.create_server(("127.0.0.1", 0)), asyncio.Event()
+    listener, ready = listener or socket.create_server(("127.0.0.1", 0)), asyncio.Event()
     url = f"https://127.0.0.1:{listener.getsockname()[1]}"
     certificates = Certificates(files, folder, WallClock())
     server = TlsServer(app, connection=ClientConnection, certificates=certificates, grace=1, ready=ready.set)
@@ -95,11 +98,15 @@ async def shown(url: str, authority: Authority) -> set[str]:
     return names
 
 
-def test_the_official_client(folder: Path, authority: Authority) -> None:
+def test_the_official_client(folder: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
+
     async def play() -> None:
         app = create_app(ScriptedEngine(says("hello world")), keys=Keys({"asker": None}))
-        async with served(folder, authority.sign("cert"), app) as (url, _), client(authority) as http:
-            asked = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="asker", http_client=http, max_retries=0)
+        async with (
+            served(folder, authority.sign("cert"), app) as (url, _),
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="asker", max_retries=0) as asked,
+        ):
             answer = await asked.completions.create(model="tiny", prompt="hi")
             assert answer.choices[0].text == "hello world"
             stream = await asked.completions.create(model="tiny", prompt="hi", stream=True)
@@ -175,6 +182,41 @@ def test_another_certificate_breaks_no_stream(
     lines = [record.getMessage() for record in caplog.records]
     assert [("stays" in line) for line in lines] == [False, True, True, False]
     assert all("\n" not in line and str(folder.parent) in line for line in lines)
+
+
+def test_a_gateway_that_retires_serves_its_streams_to_their_end(
+    folder: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever comes meanwhile is served by the one that takes its place at the same socket."""
+    monkeypatch.setattr("kvloom.serve.server.LINGER_SECONDS", 0.0)
+    go_on = asyncio.Event()
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        async def pieces() -> AsyncIterator[str]:
+            yield "one "
+            await go_on.wait()
+            yield "two"
+
+        await StreamingResponse(pieces())(scope, receive, send)
+
+    async def play() -> None:
+        files = authority.sign("cert")
+        listener = socket.create_server(("127.0.0.1", 0))
+        async with (
+            served(folder, files, slow, listener.dup()) as (url, first),
+            client(authority) as http,
+            http.stream("GET", url) as answer,
+        ):
+            parts = answer.aiter_text()
+            assert await anext(parts) == "one "
+            first.retire(DEADLINE)
+            async with served(folder, files, HELLO, listener), client(authority) as other:
+                for _ in range(5):
+                    assert (await other.get(url, headers={"connection": "close"})).text == "hello"
+                go_on.set()
+                assert await anext(parts) == "two"
+
+    run(play)
 
 
 def test_a_new_gateway_starts_from_what_was_read_last(folder: Path, authority: Authority) -> None:
@@ -300,3 +342,13 @@ def test_a_browsers_or_a_proxys_certificate_is_not_that_of_whoever_uses_it(
 def test_a_certificate_of_another_authority(tmp_path: Path, folder: Path, authority: Authority) -> None:
     stranger = Authority(tmp_path, "stranger").sign("evil", "evil.example")
     assert statuses(folder, authority, Keys(), stranger) == {}
+
+
+def test_the_fleet_scheduler_reaches_a_gateway_behind_tls(folder: Path, authority: Authority) -> None:
+    async def play() -> None:
+        fleet = administered(keys=Keys(secret="fleet"), certified=True)
+        async with served(folder, authority.sign("cert", "elsewhere.example"), fleet.app) as (url, _):
+            state = await FleetClient(url, secret="fleet").state()
+            assert state.loads["unit-0"].free_blocks == 8
+
+    run(play)
