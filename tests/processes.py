@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 DEADLINE: Final = 120.0
-_URL: Final = re.compile(r"http://\S+")
+_URL: Final = re.compile(r"https?://\S+")
 
 
 class Fleet:

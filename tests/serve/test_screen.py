@@ -22,6 +22,8 @@ def test_the_demo_fleet_is_asked_for_a_sum(chat: list[str]) -> None:
 
 
 def test_another_fleet_is_greeted() -> None:
+    command = shlex.split(curl("https://h:1", {"b": "/m/b"}, [], locked=False, authority="/a b/cert.pem"))
+    assert command[:4] == ["curl", "--cacert", "/a b/cert.pem", "https://h:1/v1/completions"]
     command = shlex.split(curl("http://h:1", {"b": "/m/b", "a": "/m/a"}, ["b"], locked=True))
     assert json.loads(command[-1]) == {
         "model": "b",

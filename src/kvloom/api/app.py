@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -14,6 +14,8 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 
+from kvloom.api.access.origins import RequireJson, cors
+from kvloom.api.access.proxies import TrustProxies
 from kvloom.api.access.tenants import MeterRequests, access_of
 from kvloom.api.admin import Admin
 from kvloom.api.auth import Keys, RequireKey
@@ -45,14 +47,21 @@ def create_app(
     texts: Texts | None = None,
     max_body: int = DEFAULT_MAX_BODY,
     body_seconds: float = BODY_SECONDS,
+    proxies: Sequence[str] = (),
+    origins: Sequence[str] = (),
+    certified: bool = False,
+    request_seconds: float | None = None,
 ) -> Starlette:
     """Returns the application. Whoever makes the client closes it.
 
     `moves` tells how many requests have been moved so far, by outcome. There are routes for `admin` if it is
     given. `texts` renders and encodes prompts; without it that is done in this process, and without limits.
+    proxies: the addresses and networks of those that speak for others; origins: those whose pages may ask
+    from a browser; certified: an admin needs a certificate that the listener has verified; request_seconds:
+    what a completion may take, None for as long as it likes.
     """
-    gateway, keys = EndpointContext(client, Catalog(client, texts), Metrics()), keys or Keys()
-    documents = Documents(lambda: admin.units if admin else ())
+    gateway = EndpointContext(client, Catalog(client, texts), Metrics(), request_seconds)
+    keys, documents = keys or Keys(), Documents(lambda: admin.units if admin else ())
     info = _Information(gateway, documents, moves, keys, int(time.time()))
     handlers: dict[str, Handler] = {
         "models": info.models,
@@ -67,7 +76,10 @@ def create_app(
     app = Starlette(
         routes=[*asgi_routes(PUBLIC, handlers), *(admin.routes() if admin else ())],
         middleware=[
-            Middleware(RequireKey, keys=keys),
+            *([Middleware(TrustProxies, proxies=proxies)] if proxies else ()),
+            *([cors(origins)] if origins else ()),
+            Middleware(RequireKey, keys=keys, origins=origins, certified=certified),
+            Middleware(RequireJson),
             Middleware(LimitBody, max_bytes=max_body, max_seconds=body_seconds),
             Middleware(MeterRequests),
         ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv6Address, IPv6Network, ip_address
 from typing import Final, Literal
@@ -14,8 +14,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvloom.api.access.audit import FLEET
 from kvloom.api.access.keyring import KeyRing
+from kvloom.api.access.origins import refuse_page
+from kvloom.api.access.proxies import PROXIED
 from kvloom.api.access.tenants import Access, access_of, allow
-from kvloom.api.errors import Forbidden, error_response, is_verb
+from kvloom.api.errors import CertificateRequired, Forbidden, error_response, is_verb
 from kvloom.api.routes import PUBLIC, Caller
 from kvloom.types.errors import KvloomError, Unauthorized
 
@@ -53,8 +55,13 @@ class RequireKey:
     to keys with names that are no admin's.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Keys, *, origins: Collection[str] = (), certified: bool = False
+    ) -> None:
+        """origins: those whose pages may ask without a key; certified: an admin needs a certificate."""
         self._app = app
+        self._origins = frozenset(origins)
+        self._certified = certified
         self._api = [key.encode() for key in keys.api]
         self._priorities = {key.encode(): one for key, one in keys.api.items() if one is not None}
         self._admin = [key.encode() for key in keys.admin]
@@ -106,14 +113,14 @@ class RequireKey:
         path, key = scope["path"], access.key
         if key is not None and self._ring is not None and self._ring.is_over(key):
             return None if path in OPEN_PATHS else Unauthorized(f"the key of {key.key.name} has expired")
-        if access.admin is not None:
-            return None
         if is_admin(scope):
-            return self._refuse_admin(scope, given, known=access.known)
-        if key is not None and path == METRICS_PATH:
+            return self._admin_problem(scope, given, access)
+        if key is not None and access.admin is None and path == METRICS_PATH:
             return Forbidden(f"{path} tells of all keys: it needs an admin key, or one of `api_key_file`")
-        if not self._locked or access.known or path in OPEN_PATHS:
+        if access.known or path in OPEN_PATHS:
             return None
+        if not self._locked:
+            return refuse_page(scope, self._origins)
         return _unauthorized(given, "API key")
 
     @property
@@ -121,8 +128,18 @@ class RequireKey:
         """Returns whether completions need a key."""
         return bool(self._api) or self._ring is not None
 
+    @property
+    def _has_admin_keys(self) -> bool:
+        return bool(self._admin) or (self._ring is not None and self._ring.has_admin)
+
+    def _admin_problem(self, scope: Scope, given: bytes | None, access: Access) -> KvloomError | None:
+        by_certificate = self._certified and access.admin != FLEET
+        if by_certificate and ((error := _uncertified(scope)) or not self._has_admin_keys):
+            return error
+        return None if access.admin is not None else self._refuse_admin(scope, given, known=access.known)
+
     def _refuse_admin(self, scope: Scope, given: bytes | None, *, known: bool) -> KvloomError | None:
-        if self._admin or (self._ring is not None and self._ring.has_admin):
+        if self._has_admin_keys:
             if known:
                 return Forbidden(
                     "an API key was given; this path needs an admin key, one of `admin_key_file`"
@@ -167,13 +184,21 @@ def _stranger(scope: Scope) -> str | None:
     reads, like an image or a link; for these, the browser itself says in Sec-Fetch-Site where they come from
     (Fetch Metadata, section 2.3).
     """
-    hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
+    hosts = _values(scope, b"host")
     client = scope.get("client")
+    if scope.get(PROXIED):
+        return "this path is open to callers on the server's own machine only, and not to a proxy's"
     if client is not None:
         if not _is_loopback(client[0]):
             return "this path is open to callers on the server's own machine only"
         if len(hosts) != 1 or not _is_local(hosts[0]):
             return "this path is open where the Host header is a loopback address or `localhost` only"
+    return _foreign(scope)
+
+
+def _foreign(scope: Scope) -> str | None:
+    """Returns why the caller may be a page of another site, or None if it is not."""
+    hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
     if any(origin.rpartition("://")[2] not in hosts for origin in origins):
         return "this path is open where the Origin header, if there is one, is the server's own only"
     if not _OWN_PAGE.issuperset(_values(scope, b"sec-fetch-site")):
@@ -193,6 +218,16 @@ def _address(scope: Scope) -> str:
     if address.ipv4_mapped:
         return str(address.ipv4_mapped)
     return str(IPv6Network((address, 64), strict=False))
+
+
+def _uncertified(scope: Scope) -> KvloomError | None:
+    """Returns why the certificate that a connection has shown does not open this path, or None if it does. A
+    proxy's is not that of whoever it speaks for, and a browser shows one for every page."""
+    if not scope.get("extensions", {}).get("tls", {}).get("client_cert_name") or scope.get(PROXIED):
+        return CertificateRequired(
+            "this path needs a client certificate that an authority of `client_ca` signed"
+        )
+    return Forbidden(wrong) if (wrong := _foreign(scope)) else None
 
 
 def _values(scope: Scope, name: bytes) -> list[str]:

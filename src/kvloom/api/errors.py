@@ -55,6 +55,28 @@ class Forbidden(KvloomError):
     status: ClassVar[int] = 403
 
 
+class CertificateRequired(KvloomError):
+    code: ClassVar[str] = "client_certificate_required"
+    status: ClassVar[int] = 403
+
+
+class ForeignPage(KvloomError):
+    """A page of another site asks, by a browser that was not told so."""
+
+    code: ClassVar[str] = "foreign_origin"
+    status: ClassVar[int] = 403
+
+
+class UnsupportedMedia(KvloomError):
+    code: ClassVar[str] = "unsupported_media_type"
+    status: ClassVar[int] = 415
+
+
+class RequestTimeout(KvloomError):
+    code: ClassVar[str] = "request_timeout"
+    status: ClassVar[int] = 504
+
+
 def is_verb(scope: Scope) -> bool:
     """Returns whether the path is below /verbs, whether or not there is such a unit and verb."""
     path: str = scope["path"]
@@ -99,6 +121,8 @@ def _headers(error: KvloomError) -> dict[str, str]:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, BodyTooLarge | BodyTooSlow):
         headers["connection"] = "close"  # the rest of the body will not be read
+    if isinstance(error, RequestTimeout):
+        headers["x-should-retry"] = "false"  # OpenAI's clients would try twice more, each as long
     return headers
 
 

@@ -21,17 +21,20 @@ _SCHEMAS: Final = "#/components/schemas/"
 _MEANINGS: Final = {
     400: "The request is wrong; `param` names the field.",
     401: "The API key is missing or wrong.",
+    403: "A page of another site asks, which no key and no `allow_origins` lets it.",
     404: "No such model or path.",
     408: "The body took too long to come.",
     413: "The body is too large.",
+    415: "The body says that it is not JSON.",
     429: "The queue is full, or the key has used what it may; `Retry-After` says when to come again.",
     500: "Something broke; the server's log has the details.",
     503: "The engine cannot be reached.",
+    504: "The request took longer than the server's `request_timeout`.",
 }
 _ADMIN_MEANINGS: Final = _MEANINGS | {
     400: "The body is wrong; the message says what would be right.",
     401: "The key is missing or wrong.",
-    403: "The key is no admin key.",
+    403: "The key is no admin key, or a client certificate is missing.",
     404: "No such unit.",
     409: "What is asked for would upset something that is under way; the message says what.",
     503: "The new process died as it started; it is tried again.",

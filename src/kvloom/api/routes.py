@@ -73,7 +73,7 @@ class RouteRow:
     @property
     def statuses(self) -> list[int]:
         """Returns the statuses of all errors that the route may answer with."""
-        keys = {Caller.ANYONE: (), Caller.KEY: (401, 500), Caller.ADMIN: (401, 403, 500)}[self.caller]
+        keys = {Caller.ANYONE: (), Caller.KEY: (401, 403, 500), Caller.ADMIN: (401, 403, 500)}[self.caller]
         body = () if self.body is None else (400, 408, 413)
         return sorted({*self.errors, *keys, *body})
 
@@ -112,7 +112,7 @@ PUBLIC: Final[tuple[RouteRow, ...]] = (
         "Continues prompts.",
         CompletionBody,
         CompletionAnswer,
-        *(404, 429, 503),
+        *(404, 415, 429, 503, 504),
         chunk=CompletionAnswer,
         caller=Caller.KEY,
     ),
@@ -122,7 +122,7 @@ PUBLIC: Final[tuple[RouteRow, ...]] = (
         "Answers a conversation.",
         ChatBody,
         ChatAnswer,
-        *(404, 429, 503),
+        *(404, 415, 429, 503, 504),
         chunk=ChatChunk,
         caller=Caller.KEY,
     ),

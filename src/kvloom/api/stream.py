@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, Final, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvloom.api.errors import error_object, internal_error
+from kvloom.api.errors import RequestTimeout, error_object, internal_error
 from kvloom.types.errors import KvloomError
 
 T = TypeVar("T")
@@ -39,6 +40,31 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class TimeLimit:
+    """The time that one request may take, from when this is made. It holds wherever `kept` is entered."""
+
+    def __init__(self, seconds: float | None) -> None:
+        """seconds: None for as long as it likes."""
+        self._seconds = seconds
+        self._until = None if seconds is None else asyncio.get_running_loop().time() + seconds
+
+    @asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        """Cancels the block if the time is over, and raises RequestTimeout then."""
+        try:
+            async with asyncio.timeout_at(self._until) as timer:
+                yield
+        except TimeoutError:
+            if not timer.expired():
+                raise
+            raise RequestTimeout(
+                f"the request took more than {self._seconds:g} s, which is this server's `request_timeout`"
+            ) from None
+
+
+NO_LIMIT: Final = TimeLimit(None)
 
 
 class EventStream(Response):

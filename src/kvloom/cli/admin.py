@@ -44,10 +44,19 @@ class ServerOptions:
     admin_key_file: Annotated[
         Path | None, Parameter(help="a file with an admin key of the server ($KVLOOM_ADMIN_KEY is one)")
     ] = None
+    ca: Annotated[
+        Path | None, Parameter(help="certificates of the server's authorities (the system's, $SSL_CERT_FILE)")
+    ] = None
+    certificate: Annotated[
+        Path | None, Parameter(help="your certificate, if the server's `client_ca` wants one")
+    ] = None
+    key: Annotated[Path | None, Parameter(help="the certificate's key, if it is in another file")] = None
 
     def gateway(self) -> AdminClient:
-        """Raises ConfigError if the address or the key cannot be used."""
-        return AdminClient(self.url, self.admin_key_file)
+        """Raises ConfigError if the address, the key or a certificate cannot be used."""
+        return AdminClient(
+            self.url, self.admin_key_file, ca=self.ca, certificate=self.certificate, key=self.key
+        )
 
     @contextmanager
     def asked(self, shown_by: str = "") -> Iterator[AdminClient]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -35,15 +36,27 @@ class AdminError(Exception):
 class AdminClient:
     """A client of a running gateway's administration."""
 
-    def __init__(self, url: str, key_file: Path | None) -> None:
+    def __init__(
+        self,
+        url: str,
+        key_file: Path | None,
+        *,
+        ca: Path | None = None,
+        certificate: Path | None = None,
+        key: Path | None = None,
+    ) -> None:
         """`key_file` holds admin keys; if it is left out, the environment's key is sent, if there is one.
-        Raises ConfigError if the address or the key cannot be used."""
+        `ca` holds the authorities that may have signed the server's certificate, None for the system's;
+        `certificate` and `key` are the caller's own. Raises ConfigError if one of these cannot be used."""
         self._url = _base(url)
         self._headers = {"content-type": "application/json", "accept": "application/json"}
-        key = os.environ.get(KEY_VARIABLE) if key_file is None else _read_key(key_file)
-        if key:
-            self._headers["authorization"] = f"Bearer {_sendable(key, key_file)}"
-        self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+        admin_key = os.environ.get(KEY_VARIABLE) if key_file is None else _read_key(key_file)
+        if admin_key:
+            self._headers["authorization"] = f"Bearer {_sendable(admin_key, key_file)}"
+        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+        if self._url.startswith("https:") or ca or certificate or key:
+            handlers.append(urllib.request.HTTPSHandler(context=_client_context(ca, certificate, key)))
+        self._open = urllib.request.build_opener(*handlers).open
 
     def program(self) -> ProgramState:
         """Returns the router program that runs. Raises AdminError."""
@@ -128,10 +141,29 @@ def _base(url: str) -> str:
     try:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
-            return url.rstrip("/")
+            return parts.scheme + url[len(parts.scheme) :].rstrip("/")  # the scheme in small letters
     except ValueError:  # a port that is no number
         pass
     raise ConfigError(f"--url {url}: http://HOST:PORT is right")
+
+
+def _client_context(ca: Path | None, certificate: Path | None, key: Path | None) -> ssl.SSLContext:
+    """Returns a context that verifies the server. Raises ConfigError that names the flag."""
+    if key is not None and certificate is None:
+        raise ConfigError(f"--key {key}: `--certificate` with the certificate for it is needed too")
+    try:
+        context = ssl.create_default_context(cafile=ca)
+    except OSError as error:  # also what OpenSSL says
+        raise ConfigError(f"--ca {ca}: {error.strerror or error}; certificates in PEM are right") from error
+    if certificate is not None:
+        try:
+            context.load_cert_chain(certificate, key)
+        except OSError as error:
+            given = f"--certificate {certificate}" + (f" --key {key}" if key else "")
+            raise ConfigError(
+                f"{given}: {error.strerror or error}; a certificate and its key in PEM are right"
+            ) from error
+    return context
 
 
 def _read_key(file: Path) -> str:

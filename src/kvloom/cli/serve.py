@@ -39,6 +39,10 @@ CONFIG.yaml, with the defaults:
   program: data_parallel # or {name: balanced, ratio: 0.2}, or my_module:my_own
   max_body: 8MiB         # of a request
   max_connections: 4096  # that one address may have open
+  request_timeout: none  # how long a request may take
+  tls: {certificate: cert.pem, key: key.pem} # https; none by default
+  proxies: [10.0.0.0/8]  # whose X-Forwarded-For counts; none by default
+  allow_origins: [https://chat.example.org] # pages that may ask; none by default
   api_key_file: keys.txt # one key a line, or KEY priority=-1; none: for all
   admin_key_file: own.txt # of those who may administer the fleet
   keys: keys.yaml        # keys with names and limits: see `kvloom key --help`

@@ -27,13 +27,16 @@ from kvloom.config.fields import (
     LoadSeconds,
     Memory,
     NoNull,
+    Origins,
     Priorities,
     Program,
+    Proxies,
     Seconds,
     Size,
     Some,
     Surroundings,
     Threads,
+    Timeout,
     Watchdog,
     explain,
     no_bool,
@@ -43,6 +46,7 @@ from kvloom.config.fields import (
 )
 from kvloom.config.keys import read_key_file
 from kvloom.config.machine import Machine
+from kvloom.config.tls import TlsConfig
 from kvloom.config.units import (
     ConfiguredEngine,
     Device,
@@ -103,6 +107,10 @@ class Config(ConfigSection):
     keys: Path | None = None
     share_prefixes: Literal["auto", "all", "key"] = "auto"
     audit_file: Path | None = None
+    tls: Annotated[TlsConfig | None, NoNull] = None
+    proxies: Proxies = Field(default=[], validate_default=True)
+    allow_origins: Origins = Field(default=[], validate_default=True)
+    request_timeout: Timeout = None
     max_body: Annotated[Size, Field(ge=1024, le=1 << 30)] = 8 << 20
     max_connections: Count = 4096
     models: Annotated[dict[str, ModelConfig], Field(min_length=1)]

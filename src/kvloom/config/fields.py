@@ -7,6 +7,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 
@@ -89,6 +90,7 @@ _SECTIONS: Final = {
     "ReschedulingConfig": "a mapping with `period`, `out` or `into`, or `none`,",
     "SharesConfig": "a mapping with `prefill`, `decode` or `quota`",
     "NodesConfig": "a mapping with `device` and `gpus`",
+    "TlsConfig": "a mapping with `certificate` and `key`",
     "DemandConfig": "a mapping with `shape` or `path`",
 }
 _NEEDED: Final = {
@@ -150,6 +152,10 @@ def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
 
 Listed = TypeVar("Listed", bound=tuple[object, ...])
 Auto = Literal["auto"]
+LONGEST_TIMEOUT: Final = 24 * 3600
+_ORIGIN: Final = re.compile(
+    r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::(?P<port>[0-9]{1,5}))?/?"
+)
 MOST_LEVELS: Final = 16  # of priority; each report of a load has a figure for each
 _REVISION: Final = re.compile(r"[\w][\w./-]{0,199}", re.ASCII)
 _SHA256: Final = re.compile(r"[0-9a-fA-F]{64}")
@@ -260,6 +266,55 @@ def check_sha256(value: Any) -> str | None:
     return value.lower()
 
 
+def _timeout(value: Any) -> float | None:
+    if value is None or value == "none":
+        return None
+    seconds = parse_seconds(value)
+    if not 1 <= seconds <= LONGEST_TIMEOUT:
+        raise ValueError(f"{seconds:g} s; 1 s to {LONGEST_TIMEOUT // 3600} h, or `none`, is right")
+    return seconds
+
+
+def _proxies(value: Any) -> tuple[str, ...]:
+    """Reads addresses and networks, in the form in which each is compared."""
+    return tuple(_network(text) for text in _texts(value, "addresses and networks, as `[10.0.0.0/8]`,"))
+
+
+def _network(text: str) -> str:
+    try:
+        return str(ip_network(text))
+    except ValueError as error:
+        try:
+            said = f"{ip_network(text, strict=False)}"
+        except ValueError:
+            said = "an address or a network, as `10.0.0.0/8`,"
+        raise ValueError(f"{_short(text)} is no network; {said} is right") from error
+
+
+def _origins(value: Any) -> tuple[str, ...]:
+    """Reads origins, in the form in which browsers send them (RFC 6454, section 6.2)."""
+    return tuple(_origin(text) for text in _texts(value, "origins, as `[https://chat.example.org]`,"))
+
+
+def _origin(text: str) -> str:
+    parts = _ORIGIN.fullmatch(text.strip().lower())
+    if text.strip() == "*":
+        return "*"
+    if parts is None:
+        raise ValueError(f"{_short(text)} is no origin; `https://HOST`, `http://HOST:PORT` or `*` is right")
+    plain = {"http": "80", "https": "443"}.get(parts["scheme"])
+    port = parts["port"]
+    return f"{parts['scheme']}://{parts['host']}" + ("" if port in (None, plain) else f":{port}")
+
+
+def _texts(value: Any, right: str) -> list[str]:
+    """Reads a list of texts, or one alone."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(one, str) for one in texts):
+        raise ValueError(f"{_short(value)}; a list of {right} is right")
+    return list(texts)
+
+
 def parse_program(value: Any) -> ProgramSpec:
     """Returns the program that a config names by `balanced`, `my_module:my_program`, or a mapping with such a
     `name` and the program's options. Raises ValueError."""
@@ -314,6 +369,9 @@ LoadSeconds = Annotated[float, _seconds(1, 86400)]  # a download of the weights 
 Watchdog = Annotated[float, _seconds(3, 3600)]
 Period = Annotated[float, _seconds(0.05, 60)]
 Steps = Annotated[float, BeforeValidator(no_bool), Field(ge=-1e9, le=1e9)]
+Timeout = Annotated[float | None, PlainValidator(_timeout)]
+Proxies = Annotated[tuple[str, ...], PlainValidator(_proxies)]
+Origins = Annotated[tuple[str, ...], PlainValidator(_origins)]
 Program = Annotated[ProgramSpec, PlainValidator(parse_program)]
 Revision = Annotated[
     str | None, PlainValidator(lambda value, info: check_revision(value, str(info.data.get("path", ""))))

@@ -38,6 +38,7 @@ from kvloom.serve.processes.messages import GatewayOrder, News, Ready, Report, R
 from kvloom.serve.processes.parent import Parent, run_child
 from kvloom.serve.processes.texts import TextProcesses
 from kvloom.serve.server import ClientConnection, HttpServer
+from kvloom.serve.tls import Certificates, TlsServer
 from kvloom.types.clock import Clock, WallClock, together
 from kvloom.types.errors import ConfigError
 
@@ -109,8 +110,16 @@ async def gateway(
             admin=Admin(router, orders, rescheduler, trail),
             moves=lambda: rescheduler.moves,
             texts=texts,
+            proxies=order.proxies,
+            origins=order.allow_origins,
+            certified=order.tls is not None and order.tls.client_ca is not None,
+            request_seconds=order.request_timeout,
         )
-        server = HttpServer(
+        make: Callable[..., HttpServer] = HttpServer
+        if order.tls is not None:
+            certificates = Certificates(order.tls, Path(order.sockets), clock)
+            make = partial(TlsServer, certificates=certificates)
+        server = make(
             app,
             connection=ClientConnection,
             connections_each=order.max_connections,

@@ -97,6 +97,10 @@ class Roles:
             cores=config.machine.cores,
             drain=config.drain,
             patience=config.patience,
+            tls=None if config.tls is None else config.tls.files,
+            proxies=config.proxies,
+            allow_origins=config.allow_origins,
+            request_timeout=config.request_timeout,
         )
         return Role(GATEWAY, GATEWAY_MODULE, order, inherit=[self._listener.fileno()])
 
@@ -108,9 +112,27 @@ class Roles:
     @property
     def url(self) -> str:
         """Returns the gateway's address, from this machine."""
-        host, port = self._listener.getsockname()[:2]
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return self._url(self._host)
+
+    @property
+    def shown_url(self) -> str:
+        """Returns the gateway's address for people: with a name for which its certificate is, if it is not
+        for the address itself."""
+        tls, host = self._config.tls, self._host
+        if tls is None or host in tls.names:
+            return self._url(host)
+        names = [name for name in tls.names if "*" not in name]
+        return self._url("localhost" if "localhost" in names else next(iter(names), host))
+
+    @property
+    def _host(self) -> str:
+        host: str = self._listener.getsockname()[0]
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+    def _url(self, host: str) -> str:
+        scheme = "http" if self._config.tls is None else "https"
+        where = f"[{host}]" if ":" in host else host
+        return f"{scheme}://{where}:{self._listener.getsockname()[1]}"
 
 
 Heard = Started | Answered | Ended | Missed | StartProgress | Said

@@ -57,13 +57,15 @@ class Screen:
         """Shows what went wrong with a component."""
         self._print(f"{component:>7} | {line}", style="yellow")
 
-    def ready(self, url: str, models: Mapping[str, str], chat: Sequence[str], *, locked: bool) -> None:
+    def ready(
+        self, url: str, models: Mapping[str, str], chat: Sequence[str], *, locked: bool, authority: str = ""
+    ) -> None:
         """Shows that the fleet serves. models: their paths by name; chat: the names of those that have a chat
-        template."""
+        template; authority: a file with the certificate that callers have to trust, if they need one."""
         self.end_steps()
         seconds = self._clock.now() - self._started
         self._print(f"Ready in {seconds:.1f} s: {url} serves {', '.join(models)}", style="bold green")
-        self._print(f"Try: {curl(url, models, chat, locked=locked)}")
+        self._print(f"Try: {curl(url, models, chat, locked=locked, authority=authority)}")
 
     def end_steps(self) -> None:
         """Shows that all steps are done."""
@@ -94,7 +96,9 @@ class Screen:
         self._console.print(Text(f"{lines} lines could not be shown in time and were lost", style="yellow"))
 
 
-def curl(url: str, models: Mapping[str, str], chat: Sequence[str], *, locked: bool) -> str:
+def curl(
+    url: str, models: Mapping[str, str], chat: Sequence[str], *, locked: bool, authority: str = ""
+) -> str:
     """Returns a command to paste into a shell. It asks something that the model can answer: a sum of the demo
     fleet's."""
     sums = str(DEMO / "sums")
@@ -108,4 +112,5 @@ def curl(url: str, models: Mapping[str, str], chat: Sequence[str], *, locked: bo
     where = "chat/completions" if talks else "completions"
     key = ' -H "Authorization: Bearer $KVLOOM_API_KEY"' if locked else ""
     body = shlex.quote(msgspec.json.encode(asked).decode())
-    return f"curl {url}/v1/{where}{key} -H 'Content-Type: application/json' -d {body}"
+    trust = f" --cacert {shlex.quote(authority)}" if authority else ""
+    return f"curl{trust} {url}/v1/{where}{key} -H 'Content-Type: application/json' -d {body}"

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar, Final
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -21,6 +21,12 @@ from kvloom.serve.connections import OpenConnections
 
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75
+_RDN: Final = {
+    "commonName": "CN",
+    "organizationName": "O",
+    "organizationalUnitName": "OU",
+    "countryName": "C",
+}
 LINGER_SECONDS = 1.0  # By then, whatever was sent to a server that retires has been read.
 
 
@@ -43,9 +49,11 @@ class Connection(HttpToolsProtocol):
     _spare = 0  # bytes that may still come and be no part of the body
     _head_due: asyncio.TimerHandle | None = None  # runs while a head is on its way
     _early = False  # Data came before the last answer was complete.
+    _certificate = ""  # the subject of the caller's certificate, if one has been verified
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._certificate = _subject(transport.get_extra_info("peercert") or {})
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -92,6 +100,8 @@ class Connection(HttpToolsProtocol):
             return
         self._has_head()
         self._spare = self.MAX_HEAD
+        if self._certificate:  # as ASGI's extension for TLS has it
+            self.scope["extensions"] = {"tls": {"client_cert_name": self._certificate}}
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -123,6 +133,15 @@ class Connection(HttpToolsProtocol):
             self.send_400_response(why)
         else:  # Nothing was asked.
             self.transport.close()
+
+
+def _subject(certificate: Mapping[str, Any]) -> str:
+    """Returns the subject of a certificate as `getpeercert` tells it, in the form of RFC 4514, like
+    `CN=ops,O=Example`. The empty text stands for no certificate, or one that has not been verified."""
+    parts = [
+        f"{_RDN.get(kind, kind)}={value}" for rdn in certificate.get("subject", ()) for kind, value in rdn
+    ]
+    return ",".join(reversed(parts)) or ("unnamed" if certificate else "")
 
 
 class ClientConnection(Connection):

@@ -200,9 +200,10 @@ class Supervisor:
         models = {name: model.path for name, model in self._config.models.items()}
         chatty = {name for process in self._wanted() for name in process.chat}
         chat = [name for name in models if name in chatty]
-        self._screen.ready(
-            self._roles.url, models, chat, locked=bool(self._config.api_key_file or self._config.keys)
-        )
+        config, tls = self._config, self._config.tls
+        authority = "" if tls is None or not tls.own_authority else str(tls.certificate)
+        locked = bool(config.api_key_file or config.keys)
+        self._screen.ready(self._roles.shown_url, models, chat, locked=locked, authority=authority)
 
     def _schedule(self) -> None:
         """Starts a fleet scheduler once there is something to move or to start, if there is none yet."""

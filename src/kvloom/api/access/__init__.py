@@ -1,1 +1,1 @@
-"""Who calls, what the caller may do and how much of it, and what administrators have done."""
+"""Who asks: keys, proxies and pages in browsers; what the caller may do and how much, and what admins did."""

@@ -24,7 +24,7 @@ from kvloom.api.bodies import OPEN_BYTES, PARSED, Account, account, parse, read_
 from kvloom.api.catalog import Catalog, ServedModel
 from kvloom.api.metrics import Metrics, Watch
 from kvloom.api.schemas import GenerationBody
-from kvloom.api.stream import EventStream, Write, while_connected
+from kvloom.api.stream import NO_LIMIT, EventStream, TimeLimit, Write, while_connected
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.types.client import ModelServer
 from kvloom.types.clock import together
@@ -287,6 +287,8 @@ class EndpointContext:
     client: ModelServer
     catalog: Catalog
     metrics: Metrics
+    seconds: float | None = None
+    """What a request may take; None for as long as it likes."""
 
     async def answer(
         self,
@@ -295,15 +297,16 @@ class EndpointContext:
         prepare: Callable[[Body, ServedModel, Watch], Awaitable[Answering]],
     ) -> Response:
         """Answers a request whose body has this form with what `prepare` makes of it."""
-        watch, held = self.metrics.watch(), account(request)
+        watch, held, limit = self.metrics.watch(), account(request), TimeLimit(self.seconds)
         with watch.preparing():
-            raw = await read_body(request)
+            async with limit.kept():
+                raw = await read_body(request)
             held.add(OPEN_BYTES + PARSED * len(raw))
             body = parse(form, raw)
             del raw
             body.priority = priority(request.scope, body.priority)
-            access = access_of(request.scope)
-        coming, stream = self._prepared(body, prepare, watch, held, access), bool(body.stream)
+        access, stream = access_of(request.scope), bool(body.stream)
+        coming = self._prepared(body, prepare, watch, held, access, limit)
         if stream:
             return EventStream(_stream(coming))
         answer = await while_connected(request.receive, _whole(coming, held))
@@ -316,12 +319,14 @@ class EndpointContext:
         watch: Watch,
         held: Account,
         access: Access,
+        limit: TimeLimit,
     ) -> Answering:
         """Runs while the client is connected, and has the request's body only until it is prepared."""
         with watch.preparing():
-            model = await self.catalog.get(body.model, access.may_use)
-            watch.model = model.card.name
-            answering = replace(await prepare(body, model, watch), access=access)
+            async with limit.kept():
+                model = await self.catalog.get(body.model, access.may_use)
+                watch.model = model.card.name
+                answering = replace(await prepare(body, model, watch), access=access, limit=limit)
             answering.begin(body.most_tokens)
             held.settle(answering.bytes_held)
             return answering
@@ -379,6 +384,7 @@ class Answering:
     generations: Sequence[Generation]
     watch: Watch
     access: Access = NOBODY
+    limit: TimeLimit = NO_LIMIT
 
     def begin(self, most: int | None) -> None:
         """Notes for whom the engine is asked, and takes the request's tokens off the caller's limit. most:
@@ -416,7 +422,8 @@ class Answering:
                 await write(body)
 
         with self.watch.answering(self._counts):
-            await self._run(tell)
+            async with self.limit.kept():
+                await self._run(tell)
             await write(self.writer.last_chunk(self.usage()))
 
     async def whole(self, held: Account) -> bytes:
@@ -428,7 +435,8 @@ class Answering:
                 self.writer.add(at, piece)
 
         with self.watch.answering(self._counts):
-            await self._run(keep)
+            async with self.limit.kept():
+                await self._run(keep)
             if self.access.grant is not None:
                 self.access.grant.settle()  # before the head of the answer tells what is left
             return self.writer.answer(self.usage())

@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from kvloom.cluster.edits import Edit
 from kvloom.cluster.launcher import Change, Counted, Edited, Snapshot, UnitSeen
+from kvloom.config.tls import TlsFiles
 from kvloom.types.request import ModelCard
 from kvloom.types.service import PATIENCE
 from kvloom.types.spec import EngineSpec, ProgramSpec, SchedulerSpec
@@ -64,6 +65,15 @@ class GatewayOrder(Struct, frozen=True, kw_only=True):
     """Seconds for which requests at a unit that is to restart or to stop are waited for."""
     patience: float = PATIENCE
     """Seconds for which a request waits for a unit."""
+
+    tls: TlsFiles | None = None
+    """The certificates with which callers are spoken to; None for plain HTTP."""
+    proxies: tuple[str, ...] = ()
+    """Addresses and networks of proxies that speak for others."""
+    allow_origins: tuple[str, ...] = ()
+    """Origins of pages that may ask from a browser, besides the gateway's own."""
+    request_timeout: float | None = None
+    """Seconds that a request may take."""
 
 
 class SchedulerOrder(Struct, frozen=True, kw_only=True):

@@ -1,0 +1,108 @@
+"""Pages in browsers: which may ask without a key, and what browsers must be told so that pages of other
+origins may."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from ipaddress import ip_address
+from socket import gethostname
+from typing import Final
+
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvloom.api.errors import ForeignPage, UnsupportedMedia, error_response
+from kvloom.types.errors import KvloomError
+
+_ANY: Final = "*"
+_HOST: Final = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)(?:%[^\]]*)?\]|(?P<name>[^:\[\]]+))(?::[0-9]*)?")
+_PRIVATE: Final = (".localhost", ".local", ".internal", ".home.arpa")
+"""Ends of names that nobody can own in the public DNS (RFC 6761, 6762 and 8375, and ICANN's resolution
+2024.07.29.06)."""
+_JSON: Final = re.compile(r"application/(?:[a-z0-9.+-]+\+)?json")
+_READS: Final = frozenset({"GET", "HEAD"})
+
+
+def cors(origins: Collection[str]) -> Middleware:
+    """Returns the middleware that lets pages of these origins read answers (the CORS protocol of Fetch,
+    section 3.3): it answers preflights, which come without a key, and adds headers to answers for pages."""
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=list(origins),
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["*"],
+        allow_private_network=True,
+        max_age=600,
+    )
+
+
+def refuse_page(scope: Scope, allowed: Collection[str]) -> KvloomError | None:
+    """Returns why a request without a key is refused: a page that a browser shows may have sent it, and is
+    neither the server's own nor of an allowed origin. None if it may go on.
+
+    Only browsers send Origin and Sec-Fetch-Site, and no page can leave out or change what its browser
+    sends of these, so clients without them may use any name for this server. A page whose name was made to
+    lead here (DNS rebinding) calls itself the server's own, so a name counts only if it cannot be anybody's.
+    """
+    hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
+    sites = _values(scope, b"sec-fetch-site")
+    if not origins:  # Browsers leave it out only where a page reads, which tells the page nothing.
+        foreign = scope["method"] not in _READS and any(one not in ("same-origin", "none") for one in sites)
+        return _refusal("a page of another site") if foreign else None
+    if _ANY in allowed or (allowed and all(origin in allowed for origin in origins)):
+        return None
+    if any(origin.rpartition("://")[2] not in hosts for origin in origins):
+        return _refusal(f"a page of {origins[0][:80]}")
+    if len(hosts) != 1 or not _is_own(hosts[0], allowed):
+        return _refusal(f"a page that calls this server {hosts[0][:80]}")
+    return None
+
+
+class RequireJson:
+    """An ASGI middleware that refuses bodies which say that they are anything but JSON, at the paths of
+    OpenAI's API: a browser lets any page send texts and forms, and nobody else means to."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith("/v1/"):
+            kinds = [kind.partition(";")[0].strip() for kind in _values(scope, b"content-type")]
+            wrong = next((kind for kind in kinds if kind and not _JSON.fullmatch(kind)), None)
+            if wrong is not None:
+                error = UnsupportedMedia(
+                    f"content-type: {wrong[:80]}; `Content-Type: application/json` is right"
+                )
+                await error_response(scope, error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _refusal(who: str) -> ForeignPage:
+    return ForeignPage(
+        f"{who} asks without an API key; `allow_origins` in the server's config lets pages of other sites ask"
+    )
+
+
+def _is_own(host: str, allowed: Collection[str]) -> bool:
+    """Returns whether no stranger can have made this name lead here: it is an address, this machine's name,
+    one that the public DNS cannot have, or the host of an allowed origin."""
+    parts = _HOST.fullmatch(host)
+    if parts is None:
+        return False
+    name = (parts["ipv6"] or parts["name"]).removesuffix(".")
+    if "." not in name and ":" not in name:
+        return True
+    try:
+        ip_address(name)
+    except ValueError:
+        hosts = {origin.rpartition("://")[2].partition(":")[0] for origin in allowed}
+        return name.endswith(_PRIVATE) or name == gethostname().lower() or name in hosts
+    return True
+
+
+def _values(scope: Scope, name: bytes) -> list[str]:
+    return [value.decode("latin-1").lower() for header, value in scope["headers"] if header == name]
