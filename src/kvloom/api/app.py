@@ -64,8 +64,9 @@ def create_app(
     app = Starlette(
         routes=[*asgi_routes(PUBLIC, handlers), *(admin.routes() if admin else ())],
         middleware=[
-            Middleware(RequireKey, keys=keys or Keys()),
+            # first, because it ends the connection of whoever is refused before the body has come
             Middleware(LimitBody, max_bytes=max_body, max_seconds=body_seconds),
+            Middleware(RequireKey, keys=keys or Keys()),
         ],
         exception_handlers={
             KvloomError: on_kvloom_error,
