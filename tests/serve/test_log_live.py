@@ -64,6 +64,7 @@ class Mute(Fleet):
             [sys.executable, "-m", "kvloom.cli", "serve", "--port", str(port), *arguments],
             stdout=sink,
             stderr=sink,
+            text=True,
             env=os.environ | {"TMPDIR": str(folder)},
         )
         self.url = f"http://127.0.0.1:{port}"
