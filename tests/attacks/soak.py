@@ -1,6 +1,9 @@
-"""`python -m tests.attacks.soak [--minutes N]`: mixed traffic with aborts, moves, preemptions, programs that are
-set, and restarts. Each answer is compared with what a quiet fleet said, and what each process holds after the
-warm-up with what it holds at the end."""
+"""`python -m tests.attacks.soak [--minutes N]`: mixed traffic with aborts, moves, preemptions,
+programs that are set, and restarts.
+
+Each answer is compared with what a quiet fleet said, and what each process holds after the warm-up with what
+it holds at the end. The exit code is 0 if all is right, and 1 otherwise.
+"""
 
 from __future__ import annotations
 
