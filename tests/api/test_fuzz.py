@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from typing import Any
 
+import msgspec
+import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -13,7 +17,7 @@ from starlette.testclient import TestClient
 from kvloom.api.auth import Keys
 from kvloom.api.schemas import CompletionBody, ErrorAnswer
 from kvloom.api.schemas_chat import ChatBody
-from tests.api.fleet import administered
+from tests.api.fleet import ADDRESS, FORM, LOAD, PEER, administered
 from tests.examples import examples
 
 KEY = {"authorization": "Bearer admin"}
@@ -28,6 +32,42 @@ def test_described(case: schemathesis.Case) -> None:
     if isinstance(case.body, dict) and case.meta is not None and case.meta.generation.mode.is_positive:
         case.body |= {"model": "tiny"} if "model" in case.body else {}
     case.call_and_validate(headers=KEY, excluded_checks=[positive_data_acceptance])
+
+
+ASKED: dict[str, Any] = {"model": "tiny", "request": "r", "prompt": [1, 2]}
+SEND: dict[str, Any] = ASKED | {"address": ADDRESS, "peer": PEER, "begin": 0, "end": 1, "priority": 0}
+SAMPLING = {"max_tokens": 1, "seed": 1, "top_k": 1, "logit_bias": {"1": 1}, "stop_token_ids": [1]}
+VERBS: dict[str, dict[str, Any]] = {
+    "prep_recv": ASKED | {"end": 1, "sender": FORM, "due": 1},
+    "remote_send": SEND,
+    "pin": ASKED | {"lease": 1},
+    "hold": {"request": "r", "sends": [SEND]},
+    "offer": {"destination": LOAD, "floor": 1},
+    "abort": {"request": "r", "choice": 0},
+    "evict": {"model": "tiny", "prompt": [1]},
+    "start_generate": ASKED | {"sampling": SAMPLING, "begin": 0, "n": 1, "made": [[0, [1]]], "priority": 0},
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_integers_of_80_bits(verb: str) -> None:
+    """JSON holds them, msgpack, in which engines are asked, does not."""
+    client = TestClient(APP, raise_server_exceptions=False, headers=KEY)
+    for body in huge(msgspec.to_builtins(VERBS[verb])):
+        answer = client.post(f"/verbs/unit-0/{verb}", json=body)
+        assert answer.status_code in (200, 400), (body, answer.text)
+
+
+def huge(value: Any) -> Iterator[Any]:
+    """Yields the value with one of its numbers after the other replaced by an integer of 80 bits."""
+    if isinstance(value, dict):
+        for key in value:
+            yield from (value | {key: changed} for changed in huge(value[key]))
+    elif isinstance(value, list) and value:
+        yield from ([changed, *value[1:]] for changed in huge(value[0]))
+    elif isinstance(value, int | float):
+        yield 2**80
+        yield -(2**80)
 
 
 @settings(max_examples=examples(75), deadline=None, derandomize=True)

@@ -82,6 +82,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_object"}, "guided_json": {}}, "guided_json"),
     ({"guided_choice": []}, "guided_choice"),
     ({"model": ""}, "model"),
+    ({"store": True}, "store"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"bad_words": ["a"]}, "bad_words"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs"),
 ]
 BAD_COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": []}, "prompt"),
@@ -109,6 +113,22 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"function_call": {"name": "f"}}, "function_call"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"modalities": ["audio"]}, "modalities"),
+    ({"modalities": "audio"}, "modalities"),
+    ({"audio": {"voice": "alloy", "format": "wav"}}, "audio"),
+    ({"web_search_options": {}}, "web_search_options"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"verbosity": "low"}, "verbosity"),
+    ({"chat_template": "{{ messages }}"}, "chat_template"),
+    ({"continue_final_message": True}, "continue_final_message"),
+    ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0]"),
+    (
+        {"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": ""}}]},
+        "messages[0].function_call",
+    ),
 ]
 
 
@@ -143,6 +163,13 @@ def test_what_is_no_request_is_a_400(http: TestClient, body: bytes) -> None:
 
 def test_unknown_fields_are_let_pass(http: TestClient) -> None:
     assert http.post("/v1/completions", json=COMPLETION | {"service_tier": "auto"}).status_code == 200
+
+
+def test_what_asks_for_nothing_else_is_let_pass(http: TestClient) -> None:
+    """Null passes, and so do values that ask for what is done anyway."""
+    plain: dict[str, Any] = {"functions": None, "modalities": ["text"], "store": False, "verbosity": "medium"}
+    answer = http.post("/v1/chat/completions", json=CHAT | plain | {"add_generation_prompt": True})
+    assert answer.status_code == 200, answer.text
 
 
 def test_routes(http: TestClient) -> None:

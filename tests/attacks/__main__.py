@@ -3,55 +3,109 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Final
 
-from rich.console import Console
-from rich.table import Table
-
 from tests.attacks.attacks import ATTACKS, bad_requests, bad_requests_and_a_kill, stopped_gateway
-from tests.attacks.fleet import Fleet, forget_peak, innocent, resident, serving
+from tests.attacks.fleet import Fleet, Innocent, forget_peak, innocent, resident, serving
+from tests.attacks.strangers import STRANGERS
 
 LONE_SECONDS: Final = 8.0
 AFTER_SECONDS: Final = 2.0
+ALL: Final = ATTACKS | STRANGERS
+MOST_ELSEWHERE: Final = 5.0  # times the lone p99, and SPARE besides
+MOST_BESIDE: Final = 10.0
+SPARE: Final = 0.3  # seconds
+MOST_GAP: Final = 2.0  # seconds
+MOST_MEMORY: Final = 400.0  # MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """What an innocent client has seen. Times in seconds."""
+
+    lone_p99: float
+    p99: float
+    gap: float
+    wrong: list[str]
+
+    def excess(self, most: float) -> bool:
+        return self.p99 > most * self.lone_p99 + SPARE or self.gap > MOST_GAP or bool(self.wrong)
+
+    def __str__(self) -> str:
+        wrong = f", {len(self.wrong)} wrong" if self.wrong else ""
+        return f"{self.p99:.2f} ({self.lone_p99:.2f}){wrong}"
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What an attack did to others. Times in seconds, memory in MiB."""
+    """What an attack did to others. Memory in MiB."""
 
     attack: str
     said: str
-    lone_p99: float
-    p99: float
-    gap: float
-    wrong: int
-    first_wrong: str
-    gateway_mib: float
+    elsewhere: Client
+    """Of another model."""
+    beside: Client
+    """Of the same model."""
+    gateway: float
     lost: list[str]
     """Processes of the fleet that are not there any more."""
 
+    @property
+    def failed(self) -> list[str]:
+        """Returns the bounds that do not hold."""
+        found = {
+            "processes lost": bool(self.lost),
+            "another model": self.elsewhere.excess(MOST_ELSEWHERE),
+            "same model": self.beside.excess(MOST_BESIDE),
+            "memory": not self.gateway < MOST_MEMORY,
+        }
+        return [name for name, over in found.items() if over]
+
+    def row(self) -> str:
+        """Returns a row of the table in docs/security.md."""
+        gap = max(self.elsewhere.gap, self.beside.gap)
+        verdict = "holds" if not self.failed else f"fails: {', '.join(self.failed)}"
+        lost = ", ".join(self.lost) or "none"
+        cells = (
+            self.attack,
+            self.said,
+            lost,
+            self.elsewhere,
+            self.beside,
+            f"{gap:.2f}",
+            f"{self.gateway:.0f}",
+        )
+        return "| " + " | ".join(map(str, (*cells, verdict))) + " |"
+
+
+HEAD: Final = """\
+| attack | effect | processes lost | p99 on another model (alone), s | on the same model (alone), s | longest gap, s | gateway, MiB | verdict |
+|---|---|---|---|---|---|---|---|"""  # noqa: E501
+
 
 async def under(name: str, fleet: Fleet) -> Result:
-    """Plays an attack beside an innocent client of another model."""
-    async with innocent(fleet, "guide") as lone:
+    """Plays an attack on `sums` beside innocent clients of another model and of the same one."""
+    async with innocent(fleet, "guide") as far, innocent(fleet, "sums") as near:
         await asyncio.sleep(LONE_SECONDS)
+    lone = far.p99(), near.p99()
     before, gateway = fleet.processes(), fleet.gateway()
     forget_peak(gateway)
-    async with innocent(fleet, "guide") as client:
-        said = await ATTACKS[name](fleet)
+    async with innocent(fleet, "guide") as far, innocent(fleet, "sums") as near:
+        said = await ALL[name](fleet)
         await asyncio.sleep(AFTER_SECONDS)
     after = fleet.processes()
     lost = [one for one, pid in before.items() if after.get(one) != pid]
-    wrong = client.wrong
     memory = resident(gateway) if gateway in after.values() else float("nan")
-    first = wrong[0] if wrong else ""
-    return Result(name, said, lone.p99(), client.p99(), client.gap, len(wrong), first, memory, lost)
+    return Result(name, said, _seen(far, lone[0]), _seen(near, lone[1]), memory, lost)
+
+
+def _seen(client: Innocent, lone: float) -> Client:
+    return Client(lone, client.p99(), client.gap, client.wrong)
 
 
 @asynccontextmanager
@@ -81,24 +135,19 @@ async def alone() -> dict[str, str]:
 
 
 async def main(names: list[str]) -> None:
-    console, table = (
-        Console(),
-        Table("attack", "lone p99", "p99", "gap", "wrong", "gateway MiB", "lost", "said"),
-    )
-    results: list[Result] = []
-    for name in [one for one in ATTACKS if not names or any(one.startswith(part) for part in names)]:
+    rows = []
+    for name in [one for one in ALL if not names or any(one.startswith(part) for part in names)]:
         async with serving() as fleet:
             result = await under(name, fleet)
-        results.append(result)
-        console.print_json(json.dumps(asdict(result)))
-        times = (f"{one:.2f}" for one in (result.lone_p99, result.p99, result.gap))
-        table.add_row(
-            name, *times, str(result.wrong), f"{result.gateway_mib:.0f}", str(result.lost), result.said
-        )
+        for client in (result.elsewhere, result.beside):
+            if client.wrong:
+                print(f"{name}: {client.wrong[0]}", file=sys.stderr)
+        rows.append(result.row())
+        print(rows[-1], flush=True)
     if not names:
         for name, said in (await alone()).items():
-            table.add_row(name, *[""] * 6, said)
-    console.print(table)
+            rows.append(f"| {name} | {said} |" + " |" * 6)
+    print("\n".join(["", HEAD, *rows]))
 
 
 if __name__ == "__main__":

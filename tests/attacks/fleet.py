@@ -41,6 +41,8 @@ class Fleet:
     url: str
     port: int
     pid: int
+    folder: Path
+    """Its config's folder, from which programs are loaded."""
     output: asyncio.StreamReader | None
     """What it prints, if nobody reads that yet."""
 
@@ -82,7 +84,7 @@ async def serving(*, more: str = "", output: int | None = None) -> AsyncIterator
             await _answers(url)
             async with asyncio.TaskGroup() as group:
                 reading = None if process.stdout is None else group.create_task(_drain(process.stdout))
-                yield Fleet(url, port, process.pid, process.stdout)
+                yield Fleet(url, port, process.pid, Path(folder), process.stdout)
                 if reading is not None:
                     reading.cancel()
         finally:

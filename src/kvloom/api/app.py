@@ -76,11 +76,12 @@ def create_app(
     app = Starlette(
         routes=[*asgi_routes(PUBLIC, handlers), *(admin.routes() if admin else ())],
         middleware=[
+            # first, because it ends the connection of whoever is refused before the body has come
+            Middleware(LimitBody, max_bytes=max_body, max_seconds=body_seconds),
             *([Middleware(TrustProxies, proxies=proxies)] if proxies else ()),
             *([cors(origins)] if origins else ()),
             Middleware(RequireKey, keys=keys, origins=origins, certified=certified),
             Middleware(RequireJson),
-            Middleware(LimitBody, max_bytes=max_body, max_seconds=body_seconds),
             Middleware(MeterRequests),
         ],
         exception_handlers={

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 MAX_STOPS, MAX_STOP_LENGTH, MAX_BIASES, MAX_CHOICE = 16, 1024, 1024, 1024
 
@@ -15,8 +25,28 @@ def wrong(field: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("field:" + field, message)
 
 
+@dataclass(frozen=True, slots=True)
+class Unserved:
+    """Marks a field that is refused with `why`, because an answer that ignored it would be another one than
+    was asked for. None passes, and so does `harmless`, which asks for what is done anyway."""
+
+    why: str
+    harmless: Any = None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, _: CoreSchema, __: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": [None] if self.harmless is None else [None, self.harmless]}
+
+    def _check(self, value: Any) -> None:
+        if value is not None and value != self.harmless:
+            raise PydanticCustomError("unserved", "{why}", {"why": self.why})
+
+
 class Body(BaseModel):
-    """A request: its types are exact and its numbers finite. Unknown fields pass, as at OpenAI and vLLM."""
+    """A request: its types are exact and its numbers finite. Unknown fields pass, as at OpenAI and vLLM,
+    but not those that are known to ask for another answer (`Unserved`)."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -141,6 +171,16 @@ class GenerationBody(Body):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     user: str | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    store: Annotated[None, Unserved("answers are not kept", False)] = None
+    use_beam_search: Annotated[None, Unserved("there is no beam search", False)] = None
+    include_stop_str_in_output: Annotated[None, Unserved("stop texts are left out of the answer", False)] = (
+        None
+    )
+    truncate_prompt_tokens: Annotated[None, Unserved("prompts are not cut short; send a shorter one")] = None
+    allowed_token_ids: Annotated[None, Unserved("not served; logit_bias or a guide keeps tokens away")] = None
+    bad_words: Annotated[None, Unserved("not served; logit_bias or a guide keeps tokens away", [])] = None
+    logits_processors: Annotated[None, Unserved("no code of a request's is run")] = None
+    prompt_logprobs: Annotated[None, Unserved("served for completions, as logprobs with echo")] = None
 
     @model_validator(mode="after")
     def _coherent(self) -> GenerationBody:

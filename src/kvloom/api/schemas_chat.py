@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvloom.api.schemas import Answer, Body, GenerationBody, Usage, wrong
+from kvloom.api.schemas import Answer, Body, GenerationBody, Unserved, Usage, wrong
 
 MAX_MESSAGES, MAX_TOOLS = 4096, 128
 
@@ -51,6 +51,11 @@ class ChatMessage(Body):
     name: str | None = None
     tool_calls: Annotated[list[PastCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
+    refusal: str | None = None
+    function_call: Annotated[
+        None, Unserved("the older form of a call is not served; tool_calls is the newer one")
+    ] = None
+    audio: Annotated[None, Unserved("no model here speaks or listens")] = None
 
     @model_validator(mode="after")
     def _says_something(self) -> ChatMessage:
@@ -92,6 +97,30 @@ class ChatBody(GenerationBody):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    functions: Annotated[None, Unserved("the older form of tools is not served; tools is the newer one")] = (
+        None
+    )
+    function_call: Annotated[
+        None, Unserved("the older form of tool_choice is not served; tool_choice is the newer one")
+    ] = None
+    modalities: Annotated[None, Unserved("answers are text only", ["text"])] = None
+    audio: Annotated[None, Unserved("answers are text only")] = None
+    web_search_options: Annotated[None, Unserved("nothing is looked up in the web")] = None
+    reasoning_effort: Annotated[
+        None, Unserved("not served; chat_template_kwargs switches what a model's template can")
+    ] = None
+    verbosity: Annotated[
+        None, Unserved("not served; a message can ask for a shorter or a longer answer", "medium")
+    ] = None
+    chat_template: Annotated[None, Unserved("the model's own template is used")] = None
+    documents: Annotated[None, Unserved("not served; a message can hold the documents' text")] = None
+    add_generation_prompt: Annotated[
+        None, Unserved("an answer always begins after the last message", True)
+    ] = None
+    continue_final_message: Annotated[
+        None, Unserved("an answer always begins after the last message", False)
+    ] = None
+    echo: Annotated[None, Unserved("served for completions only", False)] = None
 
     @model_validator(mode="after")
     def _chat_coherent(self) -> ChatBody:

@@ -60,13 +60,12 @@ def prompt_of(body: ChatBody, model: ServedModel) -> ChatPrompt:
 def _message(message: ChatMessage, *, knows_developer: bool) -> dict[str, Any]:
     """Returns the message as templates expect it: content is text, and a past call's arguments are an
     object."""
-    plain = message.model_dump(exclude_none=True, exclude={"content", "tool_calls"})
+    plain = message.model_dump(exclude_none=True, exclude={"content", "refusal", "tool_calls"})
     if message.role == "developer" and not knows_developer:
         plain["role"] = "system"
     content = message.content
-    plain["content"] = (
-        "\n".join(part.words for part in content) if isinstance(content, list) else content or ""
-    )
+    said = "\n".join(part.words for part in content) if isinstance(content, list) else content
+    plain["content"] = said or message.refusal or ""
     if message.tool_calls:
         calls = [call.model_dump(exclude_none=True) for call in message.tool_calls]
         for call in calls:

@@ -1,0 +1,109 @@
+"""A fleet whose output nobody takes serves on: streams say what they say, engines come back, and it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from benchmarks.process import free_port
+
+from kvloom.config.config import DEMO
+from tests.processes import DEADLINE, Fleet, outlived
+from tests.serve.streaming import call, streams
+
+CONFIG = f"""
+kv_memory: 16MiB
+models: {{stories: {DEMO}/stories}}
+units: [{{models: [stories], replicas: 2}}]
+"""
+SMALLEST_PIPE = 4096
+
+
+@contextmanager
+def full() -> Iterator[int]:
+    """A file on a full disk."""
+    disk = os.open("/dev/full", os.O_WRONLY)
+    yield disk
+    os.close(disk)
+
+
+@contextmanager
+def unread() -> Iterator[int]:
+    """A pipe that is open, and that nobody reads."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, SMALLEST_PIPE)
+    yield writer
+    os.close(writer)
+    os.close(reader)
+
+
+@contextmanager
+def closed() -> Iterator[int]:
+    """A pipe whose reader has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    yield writer
+    os.close(writer)
+
+
+class Mute(Fleet):
+    """A fleet that prints to `sink`, at a port that is known beforehand."""
+
+    def __init__(self, arguments: list[str], port: int, sink: int, folder: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvloom.cli", "serve", "--port", str(port), *arguments],
+            stdout=sink,
+            stderr=sink,
+            text=True,
+            env=os.environ | {"TMPDIR": str(folder)},
+        )
+        self.url = f"http://127.0.0.1:{port}"
+
+
+def eventually(there: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not there():
+        assert time.monotonic() < deadline, f"{what} never came"
+        time.sleep(0.05)
+
+
+def answers(url: str) -> bool:
+    with suppress(urllib.error.URLError, ConnectionError):
+        return bool(call(url, "/health"))
+    return False
+
+
+@pytest.mark.parametrize("sink", [full, unread, closed])
+def test_a_log_that_nobody_takes(tmp_path: Path, sink: Callable[[], AbstractContextManager[int]]) -> None:
+    file, port = tmp_path / "fleet.yaml", free_port()
+    file.write_text(CONFIG)
+    with sink() as output:
+        mute = Mute([str(file)], port, output, tmp_path)
+        try:
+            eventually(lambda: answers(mute.url), "the fleet")
+            killed = mute.children()["unit-0"]
+            with streams(mute.url, 60, stories=4) as ended:
+                for _ in range(300):  # each is logged
+                    with socket.create_connection(("127.0.0.1", port)) as one:
+                        one.sendall(b"\0garbage\r\n\r\n")
+                        one.recv(1)
+                os.kill(killed, signal.SIGKILL)
+                before = len(ended)
+                eventually(lambda: mute.children().get("unit-0", killed) != killed, "another engine")
+                eventually(lambda: len(ended) >= before + 8, "the end of streams")
+            with outlived([*mute.children().values()]):
+                mute.process.send_signal(signal.SIGTERM)
+                assert mute.process.wait(15) == 0
+        finally:
+            mute.process.kill()
+            mute.process.wait()
