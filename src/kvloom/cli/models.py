@@ -131,8 +131,8 @@ def apply(
     It shows which units are added, start anew and are removed, and what else changes. With --yes, or once you
     have said so, it does it while the fleet serves: units are added first, then the others are drained and
     restarted one after the other, and at last those are removed that the config does not have. Units, their
-    models and the program are applied; the address, the keys, `patience`, `drain`, `max_body` and
-    `rescheduling` stay as they were when the fleet was started."""
+    models and the program are applied; the address, the keys, `patience`, `load_timeout`, `drain`, `max_body`
+    and `rescheduling` stay as they were when the fleet was started."""
     with server.asked() as gateway:
         fleet = gateway.placement()  # with what its machine had when the fleet was started
         machine = Machine(cores=fleet.cores, memory=fleet.memory, gpus=Machine.here().gpus)
