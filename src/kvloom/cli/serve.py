@@ -35,6 +35,7 @@ CONFIG.yaml, with the defaults:
   patience: 120s         # how long a request waits for a unit that restarts
   priorities: {-1: 4000} # headroom in tokens, by urgency; none by default
   rescheduling: {period: 0.5, out: 24, into: 48} # moves between units; or none
+  load_timeout: 1800s    # how long a unit may load its models
   program: data_parallel # or {name: balanced, ratio: 0.2}, or my_module:my_own
   max_body: 8MiB         # of a request
   api_key_file: keys.txt # one key a line, or KEY priority=-1; none: for all
