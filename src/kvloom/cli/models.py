@@ -132,8 +132,8 @@ def apply(
     have said so, it does it while the fleet serves: units are added first, then the others are drained and
     restarted one after the other, and at last those are removed that the config does not have. Units, their
     models and the program are applied; the address, `tls`, `proxies`, `allow_origins`, the keys,
-    `patience`, `drain`, `max_body`, `max_connections`, `request_timeout` and `rescheduling` stay as they were
-    when the fleet was started."""
+    `patience`, `load_timeout`, `drain`, `max_body`, `max_connections`, `request_timeout` and `rescheduling`
+    stay as they were when the fleet was started."""
     with server.asked() as gateway:
         fleet = gateway.placement()  # with what its machine had when the fleet was started
         machine = Machine(cores=fleet.cores, memory=fleet.memory, gpus=Machine.here().gpus)

@@ -36,6 +36,7 @@ CONFIG.yaml, with the defaults:
   watchdog: 30s          # how long a process may hang before it is replaced
   priorities: {-1: 4000} # headroom in tokens, by urgency; none by default
   rescheduling: {period: 0.5, out: 24, into: 48} # moves between units; or none
+  load_timeout: 1800s    # how long a unit may load its models
   program: data_parallel # or {name: balanced, ratio: 0.2}, or my_module:my_own
   max_body: 8MiB         # of a request
   max_connections: 4096  # that one address may have open
