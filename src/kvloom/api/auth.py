@@ -87,7 +87,7 @@ class RequireKey:
                 shows_cached=not shares,
                 priority=named.key.priority,
                 admin=name if named.key.admin else None,
-                key=named,
+                holder=named,
             )
         own, fleets, api = (_is_one(key, keys) for keys in (self._admin, self._secret, self._api))
         if not (own or fleets or api):
@@ -103,14 +103,14 @@ class RequireKey:
         )
 
     def _problem(self, scope: Scope, given: bytes | None, access: Access) -> KvloomError | None:
-        path, key = scope["path"], access.key
-        if key is not None and self._ring is not None and self._ring.is_over(key):
-            return None if path in OPEN_PATHS else Unauthorized(f"the key of {key.key.name} has expired")
+        path, holder = scope["path"], access.holder
+        if holder is not None and self._ring is not None and self._ring.is_over(holder):
+            return None if path in OPEN_PATHS else Unauthorized(f"the key of {access.tenant} has expired")
         if access.admin is not None:
             return None
         if is_admin(scope):
             return self._refuse_admin(scope, given, known=access.known)
-        if key is not None and path == METRICS_PATH:
+        if holder is not None and path == METRICS_PATH:
             return Forbidden(f"{path} tells of all keys: it needs an admin key, or one of `api_key_file`")
         if not self._locked or access.known or path in OPEN_PATHS:
             return None

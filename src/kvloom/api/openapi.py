@@ -20,6 +20,7 @@ _SCHEMAS: Final = "#/components/schemas/"
 _MEANINGS: Final = {
     400: "The request is wrong; `param` names the field.",
     401: "The API key is missing or wrong.",
+    403: "The key has a name and is no admin's.",
     404: "No such model or path.",
     408: "The body took too long to come.",
     413: "The body is too large.",
