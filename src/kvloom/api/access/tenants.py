@@ -107,9 +107,7 @@ class Tenant:
 
     def _check(self, what: str, limit: int, wait: float) -> None:
         if wait > 0:
-            said = (
-                f"{self.key.name} may use {limit} {what} a minute; room for this comes in {show_span(wait)}"
-            )
+            said = f"{self.key.name} may use {limit} {what} a minute; room comes in {show_span(wait)}"
             raise self._refusal(what, said, wait)
 
     def _refusal(self, what: str, said: str, wait: float) -> RateLimited:
