@@ -94,7 +94,7 @@ class RequireKey:
                 shows_cached=not shares,
                 priority=named.key.priority,
                 admin=name if named.key.admin else None,
-                key=named,
+                holder=named,
             )
         own, fleets, api = (_is_one(key, keys) for keys in (self._admin, self._secret, self._api))
         if not (own or fleets or api):
@@ -110,12 +110,12 @@ class RequireKey:
         )
 
     def _problem(self, scope: Scope, given: bytes | None, access: Access) -> KvloomError | None:
-        path, key = scope["path"], access.key
-        if key is not None and self._ring is not None and self._ring.is_over(key):
-            return None if path in OPEN_PATHS else Unauthorized(f"the key of {key.key.name} has expired")
+        path, holder = scope["path"], access.holder
+        if holder is not None and self._ring is not None and self._ring.is_over(holder):
+            return None if path in OPEN_PATHS else Unauthorized(f"the key of {access.tenant} has expired")
         if is_admin(scope):
             return self._admin_problem(scope, given, access)
-        if key is not None and access.admin is None and path == METRICS_PATH:
+        if holder is not None and access.admin is None and path == METRICS_PATH:
             return Forbidden(f"{path} tells of all keys: it needs an admin key, or one of `api_key_file`")
         if access.known or path in OPEN_PATHS:
             return None

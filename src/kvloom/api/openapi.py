@@ -21,7 +21,7 @@ _SCHEMAS: Final = "#/components/schemas/"
 _MEANINGS: Final = {
     400: "The request is wrong; `param` names the field.",
     401: "The API key is missing or wrong.",
-    403: "A page of another site asks, which no key and no `allow_origins` lets it.",
+    403: "The key does not open this, or a page of another site asks, which `allow_origins` does not name.",
     404: "No such model or path.",
     408: "The body took too long to come.",
     413: "The body is too large.",

@@ -127,7 +127,7 @@ PUBLIC: Final[tuple[RouteRow, ...]] = (
         caller=Caller.KEY,
     ),
     _get("health", "/health", "Answers 200 if requests are taken.", None, 503, caller=Caller.ANYONE),
-    _get("metrics", "/metrics", "Tells Prometheus' metrics.", None, media=TEXT, caller=Caller.KEY),
+    _get("metrics", "/metrics", "Tells Prometheus' metrics.", None, 403, media=TEXT, caller=Caller.KEY),
     _get("openapi", "/openapi.json", "Returns this document.", None, caller=Caller.ANYONE),
     _get("docs", "/docs", "Shows this document as a page.", None, media=HTML, caller=Caller.ANYONE),
 )

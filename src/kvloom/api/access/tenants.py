@@ -107,7 +107,7 @@ class Tenant:
 
     def _check(self, what: str, limit: int, wait: float) -> None:
         if wait > 0:
-            said = f"{self.key.name} has used its {limit} {what} a minute; {show_span(wait)} are to be waited"
+            said = f"{self.key.name} may use {limit} {what} a minute; room comes in {show_span(wait)}"
             raise self._refusal(what, said, wait)
 
     def _refusal(self, what: str, said: str, wait: float) -> RateLimited:
@@ -172,13 +172,13 @@ class Access:
     """The most urgent that it may have; None for any."""
     admin: str | None = None
     """The name by which the audit trail calls the caller, if that is an administrator."""
-    key: Tenant | None = None
-    """Its key, if that has a name."""
+    holder: Tenant | None = None
+    """Who holds its key, if that has a name."""
     grant: Grant | None = None
     """What it may use, if its key has a name and it asks for a completion."""
 
     def may_use(self, model: str) -> bool:
-        return self.key is None or self.key.key.models is None or model in self.key.key.models
+        return self.holder is None or self.holder.key.models is None or model in self.holder.key.models
 
 
 NOBODY: Final = Access()
@@ -203,7 +203,7 @@ class MeterRequests:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         access = access_of(scope)
-        key = access.key
+        key = access.holder
         if key is None or scope.get("method") != "POST" or scope["path"] not in METERED:
             await self._app(scope, receive, send)
             return
