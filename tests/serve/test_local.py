@@ -242,6 +242,7 @@ def test_a_look_that_comes_late_does_not_count(tmp_path: Path) -> None:
             listener=0,
             api_keys={},
             max_body=0,
+            max_connections=1,
             program=ProgramSpec("child", {"lives": ["mute"]}),
             folder=str(tmp_path),
             sockets=str(tmp_path),
