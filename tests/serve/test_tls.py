@@ -173,6 +173,8 @@ def test_another_certificate_breaks_no_stream(
             assert await shown(url, authority) == {"127.0.0.1", "second"}
             os.unlink(files.certificate)
             assert await shown(url, authority) == {"127.0.0.1", "second"}
+            authority.sign("cert", "127.0.0.1", "old", days=-1)
+            assert await shown(url, authority) == {"127.0.0.1", "second"}
             authority.sign("cert", "127.0.0.1", "third")
             assert await shown(url, authority) == {"127.0.0.1", "third"}
             go_on.set()
@@ -180,7 +182,7 @@ def test_another_certificate_breaks_no_stream(
 
     run(play)
     lines = [record.getMessage() for record in caplog.records]
-    assert [("stays" in line) for line in lines] == [False, True, True, False]
+    assert [("stays" in line) for line in lines] == [False, True, True, True, False]
     assert all("\n" not in line and str(folder.parent) in line for line in lines)
 
 
