@@ -34,6 +34,7 @@ from kvloom.router.units import FleetLink
 from kvloom.serve.processes.messages import GatewayOrder, News, Ready, Report, RetireOrder, kept_cards
 from kvloom.serve.processes.parent import Parent, run_child
 from kvloom.serve.server import ClientConnection, HttpServer
+from kvloom.serve.turns import TakeTurns
 from kvloom.types.clock import Clock, WallClock
 from kvloom.types.errors import ConfigError
 
@@ -97,7 +98,7 @@ async def gateway(
             moves=lambda: rescheduler.moves,
         )
         server = HttpServer(
-            app,
+            TakeTurns(app),
             connection=ClientConnection,
             connections_each=order.max_connections,
             grace=GRACE_SECONDS,
