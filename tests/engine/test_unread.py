@@ -11,8 +11,11 @@ from msgspec.structs import replace
 from kvloom.engine.engine import Engine
 from kvloom.engine.requests import MOST_UNREAD
 from kvloom.types.request import Event, StartGenerate
+from kvloom.types.verbs import Prefix
 from tests.engine.plays import check, order, serve, until
-from tests.engines import Answer
+from tests.engine.real_fleet import Fleet, spec
+from tests.engines import Answer, running
+from tests.engines import body as asked
 from tests.modelled import ModelledExecutor, ask, engine_over, turns
 
 MODEL, CONTEXT = "thin", 1200  # a block a page, of two tokens
@@ -158,3 +161,28 @@ def test_a_caller_who_waits_for_a_long_frame_reads() -> None:
         check(executor, body, reader.answer, whole=True)
 
     serve(play(), engine, executor)
+
+
+def test_real_models_make_the_same_tokens_after_a_stand_still(fleet: Fleet) -> None:
+    """What was cached is dropped meanwhile, so that K and V are computed again (law 2)."""
+    unread = asked("wide", [9, 8, 7, 6, 5, 4, 3, 2], n=4, max_tokens=200)
+    other = asked("wide", [3, 1, 4, 1, 5], n=4, max_tokens=200)
+
+    async def play() -> tuple[Answer, Answer]:
+        async with running(spec(fleet)) as engine:
+            reader = Reader(engine, unread)
+            await reader.read(2)
+            jobs = -1
+            while jobs < (load := (await engine.load()).models["wide"]).decode_jobs_total or load.running:
+                jobs = load.decode_jobs_total
+                await turns(1)
+            assert not reader.answer.ends
+            assert load.output_tokens_total < 4 * 200
+            others = await ask(engine, other)
+            await engine.evict(Prefix(model="wide", prompt=unread.prompt))
+            await reader.read_all()
+            return reader.answer, others
+
+    for body, answer in zip((unread, other), asyncio.run(play()), strict=True):
+        for choice in range(4):
+            fleet.oracles["wide"].check_at_once(body.prompt, answer.tokens[choice])
