@@ -61,7 +61,7 @@ def test_defaults_and_short_form(folder: Path) -> None:
     assert config.models["a"].path == str(folder / "model")
     assert not config.api_keys()
     assert not config.admin_keys()
-    assert (config.drain, config.patience) == (60.0, 120.0)
+    assert (config.drain, config.patience, config.watchdog) == (60.0, 120.0, 30.0)
 
 
 def test_all_keys(folder: Path) -> None:
@@ -69,13 +69,13 @@ def test_all_keys(folder: Path) -> None:
         folder,
         "host: 0.0.0.0\nport: 0\nkv_memory: 0.5GiB\nblock_bytes: 4096\npolicy: round-robin\nmax_running: 8\n"
         "max_waiting: 9\nchunk_tokens: 64\nthreads: 2\napi_key_file: keys.txt\nmax_body: 1MB\n"
-        "admin_key_file: admins.txt\ndrain: 2s\npatience: 3s\ntransport: nixl\nlease: 1.5min\n"
+        "admin_key_file: admins.txt\ndrain: 2s\npatience: 3s\nwatchdog: 6s\ntransport: nixl\nlease: 1.5min\n"
         "program: {name: balanced, ratio: 0.2}\n"
         "models:\n  a: {path: model, dtype: bfloat16, rate: 3, max_context: 512}\n  b: org/name\n",
     )
     assert config.api_keys() == {"alpha": None, "beta": None}
     assert config.admin_keys() == {"gamma"}
-    assert (config.drain, config.patience) == (2.0, 3.0)
+    assert (config.drain, config.patience, config.watchdog) == (2.0, 3.0, 6.0)
     assert config.max_body == 1_000_000
     assert config.program == ProgramSpec("balanced", {"ratio": 0.2})
     (spec,) = config.engines
@@ -268,6 +268,7 @@ def test_what_units_cannot_be(folder: Path, text: str, message: str) -> None:
         (M + "max_body: 1TiB", ["max_body"]),
         (M + "admin_key_file: none.txt", ["admin_key_file", "none.txt", "one key a line"]),
         (M + "drain: 0s", ["drain", "1 s to 3600 s"]),
+        (M + "watchdog: 2s", ["watchdog", "2 s", "3 s to 3600 s"]),
         (M + "patience: 2h", ["patience", "7200 s", "1 s to 3600 s"]),
         (M + "api_key_file: none.txt", ["api_key_file", "none.txt", "one key a line"]),
         (M + "api_key_file: model", ["api_key_file", "model"]),
