@@ -156,9 +156,7 @@ class Engines:
         timing = Timing(first=0.1, most=0.1)
         async with AsyncExitStack() as stack:
             group = await stack.enter_async_context(asyncio.TaskGroup())
-            launcher = LocalLauncher(
-                self._role, group, clock, hear=self._hear, log=lambda *_: None, secret=self._secret
-            )
+            launcher = LocalLauncher(self._role, group, clock, hear=self._hear, log=lambda *_: None)
             fleet = FleetSpec(units={name: UnitSpec(engine=_spec(name)) for name in names}, gateway=0)
             self._controller = Controller(fleet, launcher, clock, timing=timing, watch=self._watch)
             controlling = group.create_task(self._controller.run())

@@ -79,7 +79,7 @@ async def test_one_that_has_begun_ends_with_an_error_and_another_goes_on(error: 
         await beside
 
 
-async def begun_beside(fleets: Fleets) -> asyncio.Task[Answer]:
+async def begun_beside(fleets: Fleets) -> asyncio.Task[None]:
     """A request that runs meanwhile, and is answered well."""
     return await begin(ask_well(fleets.router, body(30, tokens=4 * TOKENS)))
 
