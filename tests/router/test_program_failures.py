@@ -13,7 +13,7 @@ from kvloom.router import Call, Fleet, Frames
 from kvloom.router.program import Program, ProgramFailed, load_program
 from kvloom.types.errors import ConfigError
 from kvloom.types.request import Event
-from tests.router.fleets import Answer, Fleets, ask, ask_well, begin, body, routed
+from tests.router.fleets import Fleets, ask, ask_well, begin, body, routed
 
 TOKENS = 6
 
