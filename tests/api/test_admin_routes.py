@@ -36,9 +36,8 @@ def test_the_program(http: TestClient, fleet: Administered) -> None:
     """What is kept is what was asked for, and only what could be had."""
     asked = {"name": "balanced", "options": {"ratio": "0.25"}}
     answer = http.post("/admin/program", json=asked)
-    assert (
-        answer.json() == http.get("/admin/program").json() == {"name": "balanced", "options": {"ratio": 0.25}}
-    )
+    state = {"name": "balanced", "options": {"ratio": 0.25}, "probation": True}
+    assert answer.json() == http.get("/admin/program").json() == state
     said = refused(http.post("/admin/program", json={"name": "none_such"}), 400)
     assert "none_such" in said
     refused(http.post("/admin/program", content=b"{"), 400)

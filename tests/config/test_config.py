@@ -62,6 +62,7 @@ def test_defaults_and_short_form(folder: Path) -> None:
     assert not config.api_keys()
     assert not config.admin_keys()
     assert (config.drain, config.patience, config.load_timeout) == (60.0, 120.0, 1800.0)
+    assert config.watchdog == 30.0
 
 
 def test_all_keys(folder: Path) -> None:
@@ -69,7 +70,7 @@ def test_all_keys(folder: Path) -> None:
         folder,
         "host: 0.0.0.0\nport: 0\nkv_memory: 0.5GiB\nblock_bytes: 4096\npolicy: round-robin\nmax_running: 8\n"
         "max_waiting: 9\nchunk_tokens: 64\nthreads: 2\napi_key_file: keys.txt\nmax_body: 1MB\n"
-        "max_connections: 7\n"
+        "max_connections: 7\nwatchdog: 6s\n"
         "admin_key_file: admins.txt\ndrain: 2s\npatience: 3s\ntransport: nixl\nlease: 1.5min\n"
         "program: {name: balanced, ratio: 0.2}\n"
         "load_timeout: 2h\n"
@@ -78,7 +79,7 @@ def test_all_keys(folder: Path) -> None:
     )
     assert config.api_keys() == {"alpha": None, "beta": None}
     assert config.admin_keys() == {"gamma"}
-    assert (config.drain, config.patience, config.load_timeout) == (2.0, 3.0, 7200.0)
+    assert (config.drain, config.patience, config.load_timeout, config.watchdog) == (2.0, 3.0, 7200.0, 6.0)
     assert (config.max_body, config.max_connections) == (1_000_000, 7)
     assert config.program == ProgramSpec("balanced", {"ratio": 0.2})
     (spec,) = config.engines
@@ -275,6 +276,7 @@ def test_what_units_cannot_be(folder: Path, text: str, message: str) -> None:
         (M + "admin_key_file: none.txt", ["admin_key_file", "none.txt", "one key a line"]),
         (M + "drain: 0s", ["drain", "1 s to 3600 s"]),
         (M + "load_timeout: 25h", ["load_timeout", "90000 s", "1 s to 86400 s"]),
+        (M + "watchdog: 2s", ["watchdog", "2 s", "3 s to 3600 s"]),
         (M + "patience: 2h", ["patience", "7200 s", "1 s to 3600 s"]),
         (M + "api_key_file: none.txt", ["api_key_file", "none.txt", "one key a line"]),
         (M + "api_key_file: model", ["api_key_file", "model"]),

@@ -13,7 +13,7 @@ from kvloom.router import Call, Fleet, Frames
 from kvloom.router.program import Program, ProgramFailed, load_program
 from kvloom.types.errors import ConfigError
 from kvloom.types.request import Event
-from tests.router.fleets import Answer, Fleets, ask, ask_well, begin, body, routed
+from tests.router.fleets import Fleets, ask, ask_well, begin, body, routed
 
 TOKENS = 6
 
@@ -79,7 +79,7 @@ async def test_one_that_has_begun_ends_with_an_error_and_another_goes_on(error: 
         await beside
 
 
-async def begun_beside(fleets: Fleets) -> asyncio.Task[Answer]:
+async def begun_beside(fleets: Fleets) -> asyncio.Task[None]:
     """A request that runs meanwhile, and is answered well."""
     return await begin(ask_well(fleets.router, body(30, tokens=4 * TOKENS)))
 

@@ -61,6 +61,8 @@ class ProgramStream:
     SystemExit, or a CancelledError of its own making. That must end neither the gateway nor the streams of
     others, so all that is no KvloomError becomes ProgramFailed, unless the request itself was cancelled."""
 
+    __slots__ = ("_frames", "_program", "_request")
+
     def __init__(self, program: Program, call: Session, fleet: Fleet) -> None:
         """Raises ProgramFailed."""
         self._program = program.name
