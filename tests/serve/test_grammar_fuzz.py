@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from kvloom.engine.guide import MOST_BYTES, Guides, GuideState
 from kvloom.serve.processes.sandbox import Limits, Sandbox, grammar_trial
 from kvloom.types.errors import BadRequest
-from kvloom.types.request import Guide, SamplingParams, StartGenerate
-from tests.api.scripted import card
+from kvloom.types.request import Guide, ModelCard, SamplingParams, StartGenerate
+from tests.api.scripted import card as small
 
 LIMITS = Limits(seconds=0.5, memory=64 << 20)
 EXAMPLES = 25  # of each kind
@@ -38,7 +38,7 @@ def tried() -> Iterator[Tried]:
     """Returns the state at a grammar's beginning, or None if it is a bad request."""
     with asyncio.Runner() as runner:
         sandbox = runner.run(opened())
-        guides = Guides({"tiny": card()}, grammar_trial(sandbox))
+        guides = Guides({"tiny": small()}, grammar_trial(sandbox))
 
         def tried(guide: Guide) -> GuideState | None:
             body = StartGenerate(
@@ -252,14 +252,14 @@ def test_bombs_of_one_model_hold_up_no_other() -> None:
     begun: list[str] = []
     started, over = asyncio.Event(), asyncio.Event()
 
-    async def slow(_: object, guide: Guide) -> None:
+    async def slow(card: ModelCard, guide: Guide) -> None:
         begun.append(guide.text)
         if guide.text.startswith("bomb"):
             started.set()
             await over.wait()
 
     async def whole() -> None:
-        guides = Guides({name: card(name) for name in ("tiny", "other")}, slow)
+        guides = Guides({name: small(name) for name in ("tiny", "other")}, slow)
 
         def asks(model: str, text: str) -> Awaitable[list[GuideState | None]]:
             sampling = SamplingParams(max_tokens=9, seed=1, guide=Guide("regex", text))
