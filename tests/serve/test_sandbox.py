@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
 from kvloom.serve.processes.sandbox import Limits, Sandbox, grammar_trial
-from kvloom.types.errors import BadRequest
+from kvloom.types.errors import BadRequest, Unavailable
 from kvloom.types.request import Guide
 from tests.api.scripted import card
 
 CHAIN = 5000
+ENOUGH = Limits(1.0, 512 << 20)
 POISON = {
     "a chain of references": Guide(
         "json_schema",
@@ -38,9 +42,9 @@ POISON = {
 }
 
 
-def play(test: Callable[[Sandbox], Awaitable[None]]) -> None:
+def play(test: Callable[[Sandbox], Awaitable[None]], limits: Limits = ENOUGH, size: int = 2) -> None:
     async def whole() -> None:
-        async with Sandbox("grammars", 2, Limits(1.0, 512 << 20)) as sandbox:
+        async with Sandbox("grammars", size, limits) as sandbox:
             await test(sandbox)
 
     asyncio.run(whole())
@@ -55,3 +59,64 @@ def test_a_poisoned_grammar_costs_its_process_alone(guide: Guide) -> None:
         await trial(card(), Guide("regex", "[ab]+"))  # another process answers
 
     play(test)
+
+
+def test_what_keeps_the_process_from_working_is_no_fault_of_the_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There is no room for the tokenizer, or no process: the grammar may be tried elsewhere, or later."""
+
+    async def test(sandbox: Sandbox) -> None:
+        with pytest.raises(Unavailable, match="for grammars of tiny cannot be used: it needs more than"):
+            await grammar_trial(sandbox)(card(), Guide("regex", "[ab]+"))
+
+    play(test, Limits(1.0, 1 << 14))
+
+    async def nowhere(sandbox: Sandbox) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", "/nowhere/python")
+            with pytest.raises(Unavailable, match="no process can be started for grammars: No such file"):
+                await grammar_trial(sandbox)(card(), Guide("regex", "[ab]+"))
+        await grammar_trial(sandbox)(card(), Guide("regex", "[ab]+"))
+
+    play(nowhere)
+
+
+def test_who_is_cancelled_frees_the_process() -> None:
+    """The only one works for far longer than the test may take, and is gone with its caller."""
+
+    async def test(sandbox: Sandbox) -> None:
+        trial = grammar_trial(sandbox)
+        await trial(card(), Guide("regex", "[ab]+"))
+        asking = asyncio.create_task(trial(card(), POISON["a regex of optional characters"]))
+        (pid,) = children()
+        while not asking.done() and cpu_ticks(pid) < 40:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0)
+        assert not asking.done()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert pid not in children()
+        await trial(card(), Guide("regex", "[ab]+"))
+
+    play(test, Limits(600.0, 4 << 30), size=1)
+
+
+def children() -> list[int]:
+    """Returns the sandbox processes of this one."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            line = (stat.parent / "cmdline").read_text()
+        except OSError:
+            continue
+        if parent == os.getpid() and "sandbox_process" in line:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def cpu_ticks(pid: int) -> int:
+    """Returns the CPU time that a process has had, in hundredths of a second."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
