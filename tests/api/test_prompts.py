@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import select
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -276,6 +278,25 @@ def test_a_body_that_would_take_too_much_is_not_parsed() -> None:
         assert http.post("/v1/completions", json=large).status_code == 503
         for _ in range(9):  # nothing stays held
             assert http.post("/v1/completions", json={"model": "tiny", "prompt": "a"}).status_code == 200
+
+
+def test_large_requests_leave_room_for_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "MAX_HELD", 2 * bodies.SMALL)
+    most = 3 * bodies.SMALL // 2
+    with serving(create_app(ScriptedEngine(says("hi")))) as address, ExitStack() as stack:
+        host, port = address.removeprefix("http://").split(":")
+        one, other = (
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=10)) for _ in range(2)
+        )
+        for connection in (one, other):  # neither body ever ends
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % most
+            connection.sendall(head + b" " * (most - 1))
+        refused, _, _ = select.select([one, other], [], [], 10)
+        assert [connection.recv(100).split(b"\r\n")[0] for connection in refused] == [
+            b"HTTP/1.1 503 Service Unavailable"
+        ]
+        answer = httpx.post(f"{address}/v1/completions", json={"model": "tiny", "prompt": "a"})
+        assert answer.status_code == 200
 
 
 class Waiting(InlineTexts):
