@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -93,10 +94,13 @@ def test_a_template_that_takes_too_much(template: str) -> None:
 def test_a_model_that_went_over_rests_and_costs_no_other_process() -> None:
     async def test(catalog: Catalog) -> None:
         bomb = await catalog.get("bomb")
+        taken = []
         for _ in range(2):
             with pytest.raises(BadRequest, match="its chat template or its tokenizer cannot be used here"):
                 await bomb.tokens(CHAT)
-            assert workers() == []  # the first call's have ended, and the second has none
+            assert workers() == []
+            taken.append(resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime)
+        assert taken[0] == taken[1]
 
     play(test, card("bomb", SLOW))
 
@@ -118,6 +122,7 @@ def test_who_hangs_up_loses_its_place_and_holds_up_nobody() -> None:
         bomb = await catalog.get("bomb")
         calls = [asyncio.create_task(bomb.tokens(CHAT)) for _ in range(20)]
         await served(catalog)  # beside them
+        assert not any(call.done() for call in calls)
         for call in calls:
             call.cancel()
         ended = await asyncio.gather(*calls, return_exceptions=True)
