@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -39,6 +40,11 @@ def workers() -> list[int]:
     tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
     children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
     return [pid for pid in children if b"sandbox_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def ended_seconds() -> float:
+    """Returns the CPU time of all processes of this one's that have ended."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
 
 
 async def served(catalog: Catalog) -> ServedModel:
@@ -93,10 +99,13 @@ def test_a_template_that_takes_too_much(template: str) -> None:
 def test_a_model_that_went_over_rests_and_costs_no_other_process() -> None:
     async def test(catalog: Catalog) -> None:
         bomb = await catalog.get("bomb")
+        taken = []
         for _ in range(2):
             with pytest.raises(BadRequest, match="its chat template or its tokenizer cannot be used here"):
                 await bomb.tokens(CHAT)
-            assert workers() == []  # the first call's have ended, and the second has none
+            assert workers() == []
+            taken.append(ended_seconds())
+        assert taken[0] == taken[1]
 
     play(test, card("bomb", SLOW))
 
@@ -116,8 +125,12 @@ def test_a_killed_process_is_replaced_and_its_call_made_again() -> None:
 def test_who_hangs_up_loses_its_place_and_holds_up_nobody() -> None:
     async def test(catalog: Catalog) -> None:
         bomb = await catalog.get("bomb")
-        calls = [asyncio.create_task(bomb.tokens(CHAT)) for _ in range(20)]
-        await served(catalog)  # beside them
+        calls = [asyncio.create_task(bomb.tokens(CHAT)) for _ in range(4)]
+        for _ in range(9):  # they come first
+            await asyncio.sleep(0)
+        before = ended_seconds()
+        await served(catalog)
+        assert ended_seconds() == before  # no bomb's process has ended so far
         for call in calls:
             call.cancel()
         ended = await asyncio.gather(*calls, return_exceptions=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 from pydantic import ValidationError
@@ -20,6 +19,7 @@ from kvloom.types.errors import BadRequest, KvloomError, Unavailable
 log = logging.getLogger(__name__)
 
 MAX_HELD: Final = 192 << 20  # bytes that all requests together may be taken to hold
+SMALL: Final = 1 << 20  # A request that holds more leaves a quarter of that to those that hold less.
 PARSED: Final = 4  # A body that has been read takes so many times its bytes, beside them.
 OPEN_BYTES: Final = 48 << 10  # of a request that is under way, in this process
 _ACCOUNT: Final = "kvloom.account"
@@ -75,28 +75,32 @@ class LimitBody:
         finally:
             account.settle(0)
 
-    def _hold(self, count: int) -> None:
-        if self._held + count > MAX_HELD:
+    def _hold(self, count: int, *, small: bool) -> None:
+        if count > 0 and self._held + count > (MAX_HELD if small else MAX_HELD * 3 // 4):
             raise Unavailable(
                 "too many or too large requests and answers at once; send this one again", retry_after=1
             )
         self._held += count
 
 
-def _uncounted(_: int) -> None:
+class _Hold(Protocol):
+    def __call__(self, count: int, *, small: bool) -> None: ...
+
+
+def _uncounted(count: int, *, small: bool) -> None:
     """Holds what is not counted."""
 
 
 class Account:
     """The bytes of this process that one request is taken to hold, from its body to the end of its answer."""
 
-    def __init__(self, hold: Callable[[int], None]) -> None:
+    def __init__(self, hold: _Hold) -> None:
         self._hold = hold
         self.held = 0
 
     def add(self, count: int) -> None:
         """Raises Unavailable if all requests together would hold too much."""
-        self._hold(count)
+        self._hold(count, small=self.held + count <= SMALL)
         self.held += count
 
     def settle(self, count: int) -> None:

@@ -15,7 +15,7 @@ from kvloom.api.metrics import Watch
 from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece, Writer, encode, new_id
 from kvloom.api.openai.sampling import chat_logprobs, check_prompt, room_for, sampling_params, start_of
 from kvloom.api.schemas_chat import ChatBody, ChatMessage, NamedTool
-from kvloom.api.texts.prompts import ChatPrompt
+from kvloom.api.texts.prompts import UNRENDERED, ChatPrompt, content_bytes
 from kvloom.api.tools import Family, ToolCall, ToolParser, forced_guide, marks_of
 from kvloom.types.request import Guide
 
@@ -49,11 +49,12 @@ class ChatEndpoint:
 
 
 def prompt_of(body: ChatBody, model: ServedModel) -> ChatPrompt:
-    """Returns what the model's chat template is given."""
+    """Returns what the model's chat template is given. Raises PromptTooLong."""
     offered = body.tools if body.tool_choice != "none" else None
     tools = [tool.model_dump(exclude_none=True) for tool in offered or []] or None
     knows_developer = "developer" in (model.template.text or "")
     messages = [_message(message, knows_developer=knows_developer) for message in body.messages]
+    model.check_size(content_bytes(messages), UNRENDERED, "messages")
     return ChatPrompt.of(messages, tools, body.chat_template_kwargs or {})
 
 

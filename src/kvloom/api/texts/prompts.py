@@ -57,8 +57,7 @@ class ChatPrompt(msgspec.Struct, frozen=True, tag="chat"):
     def of(
         messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: dict[str, Any]
     ) -> ChatPrompt:
-        size = sum(utf8(message["content"]) for message in messages)
-        return ChatPrompt(json.dumps((messages, tools, options)), size)
+        return ChatPrompt(json.dumps((messages, tools, options)), content_bytes(messages))
 
     @property
     def param(self) -> str:
@@ -79,6 +78,11 @@ Prompt = PlainPrompt | ChatPrompt
 def utf8(text: str) -> int:
     """Returns a text's bytes in UTF-8, if only from below where counting them would cost a copy."""
     return len(text) if text.isascii() or len(text) > SHORT else len(text.encode("utf-8", "replace"))
+
+
+def content_bytes(messages: list[dict[str, Any]]) -> int:
+    """Returns the bytes of the messages' contents in UTF-8, as `utf8` counts them."""
+    return sum(utf8(message["content"]) for message in messages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import msgspec
 from kvloom.api.texts.prompts import SHORT, Encoded, PlainPrompt, Prompt, TextModel
 from kvloom.api.tokenizer import TokenizerForm
 from kvloom.serve.processes.sandbox import Limits, OverLimit, Refused, Sandbox
-from kvloom.types.errors import BadRequest, ConfigError, KvloomError
+from kvloom.types.errors import BadRequest, ConfigError, KvloomError, Unavailable
 from kvloom.types.request import ModelCard
 
 SIZE: Final = 2  # processes for short prompts, and as many for long ones
@@ -38,7 +38,7 @@ class TextProcesses:
         self._turns: defaultdict[tuple[str, bool], asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(1)
         )
-        self._resting: dict[str, tuple[float, str]] = {}
+        self._resting: dict[tuple[str, str], tuple[float, str]] = {}
         self._work: set[asyncio.Task[bytes | KvloomError]] = set()
 
     async def __aenter__(self) -> Self:
@@ -97,23 +97,20 @@ class TextProcesses:
         self, key: str, card: ModelCard, data: bytes, what: str, *, long: bool
     ) -> bytes | KvloomError:
         now = asyncio.get_running_loop().time
-        until, why = self._resting.get(key, (0.0, ""))
+        until, why = self._resting.get((key, what), (0.0, ""))
         if now() < until:
             return BadRequest(why)
-        self._resting.pop(key, None)
-        for again in (
-            not long,
-            False,
-        ):  # whoever ended the process, it may have had nothing to do with the text
+        self._resting.pop((key, what), None)
+        # Whoever ended a process, it may have had nothing to do with the text.
+        for attempts_left in (0,) if long else (1, 0):
             try:
                 return await self._pools[long].call(key, lambda: msgspec.msgpack.encode(card), data)
             except OverLimit as error:
                 why = f"{what} cannot be used here: {error}"
-                if again:
-                    continue
-                if not long:
-                    self._resting[key] = now() + REST_SECONDS, why
+                if not long and not attempts_left:
+                    self._resting[key, what] = now() + REST_SECONDS, why
             except Refused as error:
-                why = str(error)
-            break
+                return BadRequest(str(error))
+            except OSError as error:
+                return Unavailable(f"no process can be started for {what}: {error}", retry_after=1)
         return BadRequest(why)
