@@ -10,10 +10,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from tests.attacks.attacks import ATTACKS, bad_requests, bad_requests_and_a_kill, stopped_gateway
+from tests.attacks.attacks import ATTACKS, Reached, bad_requests, bad_requests_and_a_kill, stopped_gateway
 from tests.attacks.fleet import Fleet, Innocent, forget_peak, innocent, resident, serving
 from tests.attacks.strangers import STRANGERS
 
+WARM_SECONDS: Final = 2.0
 LONE_SECONDS: Final = 8.0
 AFTER_SECONDS: Final = 2.0
 ALL: Final = ATTACKS | STRANGERS
@@ -54,11 +55,14 @@ class Result:
     gateway: float
     lost: list[str]
     """Processes of the fleet that are not there any more."""
+    reached: bool
+    """Whether the attack has reached its own end."""
 
     @property
     def failed(self) -> list[str]:
         """Returns the bounds that do not hold."""
         found = {
+            "reached its end": self.reached,
             "processes lost": bool(self.lost),
             "another model": self.elsewhere.excess(MOST_ELSEWHERE),
             "same model": self.beside.excess(MOST_BESIDE),
@@ -91,17 +95,24 @@ HEAD: Final = """\
 async def under(name: str, fleet: Fleet) -> Result:
     """Plays an attack on `sums` beside innocent clients of another model and of the same one."""
     async with innocent(fleet, "guide") as far, innocent(fleet, "sums") as near:
+        await asyncio.sleep(WARM_SECONDS)
+        far.seconds.clear()  # what is loaded with the first answers is no measure
+        near.seconds.clear()
         await asyncio.sleep(LONE_SECONDS)
     lone = far.p99(), near.p99()
     before, gateway = fleet.processes(), fleet.gateway()
     forget_peak(gateway)
     async with innocent(fleet, "guide") as far, innocent(fleet, "sums") as near:
-        said = await ALL[name](fleet)
+        reached = False
+        try:
+            said = await ALL[name](fleet)
+        except Reached as error:
+            said, reached = str(error), True
         await asyncio.sleep(AFTER_SECONDS)
     after = fleet.processes()
     lost = [one for one, pid in before.items() if after.get(one) != pid]
     memory = resident(gateway) if gateway in after.values() else float("nan")
-    return Result(name, said, _seen(far, lone[0]), _seen(near, lone[1]), memory, lost)
+    return Result(name, said, _seen(far, lone[0]), _seen(near, lone[1]), memory, lost, reached)
 
 
 def _seen(client: Innocent, lone: float) -> Client:

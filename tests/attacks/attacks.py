@@ -17,6 +17,12 @@ import aiohttp
 from tests.attacks.fleet import Fleet, post
 
 Attack = Callable[[Fleet], Awaitable[str]]
+
+
+class Reached(Exception):
+    """The attack has reached its end, whatever the innocent clients saw. The message says how."""
+
+
 CHAIN: Final = 5000
 CHAT: Final = {"model": "sums", "messages": [{"role": "user", "content": "What is 1 + 1?"}], "max_tokens": 8}
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import aiohttp
 
 from kvloom.config.config import DEMO
-from tests.attacks.attacks import CHAT, PROGRAMS, Attack
+from tests.attacks.attacks import CHAT, PROGRAMS, Attack, Reached
 from tests.attacks.fleet import Fleet, post
 
 SECRET: Final = list(range(20, 84))  # the tokens of a prompt that the other tenant is not to find out
@@ -35,7 +35,10 @@ async def prefix_oracle(fleet: Fleet) -> str:
             )
             ended = [event for event in events if event[0] == "end"]
             found[salt] = ended[0][4] if ended and len(ended[0]) > 4 else 0
-    return f"cached tokens: {found['one']} of one's own, {found['other']} of another tenant's"
+    said = f"cached tokens: {found['one']} of one's own, {found['other']} of another tenant's"
+    if found["other"]:
+        raise Reached(said)
+    return said
 
 
 async def hostile_checkpoint(fleet: Fleet) -> str:
@@ -76,7 +79,9 @@ async def raising_programs(fleet: Fleet) -> str:
             gateway = fleet.gateway()
             asked = await _status(session, fleet, "/v1/chat/completions", CHAT)
             lives = "lives" if fleet.gateway() == gateway else "has ended"
-            said.append(f"{name}: asked {asked}, the gateway {lives}")
+            said.append(
+                f"{name}: asked {asked}, the gateway {lives}"
+            )  # 500 is right: the program is at fault
             await _status(session, fleet, "/admin/program", {"name": "data_parallel"})
     return ", ".join(said)
 
