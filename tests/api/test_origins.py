@@ -110,7 +110,7 @@ def test_with_a_key_no_origin_counts() -> None:
         ("application/vnd.x+json", True),
         ("text/plain", False),
         ("text/plain;application/json", False),
-        ("application/x-www-form-urlencoded", False),
+        ("application/x-www-form-urlencoded", True),
         ("multipart/form-data; boundary=x", False),
         ("application/jsonx", False),
     ],

@@ -192,15 +192,6 @@ def test_requests_a_minute(named: Named) -> None:
         assert left(complete(http, named.headers("a"))) == (0, None)
 
 
-def test_a_refusal_reads_no_body(named: Named) -> None:
-    named.add("a", requests_per_minute=1)
-    with client(named) as http:
-        assert complete(http, named.headers("a"), prompt=[]).status_code == 400
-        refused = complete(http, named.headers("a"))
-        assert refused.status_code == 429
-        assert refused.headers["connection"] == "close"
-
-
 def test_tokens_a_minute(named: Named) -> None:
     named.add("a", tokens_per_minute=60)
     with client(named) as http:

@@ -9,6 +9,7 @@ import threading
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 from msgspec.structs import replace
 
 from kvloom.engine.guide import GuideCompiler, GuideState
@@ -25,6 +26,9 @@ SCHEMA = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
+
+
+AMBIGUOUS = Guide("lark", 'start: e\ne: e e e| "x" | e "x" e')
 
 
 @pytest.fixture(scope="module")
@@ -183,9 +187,8 @@ def test_choices_step_apart(compiler: GuideCompiler) -> None:
             '"' + "ab" * 200,
             "takes more work than is allowed: lexer error",
         ),
-        (Guide("lark", 'start: e\ne: e e e| "x" | e "x" e'), "x" * 3000, "takes more work than is allowed"),
     ],
-    ids=["no token midway", "too much work for a mask", "too much work for a step"],
+    ids=["no token midway", "too much work for a mask"],
 )
 def test_a_guide_that_cannot_go_on_says_why(
     compiler: GuideCompiler, guide: Guide, text: str, why: str
@@ -198,6 +201,24 @@ def test_a_guide_that_cannot_go_on_says_why(
     assert not state.mask().any()
     assert not state.done
     assert why in state.problem
+
+
+def test_a_step_has_a_budget(compiler: GuideCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvloom.engine.guide.LIMITS", LLParserLimits(step_max_items=100))
+    state = compiler.start(AMBIGUOUS)
+    taken = sum(bool(state.mask().any() and state.accepts(one)) for one in tokens("x" * 100))
+    assert 0 < taken < 100
+    assert "takes more work than is allowed" in state.problem
+
+
+def test_tokens_have_a_budget_together(compiler: GuideCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parser that keeps little may still work for long over each token."""
+    monkeypatch.setattr("kvloom.engine.guide.CREDIT_SECONDS", 0.0)
+    monkeypatch.setattr("kvloom.engine.guide.TOKEN_SECONDS", 1e-5)
+    state = compiler.start(AMBIGUOUS)
+    taken = sum(bool(state.mask().any() and state.accepts(one)) for one in tokens("x" * 100))
+    assert taken < 100
+    assert "more work than is allowed, 0.01 ms each" in state.problem
 
 
 def test_a_refused_token_is_no_problem_of_the_guide(compiler: GuideCompiler) -> None:

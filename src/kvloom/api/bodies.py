@@ -38,9 +38,9 @@ B = TypeVar("B", bound=GenerationBody)
 class LimitBody:
     """An ASGI middleware that bounds the size of a request's body and the time that it takes to come.
 
-    It counts the bytes that come, whatever the headers promise. An answer to a body that was not read ends
-    its connection. `MAX_HELD` bounds what all requests together hold, of which each has an `Account`. The app
-    that reads a body beyond the bounds gets a KvloomError for it.
+    It counts the bytes that come, whatever the headers promise. `MAX_HELD` bounds what all requests together
+    hold, of which each has an `Account`. The app that reads a body beyond the bounds gets a KvloomError for
+    it.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: float) -> None:
@@ -53,8 +53,7 @@ class LimitBody:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        declared = headers.get("content-length", "0")
+        declared = Headers(scope=scope).get("content-length", "0")
         if declared.isdigit() and int(declared[:20]) > self._max_bytes:
             await error_response(scope, _too_large(self._max_bytes))(scope, receive, send)
             return
@@ -62,16 +61,8 @@ class LimitBody:
         account = Account(_uncounted if scope["path"].startswith("/admin/") else self._hold)
         scope[_ACCOUNT] = account
         body = _BoundedBody(receive, self._max_bytes, self._max_seconds, account)
-        comes = declared != "0" or "transfer-encoding" in headers
-
-        async def answer(message: Message) -> None:
-            if message["type"] == "http.response.start" and comes and not body.complete:
-                # What is still to come would be read, and thrown away, for as long as the caller likes.
-                message.setdefault("headers", []).append((b"connection", b"close"))
-            await send(message)
-
         try:
-            await self._app(scope, body.receive, answer)
+            await self._app(scope, body.receive, send)
         finally:
             account.settle(0)
 

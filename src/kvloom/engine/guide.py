@@ -9,6 +9,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from time import thread_time
 from typing import Any, Final, Protocol
 
 import llguidance
@@ -32,6 +33,9 @@ MOST_CHAINED: Final = 50
 _BRACKETS: Final = re.compile(r"[][(){}]")
 _RULE: Final = re.compile(r"^\s*[?!]?\w+\s*(?:\.\s*-?\d+\s*)?:", re.MULTILINE)
 _REPEATED: Final = re.compile(r"\{\s*(?:\d+\s*,\s*)?(\d+)\s*\}")
+CREDIT_SECONDS: Final = 0.5
+TOKEN_SECONDS: Final = 0.02
+"""A guide may take so much CPU for each token, and the credit besides, as engines collect garbage meanwhile."""
 LIMITS: Final = llguidance.LLParserLimits(
     max_grammar_size=100_000,
     max_lexer_states=50_000,
@@ -211,6 +215,8 @@ class GuideState:
         self._vocab_size = vocab_size
         self._eos = tuple(token for token in eos if token < vocab_size)
         self._closed = False
+        self._spent = 0.0  # seconds of CPU
+        self._taken = 0  # tokens
 
     def copy(self) -> GuideState:
         """Returns another state at the same place of the grammar."""
@@ -226,6 +232,7 @@ class GuideState:
         """Returns [ceil(vocab / 32)] words with a bit for each token, set if the token is allowed; an eos
         token is allowed exactly if the grammar may end. No bit is set only if the matcher gave up, or the
         grammar ended without an eos token. Safe on another thread while nobody steps."""
+        begun = thread_time()
         mask = np.zeros(self._words, np.uint32)
         if not self._matcher.is_stopped():
             known = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._words]
@@ -235,21 +242,34 @@ class GuideState:
         for token in self._eos:
             bit = np.uint32(1 << token % _BITS)
             mask[token // _BITS] = mask[token // _BITS] | bit if allowed else mask[token // _BITS] & ~bit
+        self._spent += thread_time() - begun
         return mask
 
     def accepts(self, token: int) -> bool:
         """Steps over a drawn token; eos ends the grammar. Returns False, and does not step, if the mask
-        forbids the token."""
+        forbids the token, or if the guide has gone over its budget."""
         if token in self._eos and self._may_end():
             self._closed = True
             return True
-        if self.done or self._matcher.is_error():
+        if self.done or self._matcher.is_error() or self._is_over:
             return False
-        return int(self._matcher.try_consume_tokens([token])) == 1
+        begun = thread_time()
+        taken = int(self._matcher.try_consume_tokens([token]))
+        self._spent += thread_time() - begun
+        self._taken += taken
+        return taken == 1
+
+    @property
+    def _is_over(self) -> bool:
+        """Returns whether the tokens so far took more work than is allowed. The limits of the parser bound
+        what one step keeps, and not what an ambiguous grammar makes of it, which grows with each token."""
+        return self._spent > CREDIT_SECONDS + TOKEN_SECONDS * self._taken
 
     @property
     def problem(self) -> str:
         """Returns why no token can follow, though the grammar has not ended; nothing if one can."""
+        if self._is_over:
+            return f"its tokens take more work than is allowed, {1000 * TOKEN_SECONDS:g} ms each"
         if not self._matcher.is_error():
             return ""
         why = str(self._matcher.get_error()).partition("\n")[0]

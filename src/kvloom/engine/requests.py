@@ -412,10 +412,16 @@ class Requests:
 
     def _end_after(self, sequence: Sequence, token: int) -> None:
         """Ends the sequence if its last token, `token`, does."""
-        reason = sequence.ends_with(token, self._queues[sequence.model].card.context_length)
-        if reason:
-            stop = token if token in sequence.sampling.stop_token_ids else None
-            self.end(sequence, reason, stop_token=stop)
+        sampling, tokens = sequence.sampling, sequence.tokens
+        if token in sampling.stop_token_ids:
+            self.end(sequence, "stop", stop_token=token)
+        elif (
+            tokens.made >= sampling.max_tokens
+            or tokens.length >= self._queues[sequence.model].card.context_length
+        ):
+            self.end(sequence, "length")
+        elif sequence.guide and sequence.guide.done:
+            self.end(sequence, "stop")
 
     def end(
         self,

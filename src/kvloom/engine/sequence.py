@@ -11,7 +11,7 @@ import numpy as np
 from kvloom.engine.guide import GuideState
 from kvloom.types.geometry import I64
 from kvloom.types.job import PromptRow, SampleRow
-from kvloom.types.request import FinishReason, SamplingParams, TokenLogprob
+from kvloom.types.request import SamplingParams, TokenLogprob
 from kvloom.types.transfer import Transfer
 
 _ROOM = 16
@@ -236,15 +236,3 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens that it may still make."""
         return self.sampling.max_tokens - self.output_length
-
-    def ends_with(self, token: int, limit: int) -> FinishReason | None:
-        """Returns why the sequence is over after `token`, which was just appended; None if it is not. limit:
-        tokens of the longest sequence."""
-        sampling = self.sampling
-        if token in sampling.stop_token_ids:
-            return "stop"
-        if self.tokens.made >= sampling.max_tokens or self.tokens.length >= limit:
-            return "length"
-        if self.guide and self.guide.done:
-            return "stop"
-        return None

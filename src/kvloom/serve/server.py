@@ -103,6 +103,10 @@ class Connection(HttpToolsProtocol):
         if self._certificate:  # as ASGI's extension for TLS has it
             self.scope["extensions"] = {"tls": {"client_cert_name": self._certificate}}
         super().on_headers_complete()
+        if self.cycle is not None:
+            # What is still to come after an answer would be read, and thrown away, for as long as the caller
+            # likes; so the answer to a body that has not come ends the connection.
+            self.cycle.default_headers = [*self.server_state.default_headers, (b"connection", b"close")]
 
     def on_body(self, body: bytes) -> None:
         self._spare += (1 + self.FRAMING) * len(body)
@@ -111,6 +115,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if not self._early:
+            if self.cycle is not None:
+                self.cycle.default_headers = self.server_state.default_headers
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:

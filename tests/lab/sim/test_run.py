@@ -76,6 +76,7 @@ def test_memory_does_not_grow_with_the_number_of_requests() -> None:
     units = [unit(f"unit-{i}", blocks=100) for i in range(2)]
     program, peaks = load_program("least_loaded"), list[int]()
     summary = Summary({"≤ 5×": scaled(units, 5.0)})
+    simulate(units, program, sparse(500), Prompts(500), Summary({}), title="what is kept once")
     gc.collect()
     gc.freeze()  # or what other tests have left alive puts off the collections of this one's garbage
     thresholds = gc.get_threshold()

@@ -21,7 +21,8 @@ _HOST: Final = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)(?:%[^\]]*)?\]|(?P<name>[^
 _PRIVATE: Final = (".localhost", ".local", ".internal", ".home.arpa")
 """Ends of names that nobody can own in the public DNS (RFC 6761, 6762 and 8375, and ICANN's resolution
 2024.07.29.06)."""
-_JSON: Final = re.compile(r"application/(?:[a-z0-9.+-]+\+)?json")
+_JSON: Final = re.compile(r"application/(?:(?:[a-z0-9.+-]+\+)?json|x-www-form-urlencoded)")
+"""With what curl says of every body. Of a page, which could say it too, its browser tells the origin."""
 _READS: Final = frozenset({"GET", "HEAD"})
 
 
@@ -63,7 +64,7 @@ def refuse_page(scope: Scope, allowed: Collection[str]) -> KvloomError | None:
 
 class RequireJson:
     """An ASGI middleware that refuses bodies which say that they are anything but JSON, at the paths of
-    OpenAI's API: a browser lets any page send texts and forms, and nobody else means to."""
+    OpenAI's API: a browser lets any page send texts and files, and nobody else means to."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
