@@ -35,7 +35,7 @@ _RULE: Final = re.compile(r"^\s*[?!]?\w+\s*(?:\.\s*-?\d+\s*)?:", re.MULTILINE)
 _REPEATED: Final = re.compile(r"\{\s*(?:\d+\s*,\s*)?(\d+)\s*\}")
 CREDIT_SECONDS: Final = 0.5
 TOKEN_SECONDS: Final = 0.02
-"""A guide may take so much CPU for each token, and the credit besides, as engines collect garbage meanwhile."""
+"""A guide may take so much CPU for each token, and the credit besides: garbage may be collected meanwhile."""
 LIMITS: Final = llguidance.LLParserLimits(
     max_grammar_size=100_000,
     max_lexer_states=50_000,
