@@ -7,7 +7,7 @@ from io import StringIO
 from pathlib import Path
 from subprocess import CompletedProcess
 
-from kvloom.cli.main import main
+from kvloom.cli.__main__ import main
 
 
 def kvloom(*arguments: str, folder: Path | str = ".") -> CompletedProcess[str]:

@@ -14,7 +14,7 @@ from kvloom.api.errors import BodyTooLarge  # noqa: F401  (the API's own errors 
 from kvloom.api.metrics import Metrics
 from kvloom.api.schemas import CompletionBody, GenerationBody
 from kvloom.api.schemas_chat import ChatBody
-from kvloom.cli.main import main
+from kvloom.cli.__main__ import main
 from kvloom.config.config import Config
 from kvloom.config.fields import parse_size
 from kvloom.config.units import ModelConfig, UnitConfig

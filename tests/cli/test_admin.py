@@ -13,8 +13,8 @@ from typing import NoReturn
 
 import pytest
 
+from kvloom.cli.__main__ import main
 from kvloom.cli.gateway import AdminClient
-from kvloom.cli.main import main
 
 
 @dataclass

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ENTER = "from kvloom.cli.main import main; sys.exit(main())"
+ENTER = "from kvloom.cli.__main__ import main; sys.exit(main())"
 INTERRUPTS = """
 import signal, sys
 
@@ -41,7 +41,7 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_console_script_begins_here() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    assert project["scripts"] == {"kvloom": "kvloom.cli.main:main"}
+    assert project["scripts"] == {"kvloom": "kvloom.cli.__main__:main"}
 
 
 @pytest.mark.parametrize(

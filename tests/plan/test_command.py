@@ -9,7 +9,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from kvloom.cli.main import main
+from kvloom.cli.__main__ import main
 from kvloom.cli.plan import EXAMPLE, read_cluster, read_demands
 from kvloom.config.config import DEMO
 from kvloom.config.file import load_config

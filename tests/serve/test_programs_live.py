@@ -13,7 +13,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
-from kvloom.cli.main import main
+from kvloom.cli.__main__ import main
 from kvloom.config.config import DEMO
 from kvloom.router.programs import PROGRAMS
 from tests.processes import DEADLINE, fleet

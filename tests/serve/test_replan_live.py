@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.cli.main import main
+from kvloom.cli.__main__ import main
 from kvloom.plan.cost.shapes import read_shape
 from kvloom.plan.plan import PlacementPlan, PlannedModel, PlannedUnit, write_plan
 from tests.checkpoints import make_checkpoint

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from kvloom.cli.main import main
+from kvloom.cli.__main__ import main
 from tests.checkpoints import make_checkpoint
 from tests.processes import DEADLINE
 from tests.serve.streaming import call, serving, states, streams

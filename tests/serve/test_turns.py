@@ -7,7 +7,7 @@ from collections import Counter
 
 from starlette.types import Message, Receive, Scope, Send
 
-from kvloom.serve.turns import BEGUN, TakeTurns
+from kvloom.api.access.turns import BEGUN, TakeTurns
 
 
 class Begun:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.cli.main import main
+from kvloom.cli.__main__ import main
 from kvloom.config.config import DEMO
 from tests.processes import DEADLINE, Fleet
 from tests.serve.streaming import call, said, serving, streamed

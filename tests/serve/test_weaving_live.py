@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvloom.cli.main import main
+from kvloom.cli.__main__ import main
 from kvloom.types.request import Event, TokenEvent
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.oracle import Oracle

@@ -17,6 +17,7 @@ from starlette.responses import HTMLResponse, Response
 from kvloom.api.access.origins import RequireJson, cors
 from kvloom.api.access.proxies import TrustProxies
 from kvloom.api.access.tenants import MeterRequests, access_of
+from kvloom.api.access.turns import TakeTurns
 from kvloom.api.admin import Admin
 from kvloom.api.auth import Keys, RequireKey
 from kvloom.api.bodies import LimitBody
@@ -79,10 +80,11 @@ def create_app(
             # first, because it ends the connection of whoever is refused before the body has come
             Middleware(LimitBody, max_bytes=max_body, max_seconds=body_seconds),
             *([Middleware(TrustProxies, proxies=proxies)] if proxies else ()),
+            Middleware(TakeTurns),
             *([cors(origins)] if origins else ()),
             Middleware(RequireKey, keys=keys, origins=origins, certified=certified),
-            Middleware(RequireJson),
             Middleware(MeterRequests),
+            Middleware(RequireJson),
         ],
         exception_handlers={
             KvloomError: on_kvloom_error,

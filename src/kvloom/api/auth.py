@@ -134,7 +134,8 @@ class RequireKey:
 
     def _admin_problem(self, scope: Scope, given: bytes | None, access: Access) -> KvloomError | None:
         by_certificate = self._certified and access.admin != FLEET
-        if by_certificate and ((error := _uncertified(scope)) or not self._has_admin_keys):
+        keyless = not self._admin and self._ring is None  # whatever a file of keys says just now
+        if by_certificate and ((error := _uncertified(scope)) or keyless):
             return error
         return None if access.admin is not None else self._refuse_admin(scope, given, known=access.known)
 

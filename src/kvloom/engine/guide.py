@@ -9,6 +9,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from time import thread_time
 from typing import Any, Final, Protocol
 
@@ -150,7 +151,7 @@ def _states(known: GuideState | BadRequest, guide: Guide, count: int) -> list[Gu
     """Returns that many states at the grammar's beginning, or raises why there is none."""
     if isinstance(known, BadRequest):
         raise BadRequest(known.message, param=guide.param)
-    return [known.copy() for _ in range(count)]
+    return [*known.copies(count)]
 
 
 def check_size(guide: Guide) -> None:
@@ -206,21 +207,38 @@ def _check_schema(guide: Guide, schema: Any) -> None:
             raise refused(guide, f"more than {MOST_CHAINED} of its references lead from one to the next")
 
 
-class GuideState:
-    """The state of one choice in its grammar. Choices do not share one."""
+@dataclass(slots=True)
+class _Budget:
+    """The work that the guide of one request has taken. The limits of the parser bound what one step keeps,
+    and not what an ambiguous grammar makes of it, which grows with each token."""
 
-    def __init__(self, matcher: Any, vocab_size: int, eos: tuple[int, ...]) -> None:
+    spent: float = 0.0  # seconds of CPU
+    taken: int = 0  # tokens
+
+    @property
+    def is_over(self) -> bool:
+        return self.spent > CREDIT_SECONDS + TOKEN_SECONDS * self.taken
+
+
+class GuideState:
+    """The state of one choice in its grammar. Choices do not share one, but what they may spend."""
+
+    def __init__(
+        self, matcher: Any, vocab_size: int, eos: tuple[int, ...], budget: _Budget | None = None
+    ) -> None:
         self._matcher = matcher
         self._words = -(-vocab_size // _BITS)
         self._vocab_size = vocab_size
         self._eos = tuple(token for token in eos if token < vocab_size)
         self._closed = False
-        self._spent = 0.0  # seconds of CPU
-        self._taken = 0  # tokens
+        self._budget = budget or _Budget()
 
-    def copy(self) -> GuideState:
-        """Returns another state at the same place of the grammar."""
-        return GuideState(self._matcher.deep_copy(), self._vocab_size, self._eos)
+    def copies(self, count: int) -> list[GuideState]:
+        """Returns other states at the same place of the grammar, for the choices of one request."""
+        budget = _Budget()
+        return [
+            GuideState(self._matcher.deep_copy(), self._vocab_size, self._eos, budget) for _ in range(count)
+        ]
 
     @property
     def done(self) -> bool:
@@ -242,7 +260,7 @@ class GuideState:
         for token in self._eos:
             bit = np.uint32(1 << token % _BITS)
             mask[token // _BITS] = mask[token // _BITS] | bit if allowed else mask[token // _BITS] & ~bit
-        self._spent += thread_time() - begun
+        self._budget.spent += thread_time() - begun
         return mask
 
     def accepts(self, token: int) -> bool:
@@ -251,24 +269,18 @@ class GuideState:
         if token in self._eos and self._may_end():
             self._closed = True
             return True
-        if self.done or self._matcher.is_error() or self._is_over:
+        if self.done or self._matcher.is_error() or self._budget.is_over:
             return False
         begun = thread_time()
         taken = int(self._matcher.try_consume_tokens([token]))
-        self._spent += thread_time() - begun
-        self._taken += taken
+        self._budget.spent += thread_time() - begun
+        self._budget.taken += taken
         return taken == 1
-
-    @property
-    def _is_over(self) -> bool:
-        """Returns whether the tokens so far took more work than is allowed. The limits of the parser bound
-        what one step keeps, and not what an ambiguous grammar makes of it, which grows with each token."""
-        return self._spent > CREDIT_SECONDS + TOKEN_SECONDS * self._taken
 
     @property
     def problem(self) -> str:
         """Returns why no token can follow, though the grammar has not ended; nothing if one can."""
-        if self._is_over:
+        if self._budget.is_over:
             return f"its tokens take more work than is allowed, {1000 * TOKEN_SECONDS:g} ms each"
         if not self._matcher.is_error():
             return ""

@@ -142,7 +142,7 @@ class Pauses:
             if sequence.status is not Status.HELD:
                 self._queues[sequence.model].release(sequence, Status.HELD)
                 tree = self._queues[sequence.model].cache.prefixes
-                if path := tree.pin(sequence.tokens.list()):
+                if path := tree.pin(sequence.tokens.list(), sequence.salt):
                     kept.append((tree, path))
         self._due[stream.body.request] = self._clock.now() + self._lease
         return [Made(sequence.choice, sequence.tokens.output.tolist()) for sequence in live]

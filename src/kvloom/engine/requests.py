@@ -78,7 +78,7 @@ class RequestStream:
             self._events
         ) >= self.body.interval * self._open:
             self._ready.set()
-            if len(self._events) > self._most and not self._awaited and not self.full:
+            if len(self._events) > self._most and not self._awaited:
                 self._fill()
 
     def extend(self, events: list[TokenEvent]) -> None:
@@ -86,7 +86,7 @@ class RequestStream:
         self._events += events
         if len(self._events) >= self.body.interval * self._open:
             self._ready.set()
-            if len(self._events) > self._most and not self._awaited and not self.full:
+            if len(self._events) > self._most and not self._awaited:
                 self._fill()
 
     def _fill(self) -> None:

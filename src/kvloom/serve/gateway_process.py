@@ -39,7 +39,6 @@ from kvloom.serve.processes.parent import Parent, run_child
 from kvloom.serve.processes.texts import TextProcesses
 from kvloom.serve.server import ClientConnection, HttpServer
 from kvloom.serve.tls import Certificates, TlsServer
-from kvloom.serve.turns import TakeTurns
 from kvloom.types.clock import Clock, WallClock, together
 from kvloom.types.errors import ConfigError
 
@@ -121,7 +120,7 @@ async def gateway(
             certificates = Certificates(order.tls, Path(order.sockets), clock)
             make = partial(TlsServer, certificates=certificates)
         server = make(
-            TakeTurns(app),
+            app,
             connection=ClientConnection,
             connections_each=order.max_connections,
             grace=GRACE_SECONDS,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
 from rich.console import Console
@@ -75,7 +77,10 @@ class Screen:
     def close(self) -> None:
         """Shows that all steps are done, and waits a moment until all that was told is written."""
         self.end_steps()
-        self._background.close()
+        if not self._background.close():
+            # What is still to be written is dropped, or the interpreter's end would fail over it.
+            with open(os.devnull, "wb") as nowhere, suppress(OSError):
+                os.dup2(nowhere.fileno(), self._console.file.fileno())
 
     def _show_steps(self) -> None:
         texts = " · ".join(text for text, _ in self._steps.values())

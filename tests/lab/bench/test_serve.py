@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvloom.cli.main import main
+from kvloom.cli.__main__ import main
 from kvloom.lab.workload.results import read_results
 from tests.lab.bench.server import serving
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from kvloom.cli.main import main
+from kvloom.cli.__main__ import main
 from kvloom.lab.workload.lengths import STAND_INS
 from kvloom.lab.workload.make import open_workload
 from kvloom.lab.workload.request import LOWEST

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.cli.main import main
+from kvloom.cli.__main__ import main
 from kvloom.plan.cost.measured import Measured
 from kvloom.plan.cost.profile import Profile, read_profile
 from kvloom.plan.cost.work import Work

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvloom.cli.main import main
+from kvloom.cli.__main__ import main
 from kvloom.lab.reproduce import microserving
 from kvloom.lab.reproduce.report import Experiment, Report, Scale, Tell
 

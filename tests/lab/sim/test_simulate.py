@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.cli.main import main
+from kvloom.cli.__main__ import main
 from kvloom.lab.workload.make import make_requests, read_spec
 from kvloom.lab.workload.request import WorkloadRequest
 from kvloom.lab.workload.results import Results, read_results

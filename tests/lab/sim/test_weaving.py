@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvloom.cli.main import main
+from kvloom.cli.__main__ import main
 from kvloom.engine.engine import Engine
 from kvloom.lab.sim.fleet import simulated
 from kvloom.lab.sim.links import ModelledPlane, ModelledTransport

@@ -84,6 +84,8 @@ class Tenant:
 
     def take(self, tokens: int) -> None:
         """Counts tokens that were made beyond those reserved; or gives some back, if there are fewer."""
+        if self.key.tokens_per_minute is not None:
+            self._tokens.level(self.key.tokens_per_minute, self._clock())
         self._tokens.used = max(0.0, self._tokens.used + tokens)
 
     def end(self) -> None:

@@ -42,13 +42,15 @@ class Background:
         except queue.Full:
             self._lost += 1
 
-    def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Waits until all that was posted is done, for some seconds at most."""
+    def close(self, seconds: float = CLOSE_SECONDS) -> bool:
+        """Waits until all that was posted is done, for some seconds at most. Returns whether it is, and the
+        last call has not failed."""
         try:
             self._calls.put_nowait(None)
         except queue.Full:
-            return
+            return False
         self._thread.join(seconds)
+        return not self._thread.is_alive() and not self._lost
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:

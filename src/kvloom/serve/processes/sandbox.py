@@ -148,7 +148,8 @@ class Sandbox:
                     await worker.end()
 
     def _pick(self, key: str) -> _Worker | None:
-        """Takes an idle process, one that is prepared for the key if there is any."""
+        """Takes an idle process that nobody has killed, one that is prepared for the key if there is any."""
+        self._idle = [worker for worker in self._idle if worker.process.returncode is None]
         found = next((worker for worker in reversed(self._idle) if key in worker.prepared), None)
         found = found or (self._idle[-1] if self._idle else None)
         if found is not None:

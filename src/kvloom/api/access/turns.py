@@ -29,7 +29,7 @@ class TakeTurns:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
-            client = scope["client"]
+            client = scope.get("client")
             await self._turn(client[0] if client else "")
         await self._app(scope, receive, send)
 
