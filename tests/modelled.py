@@ -210,7 +210,9 @@ async def finish(
     tasks = list(tasks)
     waiting, quiet = tasks, 0
     while waiting := [task for task in waiting if not task.done()]:
-        await asyncio.sleep(0)
+        await asyncio.sleep(
+            0 if quiet < _QUIET // 2 else 0.02
+        )  # a thread may be at work, such as a compiler's
         quiet = quiet + 1 if executor.idle == executor.compute else 0
         stuck = quiet > _QUIET or len(executor.jobs) > most_jobs
         if stuck:
