@@ -36,6 +36,20 @@ HELLO = PlainTextResponse("hello")
 DEADLINE = 60.0
 
 
+def stopping(go_on: asyncio.Event) -> ASGIApp:
+    """Returns an application whose answer stops after its first half."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def pieces() -> AsyncIterator[str]:
+            yield "one "
+            await go_on.wait()
+            yield "two"
+
+        await StreamingResponse(pieces())(scope, receive, send)
+
+    return answer
+
+
 @pytest.fixture
 def authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Authority:
     monkeypatch.setattr(Certificates, "LOOK_SECONDS", 0.0)
@@ -149,18 +163,10 @@ def test_another_certificate_breaks_no_stream(
     caplog.set_level(logging.WARNING, "kvloom.serve.tls")
     go_on = asyncio.Event()
 
-    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
-        async def pieces() -> AsyncIterator[str]:
-            yield "one "
-            await go_on.wait()
-            yield "two"
-
-        await StreamingResponse(pieces())(scope, receive, send)
-
     async def play() -> None:
         files = authority.sign("cert", "127.0.0.1", "first")
         async with (
-            served(folder, files, slow) as (url, _),
+            served(folder, files, stopping(go_on)) as (url, _),
             client(authority) as http,
             http.stream("GET", url) as answer,
         ):
@@ -193,19 +199,11 @@ def test_a_gateway_that_retires_serves_its_streams_to_their_end(
     monkeypatch.setattr("kvloom.serve.server.LINGER_SECONDS", 0.0)
     go_on = asyncio.Event()
 
-    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
-        async def pieces() -> AsyncIterator[str]:
-            yield "one "
-            await go_on.wait()
-            yield "two"
-
-        await StreamingResponse(pieces())(scope, receive, send)
-
     async def play() -> None:
         files = authority.sign("cert")
         listener = socket.create_server(("127.0.0.1", 0))
         async with (
-            served(folder, files, slow, listener.dup()) as (url, first),
+            served(folder, files, stopping(go_on), listener.dup()) as (url, first),
             client(authority) as http,
             http.stream("GET", url) as answer,
         ):

@@ -7,15 +7,15 @@ import re
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from ipaddress import IPv6Address, IPv6Network, ip_address
+from ipaddress import IPv6Address, ip_address
 from typing import Final, Literal
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvloom.api.access.audit import FLEET
 from kvloom.api.access.keyring import KeyRing
-from kvloom.api.access.origins import refuse_page
-from kvloom.api.access.proxies import PROXIED
+from kvloom.api.access.origins import OWN_PAGE, header_words, refuse_page
+from kvloom.api.access.proxies import PROXIED, network_of
 from kvloom.api.access.tenants import Access, access_of, allow
 from kvloom.api.errors import CertificateRequired, Forbidden, error_response, is_verb
 from kvloom.api.routes import PUBLIC, Caller
@@ -26,7 +26,6 @@ ADMIN_PATH: Final = "/admin"
 _HOST: Final = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)\]|(?P<name>[^:\[\]]+))(?::[0-9]*)?")
 METRICS_PATH: Final = "/metrics"
 _ADMIN_FILE: Final = "a key of admin_key_file"
-_OWN_PAGE: Final = frozenset({"same-origin", "none"})  # "none": a person has typed the address
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ class RequireKey:
             )
         own, fleets, api = (_is_one(key, keys) for keys in (self._admin, self._secret, self._api))
         if not (own or fleets or api):
-            return Access(tenant=_address(scope))
+            return Access(tenant=network_of(client[0]) if (client := scope.get("client")) else "")
         # of a key that may be short, and would be found by its plain digest
         sign = "#" + hmac.new(self._signs, key, "sha256").hexdigest()[:16]
         return Access(
@@ -185,7 +184,7 @@ def _stranger(scope: Scope) -> str | None:
     reads, like an image or a link; for these, the browser itself says in Sec-Fetch-Site where they come from
     (Fetch Metadata, section 2.3).
     """
-    hosts = _values(scope, b"host")
+    hosts = header_words(scope, b"host")
     client = scope.get("client")
     if scope.get(PROXIED):
         return "this path is open to callers on the server's own machine only, and not to a proxy's"
@@ -199,26 +198,12 @@ def _stranger(scope: Scope) -> str | None:
 
 def _foreign(scope: Scope) -> str | None:
     """Returns why the caller may be a page of another site, or None if it is not."""
-    hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
+    hosts, origins = header_words(scope, b"host"), header_words(scope, b"origin")
     if any(origin.rpartition("://")[2] not in hosts for origin in origins):
         return "this path is open where the Origin header, if there is one, is the server's own only"
-    if not _OWN_PAGE.issuperset(_values(scope, b"sec-fetch-site")):
+    if not OWN_PAGE.issuperset(header_words(scope, b"sec-fetch-site")):
         return "this path is open to no page of another site, as the Sec-Fetch-Site header says this is"
     return None
-
-
-def _address(scope: Scope) -> str:
-    """Returns the caller's address; of IPv6 the network of 64 bits, all of which one machine may have."""
-    client = scope.get("client")
-    try:
-        address = ip_address(client[0].partition("%")[0]) if client else None
-    except ValueError:
-        address = None
-    if not isinstance(address, IPv6Address):
-        return str(address) if address else str(client[0]) if client else ""
-    if address.ipv4_mapped:
-        return str(address.ipv4_mapped)
-    return str(IPv6Network((address, 64), strict=False))
 
 
 def _uncertified(scope: Scope) -> KvloomError | None:
@@ -229,10 +214,6 @@ def _uncertified(scope: Scope) -> KvloomError | None:
             "this path needs a client certificate that an authority of `client_ca` signed"
         )
     return Forbidden(wrong) if (wrong := _foreign(scope)) else None
-
-
-def _values(scope: Scope, name: bytes) -> list[str]:
-    return [value.decode("latin-1").lower() for header, value in scope["headers"] if header == name]
 
 
 def _is_local(host: str) -> bool:

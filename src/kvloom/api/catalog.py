@@ -80,7 +80,8 @@ class Catalog:
         return self._readable(may_use)
 
     async def get(self, name: str, may_use: Callable[[str], bool] = _any) -> ServedModel:
-        """To a caller that may not use it, a model is as one that there is not."""
+        """Returns a model. Raises UnknownModel if there is none or the caller may not use it, in the same
+        words, and Unavailable if it cannot be read."""
         if name not in self._models or not may_use(name):
             await self._refresh()
         found = self._models.get(name) if may_use(name) else None

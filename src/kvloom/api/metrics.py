@@ -26,7 +26,7 @@ _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 
 @dataclass(slots=True)
 class KeyCounts:
-    """What was done for one key with a name."""
+    """Counts what was done for one key with a name."""
 
     requests: int = 0
     prompt_tokens: int = 0

@@ -169,7 +169,7 @@ class _Model(msgspec.Struct, frozen=True):
 
 
 class TokenizerForm(msgspec.Struct, frozen=True):
-    """What a tokenizer's JSON text says of its parts, read without building them."""
+    """Tells what a tokenizer's JSON text says of its parts, read without building them."""
 
     normalizer: msgspec.Raw = msgspec.Raw(b"null")
     pre_tokenizer: msgspec.Raw = msgspec.Raw(b"null")

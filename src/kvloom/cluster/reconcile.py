@@ -221,7 +221,7 @@ def _unit(
         case "draining":
             yield from _hangs(name, process, timing)
         case "starting" if process.generation == generation:
-            yield from _is_late(name, process, now, timing.load)
+            yield from _killed_at(name, process, now, process.since + timing.load)
         case _:
             yield from _process(name, generation, process, now, timing)
 
@@ -260,16 +260,15 @@ def _hangs(name: str, process: ComponentStatus, timing: Timing) -> Iterator[Acti
         yield Kill(name)
 
 
-def _is_late(name: str, process: ComponentStatus, now: float, seconds: float) -> Iterator[Action]:
-    """Yields what is due for a process that starts: it is killed if that takes longer than `seconds`."""
-    late = process.since + seconds
+def _killed_at(name: str, process: ComponentStatus, now: float, due: float) -> Iterator[Action]:
+    """Yields what is due for a process that is killed at `due`, unless it has got on by then."""
     if not process.killed:
-        yield Kill(name) if now >= late else Wait(late)
+        yield Kill(name) if now >= due else Wait(due)
 
 
 def _ends(name: str, process: ComponentStatus, now: float) -> Iterator[Action]:
-    if process.until is not None and not process.killed:
-        yield Kill(name) if now >= process.until else Wait(process.until)
+    if process.until is not None:
+        yield from _killed_at(name, process, now, process.until)
 
 
 def _scheduler(generation: int, process: ComponentStatus, now: float, timing: Timing) -> Iterator[Action]:
@@ -277,7 +276,7 @@ def _scheduler(generation: int, process: ComponentStatus, now: float, timing: Ti
     if process.phase == "ready" and process.generation != generation:
         yield StopProcess(SCHEDULER)
     elif process.phase == "starting" and process.generation == generation:
-        yield from _is_late(SCHEDULER, process, now, timing.start)
+        yield from _killed_at(SCHEDULER, process, now, process.since + timing.start)
     elif generation or process is not ABSENT:
         yield from _process(SCHEDULER, generation, process, now, timing)
 
@@ -342,7 +341,7 @@ def _gateway(
         if status.opened or _come(spec, status):
             yield BeginServing(name)
     elif process.phase == "starting" and (beside or process.proven):
-        yield from _is_late(name, process, now, timing.start)
+        yield from _killed_at(name, process, now, process.since + timing.start)
     else:
         yield from _process(name, generation_of(name, spec), process, now, timing)
 

@@ -74,7 +74,7 @@ Digest = Annotated[bytes, _hex(32), PlainSerializer(bytes.hex)]
 
 
 class NamedKey(ConfigSection):
-    """What is known of one key, and what it opens. None stands for no limit."""
+    """Describes one key, and what it opens. None stands for no limit."""
 
     name: Annotated[str, AfterValidator(check_key_name)]
     salt: Salt

@@ -57,9 +57,10 @@ class Program:
 
 
 class ProgramStream:
-    """What a program makes of one request. The program is somebody's code, and may raise whatever it likes:
-    SystemExit, or a CancelledError of its own making. That must end neither the gateway nor the streams of
-    others, so all that is no KvloomError becomes ProgramFailed, unless the request itself was cancelled."""
+    """Yields what a program makes of one request. The program is somebody's code, and may raise whatever it
+    likes: SystemExit, or a CancelledError of its own making. That must end neither the gateway nor the
+    streams of others, so all that is no KvloomError becomes ProgramFailed, unless the request itself was
+    cancelled."""
 
     __slots__ = ("_frames", "_program", "_request")
 

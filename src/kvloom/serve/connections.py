@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import resource
 from collections import Counter
-from ipaddress import IPv6Address
 from typing import Final
 
 from uvicorn.server import ServerState
+
+from kvloom.api.access.proxies import network_of
 
 SPARE_FILES: Final = 128
 """Open files that are no connections: libraries, logs, pipes."""
 FILES_EACH: Final = 2
 """Open files of a connection: one to the client, and one to the engine that answers."""
-NETWORK_BITS: Final = 64
-"""Of an IPv6 address: what one subscriber has as a rule. The rest of the address is his to choose."""
 
 
 def most_connections() -> int:
@@ -39,7 +38,7 @@ class OpenConnections(ServerState):
     def enter(self, address: str) -> str | None:
         """Counts a connection of an address, which leaves with `leave`. Returns a sentence that says why if
         there may be no further one, and counts nothing then."""
-        network = _network(address)
+        network = network_of(address)
         if self._all >= self._most:
             return f"{self._all} connections are open, which is the most that this server holds; come again."
         if self._open[network] >= self._each:
@@ -50,19 +49,8 @@ class OpenConnections(ServerState):
 
     def leave(self, address: str) -> None:
         """Forgets a connection that `enter` has counted."""
-        network = _network(address)
+        network = network_of(address)
         self._all -= 1
         self._open[network] -= 1
         if not self._open[network]:
             del self._open[network]
-
-
-def _network(address: str) -> str:
-    """Returns the address, or the network of an IPv6 address."""
-    if ":" not in address:
-        return address
-    whole = IPv6Address(address.partition("%")[0])
-    if whole.ipv4_mapped is not None:
-        return str(whole.ipv4_mapped)
-    shift = 128 - NETWORK_BITS
-    return f"{IPv6Address(int(whole) >> shift << shift)}/{NETWORK_BITS}"

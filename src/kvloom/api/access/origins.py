@@ -13,6 +13,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvloom.api.access.proxies import header_lines
 from kvloom.api.errors import ForeignPage, UnsupportedMedia, error_response
 from kvloom.types.errors import KvloomError
 
@@ -23,6 +24,8 @@ _PRIVATE: Final = (".localhost", ".local", ".internal", ".home.arpa")
 2024.07.29.06)."""
 _JSON: Final = re.compile(r"application/(?:(?:[a-z0-9.+-]+\+)?json|x-www-form-urlencoded)")
 """With what curl says of every body. Of a page, which could say it too, its browser tells the origin."""
+OWN_PAGE: Final = frozenset({"same-origin", "none"})
+"""What Sec-Fetch-Site says of a page of the server's own, and of an address that a person has typed."""
 _READS: Final = frozenset({"GET", "HEAD"})
 
 
@@ -48,10 +51,10 @@ def refuse_page(scope: Scope, allowed: Collection[str]) -> KvloomError | None:
     sends of these, so clients without them may use any name for this server. A page whose name was made to
     lead here (DNS rebinding) calls itself the server's own, so a name counts only if it cannot be anybody's.
     """
-    hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
-    sites = _values(scope, b"sec-fetch-site")
+    hosts, origins = header_words(scope, b"host"), header_words(scope, b"origin")
+    sites = header_words(scope, b"sec-fetch-site")
     if not origins:  # Browsers leave it out only where a page reads, which tells the page nothing.
-        foreign = scope["method"] not in _READS and any(one not in ("same-origin", "none") for one in sites)
+        foreign = scope["method"] not in _READS and not OWN_PAGE.issuperset(sites)
         return _refusal("a page of another site") if foreign else None
     if _ANY in allowed or (allowed and all(origin in allowed for origin in origins)):
         return None
@@ -71,7 +74,7 @@ class RequireJson:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith("/v1/"):
-            kinds = [kind.partition(";")[0].strip() for kind in _values(scope, b"content-type")]
+            kinds = [kind.partition(";")[0].strip() for kind in header_words(scope, b"content-type")]
             wrong = next((kind for kind in kinds if kind and not _JSON.fullmatch(kind)), None)
             if wrong is not None:
                 error = UnsupportedMedia(
@@ -105,5 +108,6 @@ def _is_own(host: str, allowed: Collection[str]) -> bool:
     return True
 
 
-def _values(scope: Scope, name: bytes) -> list[str]:
-    return [value.decode("latin-1").lower() for header, value in scope["headers"] if header == name]
+def header_words(scope: Scope, name: bytes) -> list[str]:
+    """Returns the values of a header whose case does not matter, in small letters."""
+    return [line.lower() for line in header_lines(scope, name)]

@@ -14,6 +14,7 @@ PROXIED: Final = "kvloom.proxied"
 UNKNOWN: Final = "unknown"
 """The caller's address if a proxy does not say it in a form that can be read."""
 MOST_HOPS: Final = 32
+NETWORK_BITS: Final = 64
 
 _HOP: Final = re.compile(
     r"\[(?P<bracketed>[^\[\]]*)\](?::[0-9]*)?|(?P<ipv4>[0-9.]+):[0-9]*|(?P<bare>[^\[\]]*)"
@@ -41,9 +42,10 @@ class TrustProxies:
             peer = read_address(client[0])
             if peer is not None and is_one_of(peer, self._proxies):
                 scope[PROXIED] = True
-                if (caller := find_caller(_lines(scope, b"x-forwarded-for"), self._proxies)) is not None:
+                hops = header_lines(scope, b"x-forwarded-for")
+                if (caller := find_caller(hops, self._proxies)) is not None:
                     scope["client"] = (caller, 0)
-                scheme = _lines(scope, b"x-forwarded-proto")[-1:]
+                scheme = header_lines(scope, b"x-forwarded-proto")[-1:]
                 if scheme and (said := scheme[0].rpartition(",")[2].strip().lower()) in ("http", "https"):
                     scope["scheme"] = said
         await self._app(scope, receive, send)
@@ -79,9 +81,19 @@ def read_address(text: str) -> Address | None:
     return mapped or address
 
 
+def network_of(address: str) -> str:
+    """Returns under which address a caller is counted: its own, or of IPv6 the network of 64 bits, which one
+    subscriber has as a rule, and of which the rest is theirs to choose. What is no address stays as it is."""
+    found = read_address(address)
+    if not isinstance(found, IPv6Address):
+        return address if found is None else str(found)
+    return str(IPv6Network((int(found), NETWORK_BITS), strict=False))
+
+
 def is_one_of(address: Address, networks: Iterable[Network]) -> bool:
     return any(address in network for network in networks)
 
 
-def _lines(scope: Scope, name: bytes) -> list[str]:
+def header_lines(scope: Scope, name: bytes) -> list[str]:
+    """Returns the values of a header, in the order in which they came."""
     return [value.decode("latin-1") for header, value in scope["headers"] if header == name]

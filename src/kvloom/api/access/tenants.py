@@ -21,8 +21,8 @@ _ACCESS: Final = "kvloom.access"
 
 @dataclass(slots=True)
 class Bucket:
-    """What was used of a limit by the minute: a leaky bucket as a meter (ITU-T I.371, the generic cell rate
-    algorithm).
+    """Counts what was used of a limit by the minute: a leaky bucket as a meter (ITU-T I.371, the generic cell
+    rate algorithm).
 
     It takes a whole minute's worth at once, and empties evenly. What was used beyond the limit is a debt,
     after which nothing more is taken until the bucket has room again.
@@ -118,7 +118,7 @@ class Tenant:
 
 
 class Grant:
-    """What one request may use, from its beginning to its end.
+    """Counts what one request uses of its key's limits, from its beginning to its end.
 
     When the prompt is known, its tokens and those that the request names as its most are reserved. What is
     made beyond that, if it names none, is counted as it is made. What was reserved for the output and not
@@ -160,7 +160,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who makes a request, and what it may do."""
+    """Says who makes a request, and what it may do."""
 
     tenant: str = ""
     """For whom it is made: a key's name, a sign for a key without one, or an address."""

@@ -47,8 +47,9 @@ class PlainPrompt(msgspec.Struct, frozen=True, tag="plain"):
 
 
 class ChatPrompt(msgspec.Struct, frozen=True, tag="chat"):
-    """What a chat template is given. `given` is a JSON text of messages, tools and options, whose numbers may
-    be larger than those of other forms; `content` counts the bytes of the messages' contents in UTF-8."""
+    """Holds what a chat template is given. `given` is a JSON text of messages, tools and options, whose
+    numbers may be larger than those of other forms; `content` counts the bytes of the messages' contents in
+    UTF-8."""
 
     given: str
     content: int
@@ -166,7 +167,7 @@ class InlineTexts:
 
 
 class Encoded(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a process answers: tokens as numbers of four bytes each, or an error."""
+    """Carries what a process answers: tokens as numbers of four bytes each, or an error."""
 
     ids: bytes = b""
     error: WireError | None = None

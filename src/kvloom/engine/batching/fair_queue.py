@@ -26,7 +26,7 @@ REMEMBERED: Final = 1024  # tenants that nothing waits of, and whose counters ar
 
 
 class Waiting(Protocol):
-    """What waits."""
+    """A request, or a part of one, that waits."""
 
     order: Order
     tenant: str
@@ -58,8 +58,9 @@ class FairQueue(Generic[T]):
 
     @property
     def first(self) -> T | None:
-        """Who is next, found in time that grows with the tenants that wait. Of tenants with equal counters it
-        is the one whose first sequence came first, so that no newcomer takes the place of whoever is next."""
+        """Returns who is next, in time that grows with the tenants that wait. Of tenants with equal counters
+        it is the one whose first sequence came first, so that no newcomer takes the place of whoever is
+        next."""
         if len(self._lines) > 1:
             return min(self._lines.items(), key=self._rank)[1][0]
         return next((line[0] for line in self._lines.values()), None)
