@@ -110,7 +110,7 @@ async def under(name: str, fleet: Fleet) -> Result:
             said, reached = str(error), True
         await asyncio.sleep(AFTER_SECONDS)
     after = fleet.processes()
-    lost = [one for one, pid in before.items() if after.get(one) != pid]
+    lost = [one for one, pid in before.items() if after.get(one) != pid and one not in fleet.restarted]
     memory = resident(gateway) if gateway in after.values() else float("nan")
     return Result(name, said, _seen(far, lone[0]), _seen(near, lone[1]), memory, lost, reached)
 

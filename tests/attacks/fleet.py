@@ -32,6 +32,8 @@ units:
   - {{models: [sums, guide]}}
 {more}"""
 READY_SECONDS: Final = 60.0
+INNOCENT_ADDRESS: Final = "127.0.0.2"
+"""Attackers come from 127.0.0.1: without keys, it is addresses that are served in turn."""
 
 
 @dataclass(slots=True)
@@ -43,8 +45,8 @@ class Fleet:
     pid: int
     folder: Path
     """Its config's folder, from which programs are loaded."""
-    output: asyncio.StreamReader | None
-    """What it prints, if nobody reads that yet."""
+    restarted: set[str] = field(default_factory=set)
+    """Processes that the attack has let be restarted, as an administrator may."""
 
     def processes(self) -> dict[str, int]:
         """Returns the fleet's processes by what they are, but for workers, which may come and go."""
@@ -84,7 +86,7 @@ async def serving(*, more: str = "", output: int | None = None) -> AsyncIterator
             await _answers(url)
             async with asyncio.TaskGroup() as group:
                 reading = None if process.stdout is None else group.create_task(_drain(process.stdout))
-                yield Fleet(url, port, process.pid, Path(folder), process.stdout)
+                yield Fleet(url, port, process.pid, Path(folder))
                 if reading is not None:
                     reading.cancel()
         finally:
@@ -118,7 +120,8 @@ async def _answers(url: str) -> None:
 
 @dataclass(slots=True)
 class Innocent:
-    """A client of one model that asks one short question after the other, each as a stream."""
+    """A client of one model, at another address than the attackers, that asks one short question after the
+    other, each as a stream."""
 
     url: str
     model: str
@@ -131,7 +134,9 @@ class Innocent:
 
     async def ask_for_ever(self) -> None:
         first: str | None = None
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
+        connector = aiohttp.TCPConnector(local_addr=(INNOCENT_ADDRESS, 0))
+        timeout = aiohttp.ClientTimeout(total=120)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             while True:
                 begun = time.monotonic()
                 try:

@@ -55,6 +55,7 @@ async def hostile_checkpoint(fleet: Fleet) -> str:
                 tokenizer["normalizer"] = _replacing(10_000_000)
                 (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
             body = {"model": {"name": name, "path": str(folder)}}
+            fleet.restarted |= {"engine_process unit-0", "engine_process unit-1"}  # one takes the model
             said.append(f"{name}: added {await _status(session, fleet, '/admin/models', body)}")
             chat = CHAT | {"model": name}
             said.append(f"asked {await _status(session, fleet, '/v1/chat/completions', chat)}")
@@ -79,9 +80,7 @@ async def raising_programs(fleet: Fleet) -> str:
             gateway = fleet.gateway()
             asked = await _status(session, fleet, "/v1/chat/completions", CHAT)
             lives = "lives" if fleet.gateway() == gateway else "has ended"
-            said.append(
-                f"{name}: asked {asked}, the gateway {lives}"
-            )  # 500 is right: the program is at fault
+            said.append(f"{name}: asked {asked}, the gateway {lives}")  # 200: it is answered without one
             await _status(session, fleet, "/admin/program", {"name": "data_parallel"})
     return ", ".join(said)
 

@@ -280,3 +280,59 @@ def test_tokens_that_are_there_already_cost_nothing() -> None:
 
     serve(play(), engine, executor)
     assert ended[1:11].count("same") == 8
+
+
+@pytest.mark.parametrize(
+    ("blocks", "running"), [(1000, 6), (128, 64)], ids=["places are short", "blocks are short"]
+)
+@pytest.mark.parametrize("length", [4, 20])
+def test_a_newcomer_runs_at_once_beside_a_crowd_of_another_tenant(
+    blocks: int, running: int, length: int
+) -> None:
+    """One of the crowd gives way to it, and it never gives way to them, though it came last."""
+    executor = ModelledExecutor(blocks, models=(MODEL,))
+    engine = engine_over(executor, max_running=running)
+    ended: list[str] = []
+
+    async def one(body: StartGenerate) -> None:
+        check(executor, body, await ask(engine, body), whole=True)
+        ended.append(body.tenant)
+
+    async def play() -> None:
+        async with asyncio.TaskGroup() as group:
+            for body in flood("loud", 12, tokens=60):
+                group.create_task(one(body))
+            await until(lambda: len(executor.jobs) > 20)
+            assert not ended
+            for body in flood("quiet", 1, length=length, tokens=30):
+                group.create_task(one(body))
+
+    serve(play(), engine, executor)
+    assert ended[0] == "quiet"
+
+
+@pytest.mark.parametrize(
+    ("running", "priority", "preempted"),
+    [(6, 0, 2), (2, 0, 0), (6, 1, 0)],
+    ids=["many", "few", "less urgent"],
+)
+def test_a_place_is_taken_from_a_crowd_and_for_a_tenant_of_whom_nothing_runs(
+    running: int, priority: int, preempted: int
+) -> None:
+    """So tenants that both wait all the time do not preempt one another again and again: here it is once for
+    the newcomer, and once when all of its have ended at the same time."""
+    executor = ModelledExecutor(1000, models=(MODEL,))
+    engine = engine_over(executor, max_running=running)
+    counted: list[int] = []
+
+    async def play() -> None:
+        async with asyncio.TaskGroup() as group:
+            for body in flood("a", 12, tokens=40):
+                group.create_task(ask(engine, body))
+            await until(lambda: len(executor.jobs) > 10)
+            for body in flood("b", 12, tokens=40):
+                group.create_task(ask(engine, replace(body, priority=priority)))
+        counted.append((await engine.load()).models[MODEL].preemptions_total)
+
+    serve(play(), engine, executor)
+    assert counted == [preempted]

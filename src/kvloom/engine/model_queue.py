@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 from statistics import median
@@ -83,6 +83,7 @@ class ModelStats:
 
 
 _ORDER = attrgetter("order")
+FEW: Final = 2  # sequences that a tenant may go on running, whoever else waits
 
 
 class ModelQueue:
@@ -109,6 +110,7 @@ class ModelQueue:
         self.shares = shares
         self.waiting: FairQueue[Sequence] = FairQueue()
         self.running: list[Sequence] = []  # all that have blocks, in the order of admission
+        self._run_of: Counter[str] = Counter()  # how many of them are a tenant's
         self.planner: DecodePlanner[Sequence] = DecodePlanner(cache)
         self.stats = ModelStats(self.changed)
         self.step_time = StepTime()
@@ -152,7 +154,7 @@ class ModelQueue:
         if new:
             self.waiting.charge(sequence, INPUT_COST * sequence.pending)
         sequence.become(Status.RUNNING)
-        self.running.append(sequence)
+        self._run(sequence)
         self.stats.cached_tokens += sequence.hits
         if sequence.transfer:
             self.cache.sends.begin(sequence.id, sequence.transfer, sequence.computed)
@@ -162,6 +164,9 @@ class ModelQueue:
         self.changed()
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
+            self._run_of[sequence.tenant] -= 1
+            if not self._run_of[sequence.tenant]:
+                del self._run_of[sequence.tenant]
             if sequence.transfer:
                 self.cache.sends.leave(sequence.id, sequence.transfer)
             self.planner.release(sequence)
@@ -184,7 +189,11 @@ class ModelQueue:
         self.cache.fork_sequence(parent.id, child.id)
         child.computed = parent.computed
         child.become(Status.RUNNING)
-        self.running.append(child)
+        self._run(child)
+
+    def _run(self, sequence: Sequence) -> None:
+        self.running.append(sequence)
+        self._run_of[sequence.tenant] += 1
 
     def preempt(self, jobs: int) -> bool:
         """Takes the blocks of one sequence. It waits again and is computed again later, unless it can move to
@@ -220,10 +229,20 @@ class ModelQueue:
         return self.stats.active[Phase.DECODE] > 0
 
     def victim(self) -> Sequence | None:
-        """Returns who is preempted next: the lowest priority, then the latest; never one in a job, nor one
-        that holds no blocks of this unit."""
+        """Returns who is preempted next: of the lowest priority, and there of the tenant of whom most run,
+        the latest; never one in a job, nor one that holds no blocks of this unit."""
         held = (s for s in self.running if not s.in_job and self.planner.is_home(s))
-        return max(held, key=_ORDER, default=None)
+        return max(held, key=lambda s: (s.order[0], self._run_of[s.tenant], s.order), default=None)
+
+    def outnumbered(self, sequence: Sequence) -> bool:
+        """Returns whether the next victim is to give way to the sequence: nothing else of its tenant runs,
+        and more than `FEW` of the victim's do. Nobody gives way to whoever is less urgent."""
+        others = self._run_of[sequence.tenant] - (sequence.status is Status.RUNNING)
+        if others or max(self._run_of.values(), default=0) <= FEW:
+            return False
+        victim = self.victim()
+        crowd = 0 if victim is None else self._run_of[victim.tenant]
+        return victim is not None and crowd > FEW and victim.order[0] >= sequence.order[0]
 
     def blocks(self, sequences: Iterable[Sequence], *, to_end: bool = False) -> int:
         """Returns the blocks that the sequences' next token, or all they have pending, would take."""
@@ -297,16 +316,21 @@ def model_view(queue: ModelQueue) -> ModelView:
     here = [s for s in idle if queue.planner.is_home(s)]
     ready = queue.decodable()
     begun = [s for s in idle if not s.decodes]
-    room = len(queue.running) < queue.max_running
-    head = begun[0] if begun else queue.next_in
+    head = begun[0] if begun else queue.waiting.first
+    outnumbered = head is not None and queue.outnumbered(head)
+    full = len(queue.running) >= queue.max_running
+    if full and not begun and not outnumbered:
+        head = None
     stats = queue.stats
     return ModelView(
         name=queue.card.name,
-        waiting=len(queue.waiting) if room else 0,
+        waiting=0 if full and not outnumbered else len(queue.waiting),
         partial=len(begun),
         head_blocks=queue.blocks([head], to_end=True) if head else 0,
         head=head.order if head else _NOBODY,
         head_since=head.waiting_since if head else 0,
+        outnumbered=outnumbered,
+        full=full and not begun,
         decodable=len(ready),
         decode_blocks=queue.cache.blocks_for_each(queue.planner.takers(ready), 1),
         held=len(here),

@@ -33,8 +33,8 @@ def _next_prefill(view: UnitView, prompts: list[ModelView]) -> tuple[Action | No
     the compute for it is free. prompts: the models that want one."""
     for model in sorted(prompts, key=lambda m: m.last_prefill):
         budget = _budget(view, model)
-        if model.head_blocks > budget:
-            victim = _victim(view, model)
+        if model.head_blocks > budget or model.full:
+            victim = model.name if model.outnumbered else _victim(view, model)
             if victim:
                 return Preempt(victim), False
             continue
@@ -67,16 +67,19 @@ def _prefill_share(view: UnitView, model: ModelView) -> tuple[int, bool]:
 def _budget(view: UnitView, model: ModelView) -> int:
     """Returns the blocks that new prompts of `model` may take: its quota's rest, or what no other model
     claims; less a little room for what runs to grow, so that admission does not force a preemption at the
-    next step. What the urgent model lacks is kept for it alone."""
+    next step. What the urgent model lacks is kept for it alone. If sequences of another tenant give way to
+    the prompt, no more of them than have to."""
     urgent = view.urgent
     if model is urgent or view.walls:
         return view.free(model)
+    kept = urgent.head_blocks if urgent else 0
+    if model.outnumbered:
+        return view.free_blocks - kept
     claims = sum(
         min(max(-other.excess, 0), other.head_blocks * (other.waiting + other.partial) + other.decode_blocks)
         for other in view.models
         if other is not model
     )
-    kept = urgent.head_blocks if urgent else 0
     return min(view.free_blocks - kept, max(-model.excess, view.free_blocks - claims)) - model.growth
 
 

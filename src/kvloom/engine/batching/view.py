@@ -40,6 +40,8 @@ class ModelView:
     last_decode: int
     prefill_share: int = 0  # units of compute that a prefill takes beside others; 0: the policy is to say
     decode_share: int = 0
+    outnumbered: bool = False  # whether a sequence of a tenant of whom more run is to give way to the head
+    full: bool = False  # whether one has to, because no more may run
 
     @property
     def wants_prefill(self) -> bool:
@@ -124,7 +126,8 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Preempt:
-    """Take the blocks of one sequence of `model`: lowest priority first, then the latest."""
+    """Take the blocks of one sequence of `model`: lowest priority first, then the tenant of whom most run,
+    then the latest."""
 
     model: str
 
