@@ -106,7 +106,7 @@ async def front(period: float, shape: Shape = ONE) -> AsyncIterator[Front]:
                 raise RuntimeError("the null engine did not start")
             order = GatewayOrder(
                 secret=secret,
-                listener=listener.fileno(),
+                listeners=(listener.fileno(),),
                 api_keys={},
                 max_body=DEFAULT_MAX_BODY,
                 max_connections=1 << 16,

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 from collections import Counter
 from dataclasses import dataclass
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
-
-from kvloom.engine.batching.fair_queue import INPUT_COST, OUTPUT_COST, REMEMBERED, FairQueue
+from kvloom.engine.batching.fair_queue import FairQueue
+from kvloom.engine.batching.fair_queue import INPUT_COST
+from kvloom.engine.batching.fair_queue import OUTPUT_COST
+from kvloom.engine.batching.fair_queue import REMEMBERED
 from kvloom.engine.batching.view import Order
 from kvloom.engine.engine import Engine
 from kvloom.types.errors import QueueFull
 from kvloom.types.request import StartGenerate
-from tests.engine.plays import check, order, serve, until
+from msgspec.structs import replace
+from tests.engine.plays import check
+from tests.engine.plays import order
+from tests.engine.plays import serve
+from tests.engine.plays import until
 from tests.engines import Answer
-from tests.modelled import ModelledExecutor, ask, engine_over, turns
+from tests.modelled import ModelledExecutor
+from tests.modelled import ask
+from tests.modelled import engine_over
+from tests.modelled import turns
+import asyncio
+import itertools
+import pytest
 
 MODEL = "wide"
 
@@ -222,7 +229,15 @@ def test_a_full_queue_is_shared_between_tenants() -> None:
     assert {"quiet-0", "quiet-1", "quiet-2", "loud and late-0"} < set(ended)
 
 
-def test_a_place_in_a_full_queue_is_taken_only_if_that_is_fairer() -> None:
+@pytest.mark.parametrize(
+    ("waiting", "newcomer"),
+    [
+        ([flood(f"tenant {i}", 1)[0] for i in range(64)], flood("one more", 1)[0]),  # as fair as before
+        (flood("loud", 64), replace(flood("quiet", 1)[0], priority=1)),  # less urgent
+    ],
+    ids=["no fairer", "less urgent"],
+)
+def test_a_newcomer_who_takes_nobodys_place(waiting: list[StartGenerate], newcomer: StartGenerate) -> None:
     executor = ModelledExecutor(160, models=(MODEL,))
     engine = engine_over(executor, max_running=1)
 
@@ -230,29 +245,12 @@ def test_a_place_in_a_full_queue_is_taken_only_if_that_is_fairer() -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(ask(engine, flood("first", 1, tokens=90)[0]))
             await until(lambda: bool(executor.jobs))
-            for i in range(64):
-                group.create_task(ask(engine, flood(f"tenant {i}", 1)[0]))
-            await waits(engine, 64)
-            with pytest.raises(QueueFull) as refusal:
-                await ask(engine, flood("one more", 1)[0])
-            assert refusal.value.retry_after
-
-    serve(play(), engine, executor)
-
-
-def test_a_less_urgent_newcomer_takes_nobodys_place() -> None:
-    executor = ModelledExecutor(160, models=(MODEL,))
-    engine = engine_over(executor, max_running=1)
-
-    async def play() -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(ask(engine, flood("first", 1, tokens=90)[0]))
-            await until(lambda: bool(executor.jobs))
-            for body in flood("loud", 64):
+            for body in waiting:
                 group.create_task(ask(engine, body))
             await waits(engine, 64)
-            with pytest.raises(QueueFull):
-                await ask(engine, replace(flood("quiet", 1)[0], priority=1))
+            with pytest.raises(QueueFull) as refusal:
+                await ask(engine, newcomer)
+            assert refusal.value.retry_after
 
     serve(play(), engine, executor)
 

@@ -54,6 +54,14 @@ async def stands_still(executor: ModelledExecutor) -> None:
         await turns(15)  # a job takes fewer
 
 
+async def unread(executor: ModelledExecutor, engine: Engine, body: StartGenerate) -> Reader:
+    """A caller that has read two frames, and whose stream stands still."""
+    reader = Reader(engine, body)
+    await reader.read(2)
+    await stands_still(executor)
+    return reader
+
+
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("interval", [1, 16])
 def test_an_unread_stream_stands_still_and_goes_on_when_it_is_read(n: int, interval: int) -> None:
@@ -64,9 +72,7 @@ def test_an_unread_stream_stands_still_and_goes_on_when_it_is_read(n: int, inter
     other = order("other", MODEL, 20, n=5, max_tokens=700)
 
     async def play() -> None:
-        reader = Reader(engine, body)
-        await reader.read(2)
-        await stands_still(executor)
+        reader = await unread(executor, engine, body)
         made, load = len(executor.jobs), (await engine.load()).models[MODEL]
         assert made <= (MOST_UNREAD + 2 * interval * n) // n + 4
         assert (load.used_blocks, load.running, load.waiting) == (0, 0, 0)
@@ -83,9 +89,7 @@ def test_what_is_cached_of_an_unread_stream_is_not_computed_again() -> None:
     body = order("unread", MODEL, 20, max_tokens=1000)
 
     async def play() -> None:
-        reader = Reader(engine, body)
-        await reader.read(2)
-        await stands_still(executor)
+        reader = await unread(executor, engine, body)
         await reader.read_all()
         check(executor, body, reader.answer, whole=True)
         assert sum(job.tokens.size for job in executor.jobs) == 20 + 1000 - 1
@@ -113,10 +117,7 @@ def test_an_unread_stream_can_end_otherwise() -> None:
     bodies = [order(f"unread-{i}", MODEL, 20, max_tokens=1000) for i in range(3)]
 
     async def play() -> None:
-        readers = [Reader(engine, body) for body in bodies]
-        for reader in readers:
-            await reader.read(2)
-        await stands_still(executor)
+        readers = [await unread(executor, engine, body) for body in bodies]
         await readers[0].hang_up()
         await engine.abort(bodies[1].request)
         await readers[1].read_all()
@@ -132,9 +133,7 @@ def test_an_unread_stream_is_held_for_a_move_and_resumed() -> None:
     body = order("unread", MODEL, 20, max_tokens=1000)
 
     async def play() -> None:
-        reader = Reader(engine, body)
-        await reader.read(2)
-        await stands_still(executor)
+        reader = await unread(executor, engine, body)
         made = (await engine.hold(body.request)).made[0].tokens
         await reader.read(1)
         assert reader.answer.tokens[0] == made

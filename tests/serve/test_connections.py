@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ import pytest
 import uvloop
 from starlette.responses import PlainTextResponse
 
-from kvloom.serve.connections import FILES_EACH, SPARE_FILES, OpenConnections, most_connections
+from kvloom.serve.connections import FILES_EACH, RESERVED, SPARE_FILES, OpenConnections, most_connections
+from kvloom.serve.machine import listen_inside
 from kvloom.serve.server import ClientConnection, HttpServer
 
 MOST = 3
@@ -28,19 +29,22 @@ def run(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 @asynccontextmanager
-async def served(listener: socket.socket) -> AsyncIterator[tuple[str, int]]:
+async def served(
+    *listeners: socket.socket, proxies: Sequence[str] = (), most: int | None = None
+) -> AsyncIterator[tuple[str, int]]:
+    """Where the first of them listens."""
     ready = asyncio.Event()
     server = HttpServer(
         PlainTextResponse("hello"),
         connection=ClientConnection,
-        connections_each=MOST,
+        connections=OpenConnections(MOST, proxies, most),
         grace=1,
         ready=ready.set,
     )
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
-        group.create_task(server.serve(sockets=[listener]))
+        group.create_task(server.serve(sockets=list(listeners)))
         await ready.wait()
-        yield listener.getsockname()
+        yield listeners[0].getsockname()
         server.end()
 
 
@@ -86,14 +90,29 @@ def test_an_address_with_too_many_connections() -> None:
     run(play)
 
 
-def test_a_unix_socket_has_no_addresses(tmp_path: Path) -> None:
+def test_the_fleets_own_processes_get_in_when_nobody_else_does(tmp_path: Path) -> None:
     async def play() -> None:
-        path = str(tmp_path / "s")
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(path)
-            listener.listen()
-            async with served(listener):
+        path = tmp_path / "gateway"
+        with socket.create_server(("127.0.0.1", 0)) as listener, listen_inside(path) as inside:
+            async with served(listener, inside, most=1) as (host, port):
+                held = await asyncio.open_connection(host, port)
+                assert (await asked(held)).endswith(b" hello")
+                refused = await asyncio.open_connection(host, port)
+                assert b"1 connections are open" in await refused[0].read()
                 pairs = [await asyncio.open_unix_connection(path) for _ in range(2 * MOST)]
+                for pair in pairs:
+                    assert (await asked(pair)).endswith(b" hello")
+                for _, writer in held, refused, *pairs:
+                    writer.close()
+
+    run(play)
+
+
+def test_a_proxy_has_as_many_as_it_needs() -> None:
+    async def play() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            async with served(listener, proxies=["127.0.0.0/31"]) as (host, port):
+                pairs = [await asyncio.open_connection(host, port) for _ in range(3 * MOST)]
                 for pair in pairs:
                     assert (await asked(pair)).endswith(b" hello")
                 for _, writer in pairs:
@@ -103,12 +122,28 @@ def test_a_unix_socket_has_no_addresses(tmp_path: Path) -> None:
 
 
 def test_all_connections_have_a_bound_too() -> None:
-    counted = OpenConnections(each=1000, most=5)
-    assert [counted.enter("10.0.0.1") is None for _ in range(3)] == [True, True, False]  # half of all
-    assert [counted.enter(f"10.0.1.{i}") is None for i in range(4)] == [True, True, True, False]
+    counted = OpenConnections(each=1000, most=6)
+    assert [counted.enter("10.0.0.1") is None for _ in range(4)] == [True, True, True, False]  # half of all
+    assert [counted.enter(f"10.0.1.{i}") is None for i in range(3)] == [True, True, False]
     assert "5 connections are open" in str(counted.enter("10.0.0.9"))
     counted.leave("10.0.1.0")
     assert counted.enter("10.0.0.9") is None
+
+
+@pytest.mark.parametrize("here", ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"])
+def test_the_last_ones_are_for_this_machine(here: str) -> None:
+    """They are for its own callers, and for no proxy on it, which may speak for anybody."""
+    counted = OpenConnections(each=1000, proxies=["127.0.0.2"], most=100)
+    for i in range(100 - RESERVED - 1):
+        assert counted.enter(f"10.0.1.{i}") is None
+    assert counted.enter("127.0.0.2") is None
+    for other in ("127.0.0.2", "10.0.2.1", "::2", "unknown"):
+        assert "84 connections are open" in str(counted.enter(other))
+    assert [counted.enter(here) for _ in range(RESERVED)] == [None] * RESERVED
+    assert "100 connections are open" in str(counted.enter(here))
+    counted.leave(here)
+    assert counted.enter("10.0.2.1") is not None
+    assert counted.enter(here) is None
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -21,29 +21,30 @@ PAIRS = Pairs(pairs=(Pair("unit-0", "unit-1"),), seconds=1.5)
 
 
 @asynccontextmanager
-async def gateway() -> AsyncIterator[tuple[str, Administered]]:
-    """Its URL. API keys are set, and no admin key."""
+async def gateway(path: Path) -> AsyncIterator[Administered]:
+    """At a socket of that path. API keys are set, and no admin key."""
     fleet = administered(keys=Keys({"asker": None}, secret="fleet"))
-    listener, ready = socket.create_server(("127.0.0.1", 0)), asyncio.Event()
-    url = "http://{}:{}".format(*listener.getsockname())
-    server = HttpServer(fleet.app, connection=ClientConnection, grace=1, ready=ready.set)
+    ready = asyncio.Event()
+    server = HttpServer(fleet.app, connection=ClientConnection, unix=str(path), grace=1, ready=ready.set)
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
-        group.create_task(server.serve([listener]))
+        group.create_task(server.serve())
         await ready.wait()
-        yield url, fleet
+        yield fleet
         server.end()
 
 
-def test_it_asks_and_tells_with_the_fleets_secret() -> None:
+def test_it_asks_and_tells_with_the_fleets_secret(tmp_path: Path) -> None:
+    path = tmp_path / "gateway"
+
     async def test() -> None:
-        async with gateway() as (url, fleet):
-            client = FleetClient(url, secret="fleet")
+        async with gateway(path) as fleet:
+            client = FleetClient(str(path), secret="fleet")
             assert (await client.state()).loads["unit-0"].free_blocks == 8
             await client.pair(PAIRS)
             await client.scale(Steps(start=("unit-2",)))
             assert fleet.paired == [PAIRS]
             with pytest.raises(Unavailable, match=r"the gateway refuses /admin/fleet: .*admin key"):
-                await FleetClient(url, secret="asker").state()
+                await FleetClient(str(path), secret="asker").state()
 
     asyncio.run(test())
 
@@ -59,7 +60,7 @@ def test_it_asks_and_tells_with_the_fleets_secret() -> None:
         (b"HTTP/1.1 500 No\r\ncontent-length: 2\r\n\r\nno", "refuses /admin/fleet: no"),
     ],
 )
-def test_a_gateway_that_does_not_answer_well(said: bytes | None, why: str) -> None:
+def test_a_gateway_that_does_not_answer_well(tmp_path: Path, said: bytes | None, why: str) -> None:
     """It is none, hangs up, or says what is no answer."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -68,9 +69,9 @@ def test_a_gateway_that_does_not_answer_well(said: bytes | None, why: str) -> No
         writer.close()
 
     async def test() -> None:
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        client = FleetClient(f"http://127.0.0.1:{port}", secret="s")
+        path = tmp_path / "gateway"
+        server = await asyncio.start_unix_server(answer, path)
+        client = FleetClient(str(path), secret="s")
         if said is None:
             server.close()
         with pytest.raises(Unavailable, match=re.escape(why)) as error:

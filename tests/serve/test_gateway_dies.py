@@ -51,7 +51,7 @@ def fleet_of(engine: EngineOrder) -> Snapshot:
 def gateway_order(engine: EngineOrder, listener: socket.socket) -> GatewayOrder:
     return GatewayOrder(
         secret=SECRET,
-        listener=listener.fileno(),
+        listeners=(listener.fileno(),),
         api_keys={},
         max_body=1 << 20,
         max_connections=64,

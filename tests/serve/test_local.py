@@ -76,7 +76,7 @@ async def watched(
         beside = fleet is None and engine is None
         order = GatewayOrder(
             secret="s",
-            listener=0,
+            listeners=(),
             api_keys={},
             max_body=0,
             max_connections=1,
@@ -239,7 +239,7 @@ def test_a_look_that_comes_late_does_not_count(tmp_path: Path) -> None:
         clock, heard = HandClock(), asyncio.Queue[Heard]()
         order = GatewayOrder(
             secret="s",
-            listener=0,
+            listeners=(),
             api_keys={},
             max_body=0,
             max_connections=1,

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvloom.api.app import create_app
 from kvloom.api.auth import Keys
 from kvloom.config.tls import TlsFiles
+from kvloom.serve.machine import listen_inside
 from kvloom.serve.scheduler_process import FleetClient
 from kvloom.serve.server import ClientConnection
 from kvloom.serve.tls import Certificates, TlsServer
@@ -74,13 +75,16 @@ def run(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
 async def served(
     folder: Path, files: TlsFiles, app: ASGIApp = HELLO, listener: socket.socket | None = None
 ) -> AsyncIterator[tuple[str, TlsServer]]:
-    """The server, and its URL."""
+    """The server, and its URL; it also listens at FOLDER/gateway."""
     listener, ready = listener or socket.create_server(("127.0.0.1", 0)), asyncio.Event()
     url = f"https://127.0.0.1:{listener.getsockname()[1]}"
     certificates = Certificates(files, folder, WallClock())
     server = TlsServer(app, connection=ClientConnection, certificates=certificates, grace=1, ready=ready.set)
+    (folder / "gateway").unlink(missing_ok=True)
+    with listen_inside(folder / "gateway") as inside:
+        sockets = [listener, inside.dup()]
     async with asyncio.timeout(DEADLINE), asyncio.TaskGroup() as group:
-        group.create_task(server.serve([listener]))
+        group.create_task(server.serve(sockets))
         await ready.wait()
         yield url, server
         server.end()
@@ -344,11 +348,72 @@ def test_a_certificate_of_another_authority(tmp_path: Path, folder: Path, author
     assert statuses(folder, authority, Keys(), stranger) == {}
 
 
-def test_the_fleet_scheduler_reaches_a_gateway_behind_tls(folder: Path, authority: Authority) -> None:
+def test_a_certificate_that_cannot_be_read_ends_its_own_connection(
+    folder: Path, authority: Authority
+) -> None:
+    own = authority.sign_garbage("ops")
+    assert statuses(folder, authority, Keys(), own) == {}
+
+    async def play() -> None:
+        files = replace(authority.sign("cert"), client_ca=str(authority.file))
+        async with served(folder, files) as (url, _):
+            async with client(authority, own) as http:
+                with pytest.raises(httpx.TransportError):
+                    await http.get(url)
+            async with client(authority) as http:
+                assert (await http.get(url)).text == "hello"
+
+    run(play)
+
+
+def test_certificates_that_cannot_be_kept_are_shown_all_the_same(
+    folder: Path, authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def play() -> None:
+        files = authority.sign("cert", "127.0.0.1", "first")
+        async with served(folder, files) as (url, _):
+            (folder / "tls.key").unlink()
+            (folder / "tls.key").mkdir()
+            authority.sign("cert", "127.0.0.1", "second")
+            assert await shown(url, authority) == {"127.0.0.1", "second"}
+
+    run(play)
+    assert "cert.key is not kept for another gateway: Is a directory" in caplog.text
+
+
+def test_a_file_that_does_not_come_to_its_end_holds_up_one_connection(
+    folder: Path, authority: Authority
+) -> None:
+    """Others are shown what was read before."""
+
+    async def play() -> None:
+        files = authority.sign("cert", "127.0.0.1", "first")
+        async with served(folder, files) as (url, _), asyncio.TaskGroup() as group:
+            os.unlink(files.certificate)
+            os.mkfifo(files.certificate)
+            try:
+                waiting = group.create_task(shown(url, authority))
+                with await asyncio.to_thread(open, files.certificate, "w"):  # once it is being read
+                    for _ in range(3):
+                        assert await shown(url, authority) == {"127.0.0.1", "first"}
+                    assert not waiting.done()
+                assert await waiting == {"127.0.0.1", "first"}
+            finally:  # lets whoever still waits for the other side go on
+                os.close(os.open(files.certificate, os.O_RDWR | os.O_NONBLOCK))
+
+    run(play)
+
+
+def test_the_fleet_scheduler_reaches_a_gateway_behind_tls(
+    folder: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if it can shake hands with nobody."""
+    monkeypatch.setattr(TlsServer, "MOST_HANDSHAKES", 0)
+
     async def play() -> None:
         fleet = administered(keys=Keys(secret="fleet"), certified=True)
-        async with served(folder, authority.sign("cert", "elsewhere.example"), fleet.app) as (url, _):
-            state = await FleetClient(url, secret="fleet").state()
+        async with served(folder, authority.sign("cert", "elsewhere.example"), fleet.app):
+            state = await FleetClient(str(folder / "gateway"), secret="fleet").state()
             assert state.loads["unit-0"].free_blocks == 8
 
     run(play)

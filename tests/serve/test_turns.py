@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from kvloom.api.access.turns import BEGUN, TakeTurns
@@ -68,8 +69,10 @@ def test_a_burst_begins_by_turns() -> None:
     assert len(app.turns) < 500  # and not one by one
 
 
-def test_addresses_take_turns() -> None:
-    app = play([*(request(str(i), "a") for i in range(500)), request("other", "b"), request("unix", None)])
+@pytest.mark.parametrize("address", ["10.0.0.1", "2001:db8::{:x}"])  # of IPv6, those of one subscriber
+def test_addresses_take_turns(address: str) -> None:
+    loud = [request(str(i), address.format(i)) for i in range(500)]
+    app = play([*loud, request("other", "10.0.0.2"), request("unix", None)])
     assert app.who.index("other") <= 4 * BEGUN
     assert app.who.index("unix") <= 4 * BEGUN
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import hmac
-import re
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from ipaddress import IPv6Address, ip_address
 from typing import Final, Literal
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvloom.api.access.audit import FLEET
 from kvloom.api.access.keyring import KeyRing
-from kvloom.api.access.origins import OWN_PAGE, header_words, refuse_page
-from kvloom.api.access.proxies import PROXIED, network_of
+from kvloom.api.access.origins import foreign_page, header_words, host_name, refuse_page
+from kvloom.api.access.proxies import PROXIED, is_loopback, network_of
 from kvloom.api.access.tenants import Access, access_of, allow
 from kvloom.api.errors import CertificateRequired, Forbidden, error_response, is_verb
 from kvloom.api.routes import PUBLIC, Caller
@@ -23,7 +21,6 @@ from kvloom.types.errors import KvloomError, Unauthorized
 
 OPEN_PATHS: Final = frozenset(row.path for row in PUBLIC if row.caller is Caller.ANYONE)
 ADMIN_PATH: Final = "/admin"
-_HOST: Final = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)\]|(?P<name>[^:\[\]]+))(?::[0-9]*)?")
 METRICS_PATH: Final = "/metrics"
 _ADMIN_FILE: Final = "a key of admin_key_file"
 
@@ -180,30 +177,24 @@ def _stranger(scope: Scope) -> str | None:
     """Returns why the caller is not trusted without a key, or None if it is. A Unix socket's caller is local.
 
     A browser on this machine speaks for the pages that it shows. A page whose name was made to lead here
-    sends that name as Host. A page of another site or port sends its own Origin, except with what only
-    reads, like an image or a link; for these, the browser itself says in Sec-Fetch-Site where they come from
-    (Fetch Metadata, section 2.3).
+    sends that name as Host.
     """
     hosts = header_words(scope, b"host")
     client = scope.get("client")
     if scope.get(PROXIED):
         return "this path is open to callers on the server's own machine only, and not to a proxy's"
     if client is not None:
-        if not _is_loopback(client[0]):
+        if not is_loopback(client[0]):
             return "this path is open to callers on the server's own machine only"
-        if len(hosts) != 1 or not _is_local(hosts[0]):
+        name = host_name(hosts[0]) if len(hosts) == 1 else ""
+        if name != "localhost" and not is_loopback(name):
             return "this path is open where the Host header is a loopback address or `localhost` only"
     return _foreign(scope)
 
 
 def _foreign(scope: Scope) -> str | None:
-    """Returns why the caller may be a page of another site, or None if it is not."""
-    hosts, origins = header_words(scope, b"host"), header_words(scope, b"origin")
-    if any(origin.rpartition("://")[2] not in hosts for origin in origins):
-        return "this path is open where the Origin header, if there is one, is the server's own only"
-    if not OWN_PAGE.issuperset(header_words(scope, b"sec-fetch-site")):
-        return "this path is open to no page of another site, as the Sec-Fetch-Site header says this is"
-    return None
+    who = foreign_page(scope)
+    return who and f"this path is not open to {who}"
 
 
 def _uncertified(scope: Scope) -> KvloomError | None:
@@ -214,20 +205,3 @@ def _uncertified(scope: Scope) -> KvloomError | None:
             "this path needs a client certificate that an authority of `client_ca` signed"
         )
     return Forbidden(wrong) if (wrong := _foreign(scope)) else None
-
-
-def _is_local(host: str) -> bool:
-    """Returns whether the host is localhost or a loopback address, with a port or without."""
-    parts = _HOST.fullmatch(host)
-    return parts is not None and (
-        parts["name"] == "localhost" or _is_loopback(parts["ipv6"] or parts["name"])
-    )
-
-
-def _is_loopback(text: str) -> bool:
-    try:
-        address = ip_address(text.partition("%")[0])
-    except ValueError:
-        return False
-    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
-    return (mapped or address).is_loopback

@@ -39,7 +39,7 @@ CONFIG.yaml, with the defaults:
   load_timeout: 1800s    # how long a unit may load its models
   program: data_parallel # or {name: balanced, ratio: 0.2}, or my_module:my_own
   max_body: 8MiB         # of a request
-  max_connections: 4096  # that one address may have open
+  max_connections: 4096  # that one address, which is no proxy's, may have open
   request_timeout: none  # how long a request may take
   tls: {certificate: cert.pem, key: key.pem} # https; none by default
   proxies: [10.0.0.0/8]  # whose X-Forwarded-For counts; none by default

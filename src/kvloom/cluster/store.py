@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from kvloom.cluster.state import FleetSpec
 from kvloom.types.errors import ConfigError
+from kvloom.types.files import replacing
 
 VERSION: Final = 1
 """Of the file's form."""
@@ -65,12 +66,10 @@ class SpecFile:
         return kept.spec, kept.life
 
     def save(self, spec: FleetSpec, life: int) -> None:
-        made = self._path.with_name(f"{self._path.name}.new")
-        with made.open("wb") as file:
+        with replacing(self._path) as file:
             file.write(msgspec.json.encode(Kept(version=VERSION, life=life, spec=spec)))
             file.flush()
             os.fsync(file.fileno())
-        made.replace(self._path)
 
 
 class _Version(Struct, frozen=True):

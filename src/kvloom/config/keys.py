@@ -12,7 +12,6 @@ import hmac
 import os
 import re
 import secrets
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -23,6 +22,7 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationError
 
 from kvloom.config.fields import ConfigSection, Some, explain, no_bool
+from kvloom.types.files import replacing
 
 PREFIX: Final = "kvl-"
 SALT_BYTES: Final = 16
@@ -263,19 +263,12 @@ def _check(path: Path, text: str, names: set[str]) -> None:
 
 def _replace(path: Path, text: str) -> None:
     """Keeps the owner and the mode of the file that was there; a new one is its owner's alone."""
-    made_as, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with open(made_as, "w", encoding="utf-8") as made:
-            if path.exists():
-                before = path.stat()
-                os.fchmod(made.fileno(), before.st_mode & 0o777)
-                if before.st_uid != os.geteuid():
-                    os.fchown(made.fileno(), before.st_uid, before.st_gid)
-            made.write(text)
-            made.flush()
-            os.fsync(made.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
+    with replacing(path) as made:
+        if path.exists():
+            before = path.stat()
+            os.fchmod(made.fileno(), before.st_mode & 0o777)
+            if before.st_uid != os.geteuid():
+                os.fchown(made.fileno(), before.st_uid, before.st_gid)
+        made.write(text.encode())
+        made.flush()
+        os.fsync(made.fileno())

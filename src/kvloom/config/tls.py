@@ -76,8 +76,8 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
     _holds("key", files.key, "PRIVATE KEY-----", "a PEM file with the certificate's key")
     try:
         context.load_cert_chain(files.certificate, files.key, lambda: _locked(files.key))
-    except ssl.SSLError as error:
-        if error.reason == "KEY_VALUES_MISMATCH":
+    except OSError as error:
+        if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
             raise ValueError(
                 f"key: {files.key} does not fit {files.certificate}; the key for which that was made is right"
             ) from error
@@ -89,7 +89,7 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
         _holds("client_ca", files.client_ca, "CERTIFICATE-----", "a PEM file with authorities' certificates")
         try:
             context.load_verify_locations(files.client_ca)
-        except ssl.SSLError as error:
+        except OSError as error:
             raise ValueError(
                 f"client_ca: {files.client_ca}: {_reason(error)}; certificates in PEM are right"
             ) from error
@@ -111,8 +111,9 @@ def _locked(path: str) -> NoReturn:
     raise ValueError(f"key: {path} needs a password; a key without one, which only its owner reads, is right")
 
 
-def _reason(error: ssl.SSLError) -> str:
-    return (error.reason or str(error)).replace("_", " ").lower()
+def _reason(error: OSError) -> str:
+    why = error.reason if isinstance(error, ssl.SSLError) else error.strerror
+    return (why or str(error)).replace("_", " ").lower()
 
 
 def _try_out(context: ssl.SSLContext, certificate: str) -> dict[str, Any]:
@@ -136,7 +137,7 @@ def _try_out(context: ssl.SSLContext, certificate: str) -> dict[str, Any]:
     except ssl.SSLCertVerificationError as error:
         why = _WHY.get(error.verify_code, f"cannot be used: {error.verify_message}")
         raise ValueError(f"certificate: {certificate} {why}; a valid one is right") from error
-    except ssl.SSLError as error:
+    except OSError as error:
         raise ValueError(
             f"certificate: {certificate} cannot be used: {_reason(error)}; another one is right"
         ) from error

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import marshal
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +22,8 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+
+from kvloom.types.files import replacing
 
 _COMPILER: Final = "torch._dynamo"
 _READER: Final = "create_import_structure_from_path"  # transformers' function that reads its files
@@ -100,10 +101,8 @@ def kept_names(read: Callable[[Any], Any], file: Path) -> Callable[[Any], Any]:
             if known == key:
                 return found
         found = read(path)
-        made = file.with_suffix(f".{os.getpid()}")
-        with suppress(OSError):  # kvloom's folder may be read-only
-            made.write_bytes(marshal.dumps((key, found)))
-            made.replace(file)
+        with suppress(OSError), replacing(file, 0o666) as made:  # kvloom's folder may be read-only
+            made.write(marshal.dumps((key, found)))
         return found
 
     return names

@@ -33,6 +33,7 @@ from kvloom.router.program import Program, load_program
 from kvloom.router.rescheduling import Rescheduler
 from kvloom.router.router import Router
 from kvloom.router.units import FleetLink
+from kvloom.serve.connections import OpenConnections
 from kvloom.serve.processes.log import AppendedFile, Background
 from kvloom.serve.processes.messages import GatewayOrder, News, Ready, Report, RetireOrder, kept_cards
 from kvloom.serve.processes.parent import Parent, run_child
@@ -122,7 +123,7 @@ async def gateway(
         server = make(
             app,
             connection=ClientConnection,
-            connections_each=order.max_connections,
+            connections=OpenConnections(order.max_connections, order.proxies),
             grace=GRACE_SECONDS,
             ready=lambda: report(Ready()),
         )
@@ -206,7 +207,7 @@ async def serve(parent: Parent, order: GatewayOrder, program: Program, snapshot:
         for news in early:
             heed(news)
         loop.add_signal_handler(signal.SIGTERM, made.end)
-        await made.server.serve(sockets=[socket.socket(fileno=order.listener)])
+        await made.server.serve(sockets=[socket.socket(fileno=number) for number in order.listeners])
         beating.cancel()
 
 

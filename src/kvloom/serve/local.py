@@ -57,11 +57,13 @@ class Role:
 class Roles:
     """The roles of one fleet's processes, which share a secret that is made here."""
 
-    def __init__(self, config: Config, listener: socket.socket, folder: Path) -> None:
-        """listener: the socket at which clients connect; folder: the fleet's own, for sockets."""
+    def __init__(self, config: Config, listener: socket.socket, inside: socket.socket, folder: Path) -> None:
+        """listener: the socket at which clients connect; inside: the Unix socket at which the fleet's own
+        processes do; folder: the fleet's own, for sockets."""
         self.secret = secrets.token_urlsafe(32)
         self._config = config
         self._listener = listener
+        self._inside = inside
         self._folder = folder
         self._api_keys = dict(config.api_keys())
         self._admin_keys = config.admin_keys()
@@ -79,10 +81,10 @@ class Roles:
         return Role(spec.unit, ENGINE_MODULE, order, socket=path)
 
     def _gateway(self) -> Role:
-        config = self._config
+        config, listeners = self._config, (self._listener.fileno(), self._inside.fileno())
         order = GatewayOrder(
             secret=self.secret,
-            listener=self._listener.fileno(),
+            listeners=listeners,
             api_keys=self._api_keys,
             admin_keys=self._admin_keys,
             keys=str(config.keys or ""),
@@ -102,32 +104,25 @@ class Roles:
             allow_origins=config.allow_origins,
             request_timeout=config.request_timeout,
         )
-        return Role(GATEWAY, GATEWAY_MODULE, order, inherit=[self._listener.fileno()])
+        return Role(GATEWAY, GATEWAY_MODULE, order, inherit=listeners)
 
     def _scheduler(self) -> Role:
         spec = self._config.scheduler_for(self._config.engines) or SchedulerSpec()
-        order = SchedulerOrder(spec=spec, gateway=self.url, secret=self.secret, folder=str(self._folder))
+        gateway: str = self._inside.getsockname()
+        order = SchedulerOrder(spec=spec, gateway=gateway, secret=self.secret, folder=str(self._folder))
         return Role(SCHEDULER, SCHEDULER_MODULE, order)
-
-    @property
-    def url(self) -> str:
-        """Returns the gateway's address, from this machine."""
-        return self._url(self._host)
 
     @property
     def shown_url(self) -> str:
         """Returns the gateway's address for people: with a name for which its certificate is, if it is not
         for the address itself."""
-        tls, host = self._config.tls, self._host
+        tls = self._config.tls
+        bound: str = self._listener.getsockname()[0]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, bound)
         if tls is None or host in tls.names:
             return self._url(host)
         names = [name for name in tls.names if "*" not in name]
         return self._url("localhost" if "localhost" in names else next(iter(names), host))
-
-    @property
-    def _host(self) -> str:
-        host: str = self._listener.getsockname()[0]
-        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
     def _url(self, host: str) -> str:
         scheme = "http" if self._config.tls is None else "https"

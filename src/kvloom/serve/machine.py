@@ -50,6 +50,15 @@ def listen(host: str, port: int) -> Iterator[socket.socket]:
 
 
 @contextmanager
+def listen_inside(path: Path) -> Iterator[socket.socket]:
+    """Lets the fleet's own processes connect, whatever becomes of the address at which all others do."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(BACKLOG)
+        yield listener
+
+
+@contextmanager
 def private_folder() -> Iterator[Path]:
     """Makes a folder for sockets, which nobody else can enter, and removes those that earlier fleets of this
     user have left over, of which no process was alive any more to remove it."""

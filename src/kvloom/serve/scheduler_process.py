@@ -6,10 +6,8 @@ It keeps nothing: gateways may come and go, and so may this process. Never impor
 from __future__ import annotations
 
 import asyncio
-import ssl
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -25,14 +23,13 @@ ANSWER_SECONDS: Final = 10.0  # more than the gateway itself waits for a unit
 
 
 class FleetClient:
-    """Satisfies `FleetControl`. Whoever listens at the URL by now answers; nothing is kept between calls."""
+    """Satisfies `FleetControl`. Whoever listens at the socket by now answers. It keeps nothing between
+    calls."""
 
-    def __init__(self, url: str, *, secret: str) -> None:
-        parts = urlsplit(url)
-        assert parts.hostname is not None
-        self._where = parts.hostname, parts.port or 80
-        self._tls = _unverified() if parts.scheme == "https" else None
-        self._head = f"host: {parts.netloc}\r\nauthorization: Bearer {secret}\r\nconnection: close\r\n"
+    def __init__(self, path: str, *, secret: str) -> None:
+        """path: that of a Unix socket, at which no stranger can call, so that none can be in the way."""
+        self._path = path
+        self._head = f"host: gateway\r\nauthorization: Bearer {secret}\r\nconnection: close\r\n"
 
     async def state(self) -> FleetState:
         answer = await self._call("GET", "/admin/fleet")
@@ -62,22 +59,13 @@ class FleetClient:
 
     async def _answered(self, asked: bytes) -> tuple[bytes, bytes]:
         """Returns head and body. Raises EOFError if they are not whole."""
-        reader, writer = await asyncio.open_connection(*self._where, ssl=self._tls)
+        reader, writer = await asyncio.open_unix_connection(self._path)
         try:
             writer.write(asked)
             head = await reader.readuntil(b"\r\n\r\n")
             return head, await reader.readexactly(_length(head))
         finally:
             writer.close()
-
-
-def _unverified() -> ssl.SSLContext:
-    """Returns a context that takes any certificate: the address is this machine's own, at which the
-    supervisor of this process listens, and the names in the certificate are those by which others know it."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context
 
 
 def _length(head: bytes) -> int:

@@ -225,11 +225,11 @@ class HttpServer(uvicorn.Server):
         *,
         connection: type[Connection] = Connection,
         unix: str | None = None,
-        connections_each: int | None = None,
+        connections: OpenConnections | None = None,
         grace: int,
         ready: Callable[[], None] = lambda: None,
     ) -> None:
-        """connections_each: the most connections of one address; None if nobody counts them."""
+        """connections: counts them, and bounds their number; None if nobody does."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -247,8 +247,8 @@ class HttpServer(uvicorn.Server):
                 proxy_headers=False,
             )
         )
-        if connections_each is not None:
-            self.server_state = OpenConnections(connections_each)
+        if connections is not None:
+            self.server_state = connections
         self._ready = ready
         self._grace = grace
         self._retiring = False

@@ -21,7 +21,7 @@ from kvloom.cluster.reconcile import TIMING, Timing
 from kvloom.cluster.state import GATEWAY, ComponentStatus, FleetSpec, UnitSpec, is_gateway
 from kvloom.config.config import Config
 from kvloom.serve.local import ENGINE_MODULE, Heard, LocalLauncher, Roles
-from kvloom.serve.machine import listen, private_folder
+from kvloom.serve.machine import listen, listen_inside, private_folder
 from kvloom.serve.processes.forkserver import ForkServer
 from kvloom.serve.processes.log import log_to
 from kvloom.serve.processes.messages import StartProgress
@@ -52,19 +52,21 @@ class Supervisor:
         screen: Screen,
         clock: Clock,
         listener: socket.socket,
+        inside: socket.socket,
         folder: Path,
         forks: LaunchedForkServer | None,
         manager: ServiceManager,
     ) -> None:
-        """listener: the socket at which clients connect; folder: the fleet's own, for sockets; manager: is
-        told when the fleet serves, and that it lives."""
+        """listener: the socket at which clients connect; inside: the one at which the fleet's own processes
+        do; folder: the fleet's own, for sockets; manager: is told when the fleet serves, and that it
+        lives."""
         self._manager = manager
         self._config = config
         self._screen = screen
         self._clock = clock
         self._listener = listener
         self._folder = folder
-        self._roles = Roles(config, listener, folder)
+        self._roles = Roles(config, listener, inside, folder)
         self._events: asyncio.Queue[Callable[[], Outcome | None]] = asyncio.Queue()
         """What is still to be shown; who shows it returns why the fleet ends, if it does."""
         self._announced = False
@@ -224,9 +226,14 @@ def serve_fleet(config: Config, forks: LaunchedForkServer | None) -> Outcome:
     screen = Screen(Console(highlight=False), clock)
     log_to(lambda line: screen.warn("fleet", line))
     manager = ServiceManager.named_by(os.environ)
-    with listen(config.host, config.port) as listener, private_folder() as folder:
+    with (
+        listen(config.host, config.port) as listener,
+        private_folder() as folder,
+        listen_inside(folder / GATEWAY) as inside,
+    ):
+        supervisor = Supervisor(config, screen, clock, listener, inside, folder, forks, manager)
         try:
-            return asyncio.run(Supervisor(config, screen, clock, listener, folder, forks, manager).run())
+            return asyncio.run(supervisor.run())
         finally:
             screen.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
+import math
 import socket
 import ssl
 from collections import Counter
@@ -15,21 +15,22 @@ from typing import Any, ClassVar, Final
 from msgspec.structs import asdict
 from uvicorn import Server
 
+from kvloom.api.access.proxies import network_of
 from kvloom.config.tls import TlsFiles, server_context
 from kvloom.serve.server import HttpServer
 from kvloom.types.clock import Clock
 from kvloom.types.errors import ConfigError
+from kvloom.types.files import FileWatch, replacing
 
 _AT_ONCE: Final = 64  # connections that are taken before anything else happens
 _FULL_SECONDS: Final = 1.0  # until connections are taken again after there was no descriptor for one
 _log = logging.getLogger(__name__)
 
-_Seen = tuple[tuple[int, int, int] | None, ...]
-
 
 class Certificates:
     """The context of new connections. The files are looked at when a connection comes, at most once in
-    `LOOK_SECONDS`, and read again if they have changed; open connections keep what they have.
+    `LOOK_SECONDS`, and read again if they have changed; open connections keep what they have. A thread does
+    so, for which that connection waits, and no other one.
 
     If what stands there now cannot be used, what was read last stays, and one line of the log says why. A
     copy of it is in the fleet's folder, from which a new gateway starts if it has to.
@@ -41,37 +42,38 @@ class Certificates:
         """folder: the fleet's own, which nobody else can enter. Raises ConfigError if neither the files nor
         copies of them can be used."""
         self._files = files
-        self._copies = TlsFiles(
-            **{name: path and str(folder / f"tls.{name}") for name, path in asdict(files).items()}
-        )
+        self._kept = {name: (path, folder / f"tls.{name}") for name, path in asdict(files).items() if path}
         self._clock = clock
-        self._looked = clock.now()
-        self._seen = self._look()
+        self._looked = clock.now()  # infinity while a look is under way
+        self._watch = FileWatch(*(Path(path) for path, _ in self._kept.values()))
         try:
             self._context = server_context(files)
         except ValueError as error:
             try:
-                self._context = server_context(self._copies)
+                copies = {name: str(copy) for name, (_, copy) in self._kept.items()}
+                self._context = server_context(TlsFiles(**copies))
             except ValueError:
                 raise ConfigError(f"tls: {error}") from error
             _log.warning("tls: %s; what was read before stays", error)
         else:
             self._keep()
 
-    def context(self) -> ssl.SSLContext:
+    async def context(self) -> ssl.SSLContext:
         """Returns the context for a connection that comes now."""
-        now = self._clock.now()
-        if now - self._looked >= self.LOOK_SECONDS:
-            self._looked = now
-            if (seen := self._look()) != self._seen:
-                self._seen = seen
-                self._read()
+        if self._clock.now() - self._looked >= self.LOOK_SECONDS:
+            self._looked = math.inf
+            await asyncio.shield(self._look())  # The connection may be given up meanwhile.
         return self._context
 
-    def _look(self) -> _Seen:
-        return tuple(None if path is None else _mark(path) for path in asdict(self._files).values())
+    async def _look(self) -> None:
+        try:
+            await asyncio.to_thread(self._read)
+        finally:
+            self._looked = self._clock.now()
 
     def _read(self) -> None:
+        if not self._watch.changed():
+            return
         try:
             self._context = server_context(self._files)
         except ValueError as error:
@@ -82,25 +84,17 @@ class Certificates:
 
     def _keep(self) -> None:
         """Copies the files. If one changes meanwhile, it is read and copied again at the next look."""
-        for path, copy in zip(asdict(self._files).values(), asdict(self._copies).values(), strict=True):
-            if path is not None:
-                made = Path(f"{copy}.new")
-                made.touch(mode=0o600)
-                made.write_bytes(Path(path).read_bytes())
-                made.replace(copy)
-
-
-def _mark(path: str) -> tuple[int, int, int] | None:
-    """Returns what differs once the file is another one; None if there is none."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+        for path, copy in self._kept.values():
+            try:
+                with replacing(copy) as made:
+                    made.write(Path(path).read_bytes())
+            except OSError as error:
+                _log.warning("tls: %s is not kept for another gateway: %s", path, error.strerror)
 
 
 class TlsServer(HttpServer):
-    """A server whose connections speak TLS. A connection is the application's once its handshake is done.
+    """A server whose connections speak TLS, but for those to a Unix socket, which no stranger can see. A
+    connection is the application's once its handshake is done.
 
     At most `MOST_HANDSHAKES` are under way, each for at most `HANDSHAKE_SECONDS`. If there are more, the
     oldest of the address that has the most ends, so that who begins many and ends none only loses their own.
@@ -118,7 +112,7 @@ class TlsServer(HttpServer):
         """arguments, options: those of `HttpServer`."""
         super().__init__(*arguments, **options)
         self._certificates = certificates
-        self._handshakes: dict[asyncio.Task[None], str] = {}  # in the order in which they began
+        self._handshakes: dict[asyncio.Task[None], str] = {}  # of which network, in the order of beginning
         self._tasks: asyncio.TaskGroup
 
     @property
@@ -133,11 +127,11 @@ class TlsServer(HttpServer):
                 handshake.cancel()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self.servers = []
-        await Server.startup(
-            self, []
-        )  # without a listener: it would shake hands for a minute, without a bound
-        self.servers = [_Listener(one, self._begin) for one in sockets or ()]  # type: ignore[misc]
+        inside = [one for one in sockets or () if one.family == socket.AF_UNIX]
+        outside = [one for one in sockets or () if one.family != socket.AF_UNIX]
+        # without those outside: it would shake hands for a minute, without a bound
+        await Server.startup(self, inside)
+        self.servers += [_Listener(one, self._begin) for one in outside]  # type: ignore[misc]
         if not self.should_exit:
             self._ready()
 
@@ -149,7 +143,7 @@ class TlsServer(HttpServer):
             del self._handshakes[oldest]
             oldest.cancel()
         task = self._tasks.create_task(self._shake_hands(accepted))
-        self._handshakes[task] = address
+        self._handshakes[task] = network_of(address)
         task.add_done_callback(lambda _: self._handshakes.pop(task, None))
 
     async def _shake_hands(self, accepted: socket.socket) -> None:
@@ -157,14 +151,15 @@ class TlsServer(HttpServer):
             transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
                 self._protocol,
                 accepted,
-                ssl=self._certificates.context(),
+                ssl=await self._certificates.context(),
                 ssl_handshake_timeout=self.HANDSHAKE_SECONDS,
                 ssl_shutdown_timeout=self.CLOSE_SECONDS,
             )
+            transport.set_write_buffer_limits(high=self.MOST_UNREAD)
         except OSError:  # It spoke no TLS, or an old one, or showed a bad certificate, or was too slow.
             accepted.close()
-        else:
-            transport.set_write_buffer_limits(high=self.MOST_UNREAD)
+        except (ValueError, RuntimeError):  # Its certificate cannot be read, or it ended at a bad moment.
+            accepted.close()
 
     def _protocol(self) -> asyncio.Protocol:
         make: Callable[..., asyncio.Protocol] = self.config.http_protocol_class

@@ -13,11 +13,10 @@ from typing import Final
 from kvloom.api.access.tenants import Tenant
 from kvloom.config.keys import NamedKey, find_key, parse_keys, read_key_text
 from kvloom.types.clock import Clock
+from kvloom.types.files import FileWatch, replacing
 
 LOOK_SECONDS: Final = 1.0
 _log = logging.getLogger(__name__)
-
-Stamp = tuple[int, ...] | None
 
 
 class KeyRing:
@@ -67,11 +66,11 @@ class KeyFile:
         """kept: where the text is kept, in the fleet's own folder."""
         self._path = path
         self._kept = kept
-        self._stamp: Stamp = None
+        self._watch = FileWatch(path)
 
     def open(self) -> KeyRing:
         """Returns the keys in the file, or those kept. Nobody has a key if neither can be read."""
-        self._stamp = self._look()
+        self._watch.changed()  # What is read now is known.
         try:
             return KeyRing(self._read())
         except ValueError as error:
@@ -93,10 +92,8 @@ class KeyFile:
     async def look(self, ring: KeyRing, changed: Callable[[list[str], list[str]], object]) -> None:
         """Reads the file again if it has changed. One that cannot be read changes nothing, but is told in the
         log once."""
-        stamp = await asyncio.to_thread(self._look)
-        if stamp == self._stamp:
+        if not await asyncio.to_thread(self._watch.changed):
             return
-        self._stamp = stamp
         try:
             keys = await asyncio.to_thread(self._read)
         except ValueError as error:
@@ -107,23 +104,13 @@ class KeyFile:
         _log.info("%s: read again; keys: %d", self._path, len(keys))
         changed(before, list(keys))
 
-    def _look(self) -> Stamp:
-        """Returns what tells one state of the file from another."""
-        try:
-            found = self._path.stat()
-        except OSError:
-            return None
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
     def _read(self) -> dict[str, NamedKey]:
         """Raises ValueError."""
         text = read_key_text(self._path)
         keys = parse_keys(text, self._path)
         try:
-            made = self._kept.with_suffix(".new")
-            made.touch(0o600)
-            made.write_text(text, "utf-8")
-            made.replace(self._kept)
+            with replacing(self._kept) as file:
+                file.write(text.encode())
         except OSError as error:
             _log.warning(
                 "%s: %s; it would have kept the keys for another gateway", self._kept, error.strerror

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from ipaddress import ip_address
 from socket import gethostname
 from typing import Final
 
@@ -13,7 +12,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvloom.api.access.proxies import header_lines
+from kvloom.api.access.proxies import header_lines, read_address
 from kvloom.api.errors import ForeignPage, UnsupportedMedia, error_response
 from kvloom.types.errors import KvloomError
 
@@ -24,7 +23,7 @@ _PRIVATE: Final = (".localhost", ".local", ".internal", ".home.arpa")
 2024.07.29.06)."""
 _JSON: Final = re.compile(r"application/(?:(?:[a-z0-9.+-]+\+)?json|x-www-form-urlencoded)")
 """With what curl says of every body. Of a page, which could say it too, its browser tells the origin."""
-OWN_PAGE: Final = frozenset({"same-origin", "none"})
+_OWN_PAGE: Final = frozenset({"same-origin", "none"})
 """What Sec-Fetch-Site says of a page of the server's own, and of an address that a person has typed."""
 _READS: Final = frozenset({"GET", "HEAD"})
 
@@ -52,16 +51,31 @@ def refuse_page(scope: Scope, allowed: Collection[str]) -> KvloomError | None:
     lead here (DNS rebinding) calls itself the server's own, so a name counts only if it cannot be anybody's.
     """
     hosts, origins = header_words(scope, b"host"), header_words(scope, b"origin")
-    sites = header_words(scope, b"sec-fetch-site")
-    if not origins:  # Browsers leave it out only where a page reads, which tells the page nothing.
-        foreign = scope["method"] not in _READS and not OWN_PAGE.issuperset(sites)
-        return _refusal("a page of another site") if foreign else None
-    if _ANY in allowed or (allowed and all(origin in allowed for origin in origins)):
+    if not origins and scope["method"] in _READS:  # Browsers leave it out here; it tells the page nothing.
         return None
+    if origins and (_ANY in allowed or all(origin in allowed for origin in origins)):
+        return None
+    who = foreign_page(scope)
+    if who is None and origins and (len(hosts) != 1 or not _is_own(hosts[0], allowed)):
+        who = f"a page that calls this server {hosts[0][:80]}"
+    if who is None:
+        return None
+    right = "`allow_origins` in the server's config lets pages of other sites ask"
+    return ForeignPage(f"{who} asks without an API key; {right}")
+
+
+def foreign_page(scope: Scope) -> str | None:
+    """Returns which page of another site a browser may be speaking for, or None for no such page.
+
+    A page of another site or port sends its own Origin, except with what only reads, like an image or a
+    link; for these, the browser itself says in Sec-Fetch-Site where they come from (Fetch Metadata, section
+    2.3).
+    """
+    hosts, origins = header_words(scope, b"host"), header_words(scope, b"origin")
     if any(origin.rpartition("://")[2] not in hosts for origin in origins):
-        return _refusal(f"a page of {origins[0][:80]}")
-    if len(hosts) != 1 or not _is_own(hosts[0], allowed):
-        return _refusal(f"a page that calls this server {hosts[0][:80]}")
+        return f"a page of {origins[0][:80]}"
+    if not _OWN_PAGE.issuperset(header_words(scope, b"sec-fetch-site")):
+        return "a page that Sec-Fetch-Site calls another site's"
     return None
 
 
@@ -85,27 +99,22 @@ class RequireJson:
         await self._app(scope, receive, send)
 
 
-def _refusal(who: str) -> ForeignPage:
-    return ForeignPage(
-        f"{who} asks without an API key; `allow_origins` in the server's config lets pages of other sites ask"
-    )
-
-
 def _is_own(host: str, allowed: Collection[str]) -> bool:
     """Returns whether no stranger can have made this name lead here: it is an address, this machine's name,
     one that the public DNS cannot have, or the host of an allowed origin."""
-    parts = _HOST.fullmatch(host)
-    if parts is None:
-        return False
-    name = (parts["ipv6"] or parts["name"]).removesuffix(".")
-    if "." not in name and ":" not in name:
+    name = host_name(host).removesuffix(".")
+    if read_address(name) is not None:
         return True
-    try:
-        ip_address(name)
-    except ValueError:
-        hosts = {origin.rpartition("://")[2].partition(":")[0] for origin in allowed}
-        return name.endswith(_PRIVATE) or name == gethostname().lower() or name in hosts
-    return True
+    hosts = {origin.rpartition("://")[2].partition(":")[0] for origin in allowed}
+    return name != "" and (
+        "." not in name or name.endswith(_PRIVATE) or name == gethostname().lower() or name in hosts
+    )
+
+
+def host_name(host: str) -> str:
+    """Returns the name or the address in a Host header, without a port; empty if there is none."""
+    parts = _HOST.fullmatch(host)
+    return (parts["ipv6"] or parts["name"]) if parts else ""
 
 
 def header_words(scope: Scope, name: bytes) -> list[str]:

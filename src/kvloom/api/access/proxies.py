@@ -38,16 +38,15 @@ class TrustProxies:
         self._proxies = [ip_network(one) for one in proxies]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (client := scope.get("client")) is not None:
-            peer = read_address(client[0])
-            if peer is not None and is_one_of(peer, self._proxies):
-                scope[PROXIED] = True
-                hops = header_lines(scope, b"x-forwarded-for")
-                if (caller := find_caller(hops, self._proxies)) is not None:
-                    scope["client"] = (caller, 0)
-                scheme = header_lines(scope, b"x-forwarded-proto")[-1:]
-                if scheme and (said := scheme[0].rpartition(",")[2].strip().lower()) in ("http", "https"):
-                    scope["scheme"] = said
+        client = scope.get("client") if scope["type"] == "http" else None
+        if client is not None and is_one_of(client[0], self._proxies):
+            scope[PROXIED] = True
+            hops = header_lines(scope, b"x-forwarded-for")
+            if (caller := find_caller(hops, self._proxies)) is not None:
+                scope["client"] = (caller, 0)
+            scheme = header_lines(scope, b"x-forwarded-proto")[-1:]
+            if scheme and (said := scheme[0].rpartition(",")[2].strip().lower()) in ("http", "https"):
+                scope["scheme"] = said
         await self._app(scope, receive, send)
 
 
@@ -62,7 +61,7 @@ def find_caller(lines: Sequence[str], proxies: Sequence[Network]) -> str | None:
         if address is None:
             return UNKNOWN
         caller = str(address)
-        if not is_one_of(address, proxies):
+        if not _is_in(address, proxies):
             break
     return caller
 
@@ -90,7 +89,18 @@ def network_of(address: str) -> str:
     return str(IPv6Network((int(found), NETWORK_BITS), strict=False))
 
 
-def is_one_of(address: Address, networks: Iterable[Network]) -> bool:
+def is_loopback(address: str) -> bool:
+    """Returns whether a text is an address of this machine that no other machine can call."""
+    found = read_address(address)
+    return found is not None and found.is_loopback
+
+
+def is_one_of(address: str, networks: Iterable[Network]) -> bool:
+    found = read_address(address)
+    return found is not None and _is_in(found, networks)
+
+
+def _is_in(address: Address, networks: Iterable[Network]) -> bool:
     return any(address in network for network in networks)
 
 

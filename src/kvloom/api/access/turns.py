@@ -8,6 +8,8 @@ from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvloom.api.access.proxies import network_of
+
 BEGUN: Final = 8
 """Requests that begin in one turn of the event loop: some milliseconds' work."""
 
@@ -30,7 +32,7 @@ class TakeTurns:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
             client = scope.get("client")
-            await self._turn(client[0] if client else "")
+            await self._turn(network_of(client[0]) if client else "")
         await self._app(scope, receive, send)
 
     async def _turn(self, address: str) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, TypeVar
@@ -16,6 +14,7 @@ from msgspec import Meta, Struct
 from kvloom.lab.workload.request import Count, Prompts, Segment, WorkloadRequest
 from kvloom.lab.workload.spec import VOCAB
 from kvloom.types.errors import ConfigError
+from kvloom.types.files import replacing
 
 T = TypeVar("T")
 Lines = Iterable[tuple[int, bytes]]
@@ -75,10 +74,9 @@ def read_workload(path: Path) -> Workload:
 def write_workload(path: Path, header: Header, requests: Iterable[WorkloadRequest]) -> int:
     """Writes our own form and returns the number of requests. The file appears when it is complete. Raises
     ConfigError if it cannot be written."""
-    part = path.with_name(path.name + ".part")
     encode, count = msgspec.json.Encoder().encode, 0
     try:
-        with part.open("wb") as file:
+        with replacing(path, 0o666) as file:
             space = len(_line(header, _WIDEST))
             file.write(b" " * space)
             for request in requests:
@@ -86,12 +84,8 @@ def write_workload(path: Path, header: Header, requests: Iterable[WorkloadReques
                 count += 1
             file.seek(0)
             file.write(_line(header, count).rstrip().ljust(space - 1) + b"\n")
-        os.replace(part, path)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; a path that can be written is right") from error
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
     return count
 
 

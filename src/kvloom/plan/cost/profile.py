@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -12,6 +11,7 @@ from msgspec import Meta, Struct
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import Work
 from kvloom.types.errors import ConfigError
+from kvloom.types.files import replacing
 from kvloom.types.job import Phase
 
 PROFILE_VERSION: Final = 2
@@ -173,10 +173,8 @@ def read_profile(file: Path) -> Profile:
 
 def write_profile(profile: Profile, file: Path) -> None:
     """Writes the profile whole or not at all. Raises ConfigError if it cannot be written."""
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        beside.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
-        beside.replace(file)
+        with replacing(file, 0o666) as made:
+            made.write(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise ConfigError(f"{file}: {error.strerror}; a file in a folder of yours is right") from error

@@ -17,6 +17,7 @@ from msgspec import Struct
 from kvloom.cluster.edits import Edit
 from kvloom.cluster.launcher import Change, Counted, Edited, Snapshot, UnitSeen
 from kvloom.config.tls import TlsFiles
+from kvloom.types.files import replacing
 from kvloom.types.request import ModelCard
 from kvloom.types.service import PATIENCE
 from kvloom.types.spec import EngineSpec, ProgramSpec, SchedulerSpec
@@ -38,8 +39,8 @@ class GatewayOrder(Struct, frozen=True, kw_only=True):
 
     secret: str
     """What it tells engines."""
-    listener: int
-    """The descriptor of the listening socket, which it inherits."""
+    listeners: tuple[int, ...]
+    """The descriptors of the listening sockets, which it inherits."""
     api_keys: dict[str, int | None]
     """Keys without names."""
     max_body: int
@@ -81,7 +82,7 @@ class SchedulerOrder(Struct, frozen=True, kw_only=True):
 
     spec: SchedulerSpec
     gateway: str
-    """The gateway's URL."""
+    """The path of the socket at which the gateway answers the fleet's own processes."""
     secret: str
     """What the gateway must be told."""
     folder: str
@@ -127,10 +128,8 @@ Report = StartProgress | Ready | Alive | OrderRefused | Said
 def keep_cards(folder: Path, unit: str, cards: Sequence[ModelCard]) -> None:
     """Keeps a unit's model cards for gateways that come when it has no process. A card holds a tokenizer,
     which is too much for a pipe. folder: the fleet's own, which ends with the fleet."""
-    file = folder / f"{unit}.cards"
-    made = file.with_suffix(".new")
-    made.write_bytes(msgspec.msgpack.encode(cards))
-    made.replace(file)
+    with replacing(folder / f"{unit}.cards") as file:
+        file.write(msgspec.msgpack.encode(cards))
 
 
 def kept_cards(folder: Path, unit: str) -> list[ModelCard]:
