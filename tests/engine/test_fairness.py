@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from collections import Counter
 from dataclasses import dataclass
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvloom.engine.batching.fair_queue import FairQueue
-from kvloom.engine.batching.fair_queue import INPUT_COST
-from kvloom.engine.batching.fair_queue import OUTPUT_COST
-from kvloom.engine.batching.fair_queue import REMEMBERED
+from msgspec.structs import replace
+
+from kvloom.engine.batching.fair_queue import INPUT_COST, OUTPUT_COST, REMEMBERED, FairQueue
 from kvloom.engine.batching.view import Order
 from kvloom.engine.engine import Engine
 from kvloom.types.errors import QueueFull
 from kvloom.types.request import StartGenerate
-from msgspec.structs import replace
-from tests.engine.plays import check
-from tests.engine.plays import order
-from tests.engine.plays import serve
-from tests.engine.plays import until
+from tests.engine.plays import check, order, serve, until
 from tests.engines import Answer
-from tests.modelled import ModelledExecutor
-from tests.modelled import ask
-from tests.modelled import engine_over
-from tests.modelled import turns
-import asyncio
-import itertools
-import pytest
+from tests.modelled import ModelledExecutor, ask, engine_over, turns
 
 MODEL = "wide"
 
