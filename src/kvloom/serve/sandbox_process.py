@@ -78,13 +78,14 @@ def limit(seconds: float, memory: int) -> None:
     """Bounds what is done from now on: the CPU's seconds, to the next whole one, the address space, and the
     stack, which is smaller here than that of any thread elsewhere: what fits here fits there."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime + seconds), hard))
-    _, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    resource.setrlimit(resource.RLIMIT_STACK, (STACK, hard))
     held = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (held + memory, hard))
+    for which, most in (
+        (resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + seconds)),
+        (resource.RLIMIT_STACK, STACK),
+        (resource.RLIMIT_AS, held + memory),
+    ):
+        _, hard = resource.getrlimit(which)
+        resource.setrlimit(which, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 if __name__ == "__main__":
