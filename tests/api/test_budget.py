@@ -18,7 +18,6 @@ from kvloom.api.access.keyring import KeyRing
 from kvloom.api.access.turns import LARGE, REST
 from kvloom.api.app import create_app
 from kvloom.api.auth import Keys
-from kvloom.api.openai import generation
 from kvloom.config.keys import make_key
 from tests.api.scripted import ScriptedEngine, says, serving
 
@@ -78,17 +77,16 @@ def test_who_fills_its_share_leaves_room_for_others(monkeypatch: pytest.MonkeyPa
 
 def test_large_bodies_are_read_one_at_a_time_with_a_rest_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[tuple[float, float]] = []  # when each large body was begun, and ended
-    parse = generation.parse
 
     def timed(schema: Any, raw: bytes) -> Any:
         begun = time.monotonic()
         try:
-            return parse(schema, raw)
+            return bodies.parse(schema, raw)
         finally:
             if len(raw) >= LARGE:
                 read.append((begun, time.monotonic()))
 
-    monkeypatch.setattr(generation, "parse", timed)
+    monkeypatch.setattr("kvloom.api.openai.generation.parse", timed)
     properties = {f"p{at}": {"type": "string"} for at in range(LARGE // 20)}
     large = json.dumps(BODY | {"max_tokens": 1, "guided_json": {"properties": properties}})
 
