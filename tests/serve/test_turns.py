@@ -107,6 +107,7 @@ def test_tenants_get_turns_in_turn_and_who_leaves_takes_none() -> None:
         turns.give()
         tasks[1].cancel()  # it has just been given a turn, of which it does not know yet
         await settled()
+        assert who == ["a", "b"]
         while len(who) < 6:
             turns.give()
             await settled()
