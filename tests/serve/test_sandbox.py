@@ -8,12 +8,13 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from kvloom.engine.guide import Guides, GuideTrial
-from kvloom.serve.processes.sandbox import Limits, Sandbox, grammar_trial
+from kvloom.serve.processes.sandbox import Limits, Refused, Sandbox, grammar_trial
 from kvloom.types.errors import BadRequest, Unavailable
 from kvloom.types.request import Guide, SamplingParams, StartGenerate
 from tests.api.scripted import card
@@ -115,8 +116,20 @@ def test_what_a_signal_from_outside_ended_is_done_by_another_process(by: signal.
         asking = await stopped(trial)
         (pid,) = children()
         os.kill(pid, by)
-        os.kill(pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
         await asking
+
+    play(test)
+
+
+def test_what_the_work_raises_is_its_own_fault_and_costs_no_process() -> None:
+    async def test(sandbox: Sandbox) -> None:
+        await grammar_trial(sandbox)(card(), REGEX)
+        before = children()
+        with pytest.raises(Refused, match="it fails with ValidationError: "):
+            await sandbox.call("tiny", lambda: b"", b"\xff")
+        assert children() == before
 
     play(test)
 

@@ -16,6 +16,8 @@ from kvloom.types.errors import KvloomError
 _question: Final = msgspec.msgpack.Decoder(Question).decode
 PAGE: Final = resource.getpagesize()
 STACK: Final = 1 << 20  # bytes
+PANICS: Final = "pyo3_runtime"  # of what libraries in Rust raise if they panic, which is no Exception
+MOST_SAID: Final = 200  # characters of an error that nobody has foreseen
 
 
 class Worker(Protocol):
@@ -61,6 +63,7 @@ def read(stream: BinaryIO) -> Question | None:
 
 
 def answered(doing: Worker, question: Question) -> Answer:
+    """Returns the answer. Whatever the work raises is its own fault, and does not end the process."""
     try:
         if isinstance(question, Prepare):
             doing.prepare(question.key, question.data)
@@ -72,6 +75,10 @@ def answered(doing: Worker, question: Question) -> Answer:
         return Failed("it needs too much memory")
     except RecursionError:
         return Failed("it is nested too deeply")
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__module__ != PANICS:
+            raise
+        return Failed(f"it fails with {type(error).__name__}: {error}"[:MOST_SAID])
 
 
 def limit(seconds: float, memory: int) -> None:

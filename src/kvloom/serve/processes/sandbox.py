@@ -141,7 +141,9 @@ class Sandbox:
             try:
                 return await self._call(None, key, prepare, data)
             except _Lost as error:
-                said = f"two processes for {self._work} have ended without need, the last one {error}"
+                said = (
+                    f"two processes for {self._work} have ended, and no limit says why; the last one {error}"
+                )
                 raise Unavailable(said, retry_after=1) from None
 
     @asynccontextmanager
