@@ -181,14 +181,14 @@ def test_json_modes_reach_the_engine(client: openai.OpenAI, engine: ScriptedEngi
         )
     assert [body.sampling.guide for body in engine.bodies] == [
         Guide("json", param="response_format"),
-        Guide("json_schema", json.dumps(schema), "response_format"),
+        Guide("json_schema", json.dumps(schema, separators=(",", ":")), "response_format"),
     ]
 
 
 CHOICES = ["yes", 'no "never"', "naïve"]
 GUIDES: list[tuple[str, Any, Guide]] = [
     ("regex", "a+b", Guide("regex", "a+b")),
-    ("json", {"type": "integer"}, Guide("json_schema", '{"type": "integer"}')),
+    ("json", {"type": "integer"}, Guide("json_schema", '{"type":"integer"}')),
     ("json", '{"type": "integer"}', Guide("json_schema", '{"type": "integer"}')),
     ("grammar", 'start: "x"', Guide("lark", 'start: "x"')),
     ("choice", CHOICES, Guide("lark", 'start: "yes" | "no \\"never\\"" | "naïve"')),

@@ -131,9 +131,9 @@ class Counting(InlineTexts):
     def __init__(self) -> None:
         self.count = 0
 
-    async def encode(self, key: str, model: TextModel, prompt: Prompt) -> list[int]:
+    async def encode(self, key: str, model: TextModel, prompt: Prompt, tenant: str) -> list[int]:
         self.count += 1
-        return await super().encode(key, model, prompt)
+        return await super().encode(key, model, prompt, tenant)
 
 
 def asked(model: str, said: object, **more: object) -> tuple[str, dict[str, Any]]:
@@ -297,7 +297,7 @@ class Waiting(InlineTexts):
     def __init__(self) -> None:
         self.begun, self.left = threading.Event(), threading.Event()
 
-    async def encode(self, key: str, model: TextModel, prompt: Prompt) -> list[int]:
+    async def encode(self, key: str, model: TextModel, prompt: Prompt, tenant: str) -> list[int]:
         self.begun.set()
         try:
             await asyncio.Event().wait()

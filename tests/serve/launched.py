@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from kvloom.cluster.launcher import Snapshot
-from kvloom.serve.processes.messages import GatewayOrder, News, Ready, RetireOrder, StartProgress
+from kvloom.serve.processes.messages import GatewayNews, GatewayOrder, Ready, RetireOrder, StartProgress
 from kvloom.serve.processes.parent import Parent, run_child
 from kvloom.types.errors import ConfigError
 
@@ -20,7 +20,7 @@ BEAT_SECONDS = 0.01
 
 
 def main(parent: Parent) -> None:
-    order = parent.order(GatewayOrder)
+    order = parent.next_order(GatewayOrder)
     print("pid", os.getpid())
     lives = order.program.options["lives"]
     assert isinstance(lives, list)
@@ -38,12 +38,12 @@ def main(parent: Parent) -> None:
             signal.pause()
         case "held":
             parent.report(StartProgress("waiting"))
-            parent.order(Snapshot)
+            parent.next_order(Snapshot)
     parent.watch(Path(order.sockets), heed)
     asyncio.run(serve(parent, life))
 
 
-def heed(news: News) -> None:
+def heed(news: GatewayNews) -> None:
     if isinstance(news, RetireOrder):
         os.kill(os.getpid(), signal.SIGTERM)
 

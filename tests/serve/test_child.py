@@ -15,7 +15,7 @@ from kvloom.api.routes import MAX_CONFIG
 from kvloom.cluster.edits import Edit, UnitEdit
 from kvloom.serve.processes import child
 from kvloom.serve.processes.child import LONGEST_REPORT, ChildProcess
-from kvloom.serve.processes.messages import Report, StartProgress
+from kvloom.serve.processes.messages import ChildReport, StartProgress
 from kvloom.types.clock import ending
 from kvloom.types.spec import ModelSpec
 from tests.processes import DEADLINE
@@ -41,7 +41,7 @@ def test_a_unit_described_at_the_greatest_length(tmp_path: Path, monkeypatch: py
     report = tmp_path / "report"
     report.write_bytes(msgspec.json.encode(asked) + b"\n")
 
-    async def test() -> list[Report]:
+    async def test() -> list[ChildReport]:
         async with asyncio.timeout(DEADLINE):
             component = await ChildProcess.start(str(report), "reporter")
             found = [one async for one in component.reports()]
@@ -63,14 +63,14 @@ def test_a_unit_described_at_the_greatest_length(tmp_path: Path, monkeypatch: py
     ids=["ended half way", "no JSON", "no report", "too long"],
 )
 def test_what_is_no_report_costs_the_process_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes, read: list[Report], killed: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes, read: list[ChildReport], killed: bool
 ) -> None:
     """Where it ended over a report nobody is killed."""
     tmp_path.joinpath("reporter.py").write_text(REPORTER + ("import signal; signal.pause()\n" * killed))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     (tmp_path / "report").write_bytes(said)
 
-    async def test() -> tuple[list[Report], str]:
+    async def test() -> tuple[list[ChildReport], str]:
         async with asyncio.timeout(DEADLINE):
             component = await ChildProcess.start(str(tmp_path / "report"), "reporter")
             found = [one async for one in component.reports()]

@@ -21,7 +21,7 @@ from benchmarks.procfs import command_line, descendants
 from kvloom.serve.processes import forkserver
 from kvloom.serve.processes.child import ChildProcess
 from kvloom.serve.processes.forkserver import IMPORT_SECONDS, STEP_SECONDS, ForkServer
-from kvloom.serve.processes.messages import OrderRefused, Report, StartProgress
+from kvloom.serve.processes.messages import ChildReport, OrderRefused, StartProgress
 from kvloom.serve.processes.prefork import NAME, launch
 from kvloom.types.clock import Clock, WallClock
 from tests.processes import DEADLINE, outlived
@@ -71,7 +71,7 @@ async def start(forks: ForkServer, does: str) -> tuple[ChildProcess, dict[str, A
     raise AssertionError(await component.ended())
 
 
-async def rest(component: ChildProcess) -> tuple[list[str], list[Report], str]:
+async def rest(component: ChildProcess) -> tuple[list[str], list[ChildReport], str]:
     """What it prints, what it reports, and how it ends."""
     lines = [line async for line in component.logs()]
     return lines, [report async for report in component.reports()], await component.ended()
@@ -117,7 +117,7 @@ def test_a_forked_process_is_as_one_that_was_executed(monkeypatch: pytest.Monkey
         ("raise", [], "ended with exit code 1"),
     ],
 )
-def test_how_a_forked_process_ends_is_known(does: str, reports: list[Report], how: str) -> None:
+def test_how_a_forked_process_ends_is_known(does: str, reports: list[ChildReport], how: str) -> None:
     async def check() -> None:
         async with forking() as (forks, _):
             component, _ = await start(forks, does)

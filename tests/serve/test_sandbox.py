@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from kvloom.serve.processes.sandbox import Limits, Sandbox, grammar_trial
+from kvloom.engine.guide import Guides, GuideTrial
+from kvloom.serve.processes.sandbox import Limits, Refused, Sandbox, grammar_trial
 from kvloom.types.errors import BadRequest, Unavailable
-from kvloom.types.request import Guide
+from kvloom.types.request import Guide, SamplingParams, StartGenerate
 from tests.api.scripted import card
 
 CHAIN = 5000
@@ -100,6 +103,88 @@ def test_who_is_cancelled_frees_the_process() -> None:
         await trial(card(), Guide("regex", "[ab]+"))
 
     play(test, Limits(600.0, 4 << 30), size=1)
+
+
+REGEX = Guide("regex", "[ab]+")
+
+
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM])
+def test_what_a_signal_from_outside_ended_is_done_by_another_process(by: signal.Signals) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        trial = grammar_trial(sandbox)
+        await trial(card(), REGEX)
+        asking = await stopped(trial)
+        (pid,) = children()
+        os.kill(pid, by)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+        await asking
+
+    play(test)
+
+
+def test_what_the_work_raises_is_its_own_fault_and_costs_no_process() -> None:
+    async def test(sandbox: Sandbox) -> None:
+        await grammar_trial(sandbox)(card(), REGEX)
+        before = children()
+        with pytest.raises(Refused, match="it fails with ValidationError: "):
+            await sandbox.call("tiny", lambda: b"", b"\xff")
+        assert children() == before
+
+    play(test)
+
+
+def test_a_grammar_whose_processes_are_ended_twice_is_not_refused_for_good() -> None:
+    async def test(sandbox: Sandbox) -> None:
+        guides = Guides({"tiny": card()}, grammar_trial(sandbox))
+        asking = asyncio.create_task(guides.compiled(wanting(REGEX), lambda: True))
+        ended = set[int]()
+        while not asking.done():
+            await asyncio.sleep(0)
+            for pid in children():
+                if pid not in ended:
+                    os.kill(pid, signal.SIGKILL)
+                    ended.add(pid)
+        with pytest.raises(Unavailable, match=r"two processes for grammars .*killed by SIGKILL") as error:
+            await asking
+        assert error.value.retry_after
+        assert len(ended) == 2
+        (state,) = await guides.compiled(wanting(REGEX), lambda: True)
+        assert state is not None
+
+    play(test)
+
+
+def test_work_that_stands_still_ends_if_its_process_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvloom.serve.processes.sandbox.WALL", 1e6)
+    monkeypatch.setattr("kvloom.serve.processes.sandbox.WANTED", 0.0)
+
+    async def test(sandbox: Sandbox) -> None:
+        trial = grammar_trial(sandbox)
+        await trial(card(), REGEX)
+        asking = await stopped(trial)
+        async with asyncio.timeout(120):
+            await trial(card("other"), REGEX)
+            with pytest.raises(Unavailable, match="has not ended its work"):
+                await asking
+
+    play(test, size=1)
+
+
+async def stopped(trial: GuideTrial) -> asyncio.Task[None]:
+    """Asks the only process, which was idle, for what it will never do, as it has been stopped."""
+    (pid,) = children()
+    os.kill(pid, signal.SIGSTOP)
+    asking = asyncio.create_task(trial(card(), REGEX))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not asking.done()
+    return asking
+
+
+def wanting(guide: Guide) -> StartGenerate:
+    sampling = SamplingParams(max_tokens=4, seed=1, guide=guide)
+    return StartGenerate(model="tiny", request="r", prompt=[5], sampling=sampling)
 
 
 def children() -> list[int]:

@@ -17,7 +17,7 @@ from kvloom.api.catalog import Catalog, ServedModel
 from kvloom.api.texts.prompts import SHORT, ChatPrompt, PlainPrompt
 from kvloom.serve.processes.sandbox import Limits
 from kvloom.serve.processes.texts import TextProcesses
-from kvloom.types.errors import BadRequest, Unavailable
+from kvloom.types.errors import BadRequest, QueueFull, Unavailable
 from kvloom.types.request import ModelCard
 from tests.api.scripted import ScriptedEngine, byte_level, card, says, token, tokens
 
@@ -108,6 +108,43 @@ def test_a_model_that_went_over_rests_and_costs_no_other_process() -> None:
         assert taken[0] == taken[1]
 
     play(test, card("bomb", SLOW))
+
+
+BOMB = ChatPrompt.of([{"role": "user", "content": "bomb"}], None, {})
+SPITEFUL = "{% if messages[0].content == 'bomb' %}" + SLOW + "{% endif %}a"
+
+
+def test_others_may_use_a_model_at_which_one_tenant_rests() -> None:
+    async def test(catalog: Catalog) -> None:
+        odd = await catalog.get("odd")
+        with pytest.raises(BadRequest, match="longer than"):
+            await odd.tokens(BOMB, "a")
+        with pytest.raises(BadRequest, match="longer than"):
+            await odd.tokens(CHAT, "a")
+        assert await odd.tokens(CHAT, "b") == tokens("a")
+
+    play(test, card("odd", SPITEFUL))
+
+
+def test_tenants_have_a_models_turn_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one of a has the turn, and others of a wait, when b comes."""
+    monkeypatch.setattr("kvloom.serve.processes.texts.WAITING", 3)
+
+    async def test(catalog: Catalog) -> None:
+        tiny, done = await served(catalog), list[str]()
+
+        async def ask(tenant: str) -> None:
+            try:
+                await tiny.tokens(CHAT, tenant)
+            except QueueFull as error:
+                assert error.retry_after  # noqa: PT017 - the others must not raise
+                tenant = tenant.upper()
+            done.append(tenant)
+
+        await asyncio.gather(*map(ask, "aaaaab"))
+        assert "".join(done) == "Aaabaa"
+
+    play(test)
 
 
 def test_a_killed_process_is_replaced_and_its_call_made_again() -> None:

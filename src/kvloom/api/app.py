@@ -78,7 +78,12 @@ def create_app(
         routes=[*asgi_routes(PUBLIC, handlers), *(admin.routes() if admin else ())],
         middleware=[
             # first, because it ends the connection of whoever is refused before the body has come
-            Middleware(LimitBody, max_bytes=max_body, max_seconds=body_seconds),
+            Middleware(
+                LimitBody,
+                max_bytes=max_body,
+                max_seconds=body_seconds,
+                tenant_of=lambda scope: access_of(scope).tenant,
+            ),
             *([Middleware(TrustProxies, proxies=proxies)] if proxies else ()),
             Middleware(TakeTurns),
             *([cors(origins)] if origins else ()),

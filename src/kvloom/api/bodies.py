@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Final, Protocol, TypeVar
 
 import msgspec
@@ -19,7 +22,7 @@ from kvloom.types.errors import BadRequest, KvloomError, Unavailable
 log = logging.getLogger(__name__)
 
 MAX_HELD: Final = 192 << 20  # bytes that all requests together may be taken to hold
-SMALL: Final = 1 << 20  # A request that holds more leaves a quarter of that to those that hold less.
+SMALL: Final = 1 << 20  # A request that holds more leaves the most room to others.
 PARSED: Final = 4  # A body that has been read takes so many times its bytes, beside them.
 OPEN_BYTES: Final = 48 << 10  # of a request that is under way, in this process
 _ACCOUNT: Final = "kvloom.account"
@@ -39,13 +42,22 @@ class LimitBody:
     """An ASGI middleware that bounds the size of a request's body and the time that it takes to come.
 
     It counts the bytes that come, whatever the headers promise. `MAX_HELD` bounds what all requests together
-    hold, of which each has an `Account`. The app that reads a body beyond the bounds gets a KvloomError for
-    it.
+    hold, of which each has an `Account`, and a tenant's requests are bounded by what is free: a large one
+    takes its tenant to no more than is left to the others, and a small one to no more than twice that. So one
+    tenant fills two thirds at most, and there is room for one more however many there are (Choudhury and
+    Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", IEEE/ACM Transactions on
+    Networking, 1998). The app that reads a body beyond the bounds gets a KvloomError for it.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: float) -> None:
+    def __init__(
+        self, app: ASGIApp, max_bytes: int, max_seconds: float, tenant_of: Callable[[Scope], str]
+    ) -> None:
+        """tenant_of: tells for whom a request is made, once that is known, which is before its body is
+        read."""
         self._app = app
+        self._tenant_of = tenant_of
         self._held = 0
+        self._shares: Counter[str] = Counter()  # of that, by tenant; none is zero
         self._max_bytes = max_bytes
         self._max_seconds = max_seconds
 
@@ -58,7 +70,7 @@ class LimitBody:
             await error_response(scope, _too_large(self._max_bytes))(scope, receive, send)
             return
         # Orders are short, and heard however much the others hold.
-        account = Account(_uncounted if scope["path"].startswith("/admin/") else self._hold)
+        account = Account(_uncounted if scope["path"].startswith("/admin/") else partial(self._hold, scope))
         scope[_ACCOUNT] = account
         body = _BoundedBody(receive, self._max_bytes, self._max_seconds, account)
         try:
@@ -66,12 +78,16 @@ class LimitBody:
         finally:
             account.settle(0)
 
-    def _hold(self, count: int, *, small: bool) -> None:
-        if count > 0 and self._held + count > (MAX_HELD if small else MAX_HELD * 3 // 4):
+    def _hold(self, scope: Scope, count: int, *, small: bool) -> None:
+        tenant = self._tenant_of(scope)
+        held, share = self._held + count, self._shares[tenant] + count
+        if count > 0 and share > (MAX_HELD - held) * (2 if small else 1):
             raise Unavailable(
                 "too many or too large requests and answers at once; send this one again", retry_after=1
             )
-        self._held += count
+        self._held, self._shares[tenant] = held, share
+        if not share:
+            del self._shares[tenant]
 
 
 class _Hold(Protocol):

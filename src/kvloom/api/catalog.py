@@ -25,11 +25,12 @@ class ServedModel(TextModel):
     key: str
     texts: Texts
 
-    async def tokens(self, prompt: Prompt) -> list[int]:
-        """Returns the prompt's tokens, at most as many as the context has. Raises BadRequest, and
-        PromptTooLong before anything is done with a prompt whose bytes cannot fit."""
+    async def tokens(self, prompt: Prompt, tenant: str = "") -> list[int]:
+        """Returns the prompt's tokens, at most as many as the context has. tenant: who asks. Raises
+        BadRequest, QueueFull, Unavailable, and PromptTooLong before anything is done with a prompt whose
+        bytes cannot fit."""
         self.check_size(prompt.size, prompt.most_times, prompt.param)
-        return await self.texts.encode(self.key, self, prompt)
+        return await self.texts.encode(self.key, self, prompt, tenant)
 
 
 @dataclass(frozen=True, slots=True)

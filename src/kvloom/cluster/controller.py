@@ -16,7 +16,6 @@ from kvloom.cluster.reconcile import (
     TIMING,
     Action,
     BeginServing,
-    CallBack,
     DrainUnit,
     EndTurn,
     Forget,
@@ -24,6 +23,7 @@ from kvloom.cluster.reconcile import (
     PassOver,
     ProveProgram,
     RaiseGeneration,
+    ReadmitUnit,
     RetireGateway,
     RevertProgram,
     StartProcess,
@@ -195,11 +195,11 @@ class Controller:
     def _carry_out(self, action: Action, now: float) -> None:
         match action:
             case RaiseGeneration(component):
-                self._raise(component)
+                self._raise_generation(component)
             case PassOver(component):
                 self._roll_on(component)
             case EndTurn(component, problem):
-                self._finish(component, problem)
+                self._end_turn(component, problem)
             case RevertProgram(problem):
                 self._revert(problem)
             case ProveProgram():
@@ -220,7 +220,7 @@ class Controller:
             case StartProcess(generation=generation):
                 unit = self.spec.units.get(name)
                 launcher.start(name, generation, unit.engine if unit is not None else None)
-            case DrainUnit() | CallBack():
+            case DrainUnit() | ReadmitUnit():
                 pass  # The gateways see it.
             case RetireGateway():
                 launcher.retire(name)
@@ -262,7 +262,7 @@ class Controller:
 
     # -- rolling restarts -------------------------------------------------------------------------------
 
-    def _raise(self, component: str) -> None:
+    def _raise_generation(self, component: str) -> None:
         spec, rolling = self.spec, self.spec.rolling
         assert rolling is not None
         rolling = replace(
@@ -292,7 +292,7 @@ class Controller:
         rolling = replace(rolling, left=left, active=active) if left or active else None
         self._become(replace(self.spec, rolling=rolling))
 
-    def _finish(self, component: str, problem: str) -> None:
+    def _end_turn(self, component: str, problem: str) -> None:
         if problem:
             told = problem if problem.startswith(component) else f"{component} {problem}"
             if component == GATEWAY:

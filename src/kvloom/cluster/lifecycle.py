@@ -8,10 +8,10 @@ from kvloom.cluster.launcher import Answered, Ended, FoundProcess, Missed, Repor
 from kvloom.cluster.reconcile import (
     TIMING,
     BeginServing,
-    CallBack,
     DrainUnit,
     Forget,
     Kill,
+    ReadmitUnit,
     RetireGateway,
     StartProcess,
     StopProcess,
@@ -19,7 +19,7 @@ from kvloom.cluster.reconcile import (
 )
 from kvloom.cluster.state import NEXT, SCHEDULER, ComponentStatus, FleetSpec, Phase, generation_of, is_gateway
 
-Deed = StartProcess | DrainUnit | CallBack | RetireGateway | BeginServing | StopProcess | Kill | Forget
+Deed = StartProcess | DrainUnit | ReadmitUnit | RetireGateway | BeginServing | StopProcess | Kill | Forget
 """An action that changes what there is of its component."""
 
 
@@ -31,16 +31,16 @@ def after(
         case StartProcess(generation=generation):
             made = _started(process, generation, now)
         case DrainUnit(until=until):
-            made = _turn(process, "draining", now, until=until)
-        case CallBack():
-            made = _turn(process, "ready", now)
+            made = _enter_phase(process, "draining", now, until=until)
+        case ReadmitUnit():
+            made = _enter_phase(process, "ready", now)
         case RetireGateway(until=until):
-            made = _turn(process, "retiring", now, until=until)
+            made = _enter_phase(process, "retiring", now, until=until)
         case BeginServing():
             made = replace(process, begun=True)
         case StopProcess(component=name):
             again = generation_of(name, spec) > 0
-            made = _turn(process, "ending", now, until=now + timing.stop, replaces=again, failures=0)
+            made = _enter_phase(process, "ending", now, until=now + timing.stop, replaces=again, failures=0)
         case Kill():
             made = replace(process, killed=True)
         case Forget():
@@ -71,7 +71,7 @@ def heard(
         case Started(pid=pid, node=node):
             return replace(process, pid=pid, node=node)
         case Answered(endpoint=endpoint, chat=chat) if process.phase == "starting":
-            ready = _turn(process, "ready", now, problem="", replaces=False, proven=process.generation)
+            ready = _enter_phase(process, "ready", now, problem="", replaces=False, proven=process.generation)
             return replace(ready, endpoint=endpoint, chat=chat)
         case Ended(component=name, how=how):
             return _ended(name, how, process, spec, now, timing)
@@ -91,7 +91,9 @@ def _ended(
     if process.phase not in ("starting", "ready"):
         replaces = again and not is_gateway(name)
         proven = process.proven if again else 0
-        return _turn(gone, "absent", now, replaces=replaces, proven=proven, problem="", failures=0, pause=0.0)
+        return _enter_phase(
+            gone, "absent", now, replaces=replaces, proven=proven, problem="", failures=0, pause=0.0
+        )
     if process.killed:
         late = (
             f"gave no answer in {timing.start:g} s"
@@ -103,7 +105,7 @@ def _ended(
     pause = timing.pause(process.pause, lived)
     phase: Phase = "waiting" if _is_tried_again(name, process) else "failed"
     failures = 1 if lived >= timing.healthy else process.failures + 1
-    return _turn(
+    return _enter_phase(
         gone, phase, now, until=now + pause, pause=pause, failures=failures, problem=how, replaces=False
     )
 
@@ -133,7 +135,7 @@ def adopted(found: FoundProcess, spec: FleetSpec, now: float, timing: Timing = T
     )
 
 
-def _turn(process: ComponentStatus, phase: Phase, now: float, **changes: object) -> ComponentStatus:
+def _enter_phase(process: ComponentStatus, phase: Phase, now: float, **changes: object) -> ComponentStatus:
     return replace(process, phase=_legal(process.phase, phase), since=now, **({"until": None} | changes))
 
 

@@ -77,7 +77,7 @@ class DrainUnit(Struct, frozen=True, tag=True):
     until: float | None
 
 
-class CallBack(Struct, frozen=True, tag=True):
+class ReadmitUnit(Struct, frozen=True, tag=True):
     """Lets a unit that drains have requests again, because it is to stay."""
 
     component: str
@@ -153,7 +153,7 @@ class Wait(Struct, frozen=True, tag=True):
 Action = (
     StartProcess
     | DrainUnit
-    | CallBack
+    | ReadmitUnit
     | RetireGateway
     | BeginServing
     | StopProcess
@@ -213,7 +213,7 @@ def _unit(
             seconds = unit.seconds if unit is not None else None
             yield DrainUnit(name, None if seconds is None else now + seconds)
         case "draining" if process.generation == generation:
-            yield CallBack(name)
+            yield ReadmitUnit(name)
         case "draining" if process.calls == 0:
             yield StopProcess(name)
         case "draining" if (until := _drained_by(unit, process)) is not None:

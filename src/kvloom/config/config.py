@@ -68,7 +68,7 @@ from kvloom.config.units import (
 )
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import PATIENCE, GroupSpec
-from kvloom.types.spec import EngineSpec, Plane, Policy, SchedulerSpec, WeaveSpec
+from kvloom.types.spec import EngineSpec, Policy, SchedulerSpec, TransportName, WeaveSpec
 
 DEMO: Final = Path(__file__).resolve().parents[1] / "demo"
 DEMO_SETTINGS: Final = {"block_bytes": "4KiB", "kv_memory": "64MiB"}
@@ -93,7 +93,7 @@ class Config(ConfigSection):
     chunk_tokens: Count = 512
     threads: Threads = "auto"
     device: Device = "cpu"
-    transport: Plane = "shm"
+    transport: TransportName = "shm"
     priorities: Priorities = Field(default={}, validate_default=True)
     rescheduling: Rescheduling = ReschedulingConfig()
     lease: Seconds = Field(default="30s", validate_default=True)

@@ -45,10 +45,10 @@ from kvloom.types.spec import (
     Dtype,
     EngineSpec,
     ModelSpec,
-    Plane,
     Policy,
     SchedulerSpec,
     Splitting,
+    TransportName,
     WeaveSpec,
 )
 
@@ -390,7 +390,7 @@ class PairedUnit(NamedTuple):
 
 
 def weave_units(
-    relations: Sequence[WeaveConfig], units: Mapping[str, PairedUnit], transport: Plane
+    relations: Sequence[WeaveConfig], units: Mapping[str, PairedUnit], transport: TransportName
 ) -> dict[str, WeaveSpec]:
     """Returns the relations by their hot unit. Raises ValueError if one cannot be."""
     for i, one in enumerate(relations):

@@ -322,14 +322,14 @@ class Leg:
                 return ends
             self._ask()
         if self._state is LegState.STREAMING:
-            frame = await self._told()
+            frame = await self._next_frame()
             if frame is not None:
                 return frame
         if self._state is LegState.CONTINUED:
             return await anext(self._next)
         raise StopAsyncIteration
 
-    async def _told(self) -> list[Event] | None:
+    async def _next_frame(self) -> list[Event] | None:
         """Returns what the caller is told of the engine's next frame; None if there is no further one."""
         session = self._session
         try:

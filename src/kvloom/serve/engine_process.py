@@ -12,7 +12,7 @@ from kvloom.serve.processes.parent import Parent, run_child
 
 
 def main(parent: Parent) -> None:
-    order = parent.order(EngineOrder)
+    order = parent.next_order(EngineOrder)
     parent.watch(Path(order.socket).parent)
     parent.report(StartProgress("starting the engine"))
     from kvloom.serve.engine import serve  # noqa: PLC0415 -- for seconds, because it imports torch

@@ -35,7 +35,14 @@ from kvloom.router.router import Router
 from kvloom.router.units import FleetLink
 from kvloom.serve.connections import OpenConnections
 from kvloom.serve.processes.log import AppendedFile, Background
-from kvloom.serve.processes.messages import GatewayOrder, News, Ready, Report, RetireOrder, kept_cards
+from kvloom.serve.processes.messages import (
+    ChildReport,
+    GatewayNews,
+    GatewayOrder,
+    Ready,
+    RetireOrder,
+    kept_cards,
+)
 from kvloom.serve.processes.parent import Parent, run_child
 from kvloom.serve.processes.texts import TextProcesses
 from kvloom.serve.server import ClientConnection, HttpServer
@@ -58,7 +65,7 @@ class GatewayServer:
     ending: asyncio.Event
     """Set once it is told to end."""
 
-    def heed(self, news: News) -> None:
+    def heed(self, news: GatewayNews) -> None:
         if isinstance(news, RetireOrder):
             self.server.retire(self.drain)
         else:
@@ -72,7 +79,7 @@ class GatewayServer:
 
 @asynccontextmanager
 async def gateway(
-    order: GatewayOrder, program: Program, snapshot: Snapshot, report: Callable[[Report], None]
+    order: GatewayOrder, program: Program, snapshot: Snapshot, report: Callable[[ChildReport], None]
 ) -> AsyncIterator[GatewayServer]:
     """Puts a gateway together. snapshot: the fleet that it is to serve; report: takes reports to the
     supervisor."""
@@ -159,17 +166,17 @@ async def end_streams(router: Router, ending: asyncio.Event, clock: Clock) -> No
 
 
 def main(parent: Parent) -> None:
-    order = parent.order(GatewayOrder)
+    order = parent.next_order(GatewayOrder)
     sys.path.append(order.folder)  # after all else, so that nothing there stands for another module
     configured = load_program(order.program.name, order.program.options)
-    snapshot = parent.order(Snapshot)  # comes when the engines answer; the imports are done by then
+    snapshot = parent.next_order(Snapshot)  # comes when the engines answer; the imports are done by then
     program = set_program(order, snapshot, configured, parent.report)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(parent, order, program, snapshot))
 
 
 def set_program(
-    order: GatewayOrder, snapshot: Snapshot, configured: Program, report: Callable[[Report], None]
+    order: GatewayOrder, snapshot: Snapshot, configured: Program, report: Callable[[ChildReport], None]
 ) -> Program:
     """Returns the program that was set while another gateway served, else the config's. One that cannot be
     loaded any more is forgotten."""
@@ -191,10 +198,10 @@ def set_program(
 async def serve(parent: Parent, order: GatewayOrder, program: Program, snapshot: Snapshot) -> None:
     """Answers the OpenAI API until SIGTERM, which the parent's end is too."""
     loop = asyncio.get_running_loop()
-    early: list[News] = []
+    early: list[GatewayNews] = []
     serving: GatewayServer | None = None
 
-    def heed(news: News) -> None:
+    def heed(news: GatewayNews) -> None:
         if serving is None:
             early.append(news)
         else:
@@ -211,7 +218,7 @@ async def serve(parent: Parent, order: GatewayOrder, program: Program, snapshot:
         beating.cancel()
 
 
-def soon(loop: asyncio.AbstractEventLoop, heed: Callable[[News], None], news: News) -> None:
+def soon(loop: asyncio.AbstractEventLoop, heed: Callable[[GatewayNews], None], news: GatewayNews) -> None:
     """Calls a function on the event loop, from any thread."""
     with suppress(RuntimeError):  # the loop has ended
         loop.call_soon_threadsafe(heed, news)

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kvloom.cluster.launcher import Answered, Ended, FoundProcess, Missed, Started
-from kvloom.cluster.launcher import News as FleetNews
+from kvloom.cluster.launcher import Answered, Ended, FoundProcess, Missed, News, Started
 from kvloom.cluster.reconcile import TIMING, Timing
 from kvloom.cluster.state import GATEWAY, SCHEDULER, Phase, is_gateway
 from kvloom.config.config import Config
@@ -19,8 +18,8 @@ from kvloom.serve.processes.child import ChildProcess
 from kvloom.serve.processes.messages import (
     Alive,
     EngineOrder,
+    GatewayNews,
     GatewayOrder,
-    News,
     Order,
     OrderRefused,
     Ready,
@@ -143,7 +142,7 @@ class _Child:
     phase: Phase = "starting"
     process: ChildProcess | None = None
     """None until it is started."""
-    news: asyncio.Queue[News] = field(default_factory=asyncio.Queue)
+    news: asyncio.Queue[GatewayNews] = field(default_factory=asyncio.Queue)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     killed: bool = False
     alive: bool = False
@@ -204,7 +203,7 @@ class LocalLauncher:
             child.phase = "retiring"
             child.news.put_nowait(RetireOrder())
 
-    def tell(self, component: str, news: FleetNews) -> None:
+    def tell(self, component: str, news: News) -> None:
         if child := self._children.get(component):
             child.news.put_nowait(news)
 

@@ -16,6 +16,8 @@ from kvloom.types.errors import KvloomError
 _question: Final = msgspec.msgpack.Decoder(Question).decode
 PAGE: Final = resource.getpagesize()
 STACK: Final = 1 << 20  # bytes
+PANICS: Final = "pyo3_runtime"  # of what libraries in Rust raise if they panic, which is no Exception
+MOST_SAID: Final = 200  # characters of an error that nobody has foreseen
 
 
 class Worker(Protocol):
@@ -61,6 +63,7 @@ def read(stream: BinaryIO) -> Question | None:
 
 
 def answered(doing: Worker, question: Question) -> Answer:
+    """Returns the answer. Whatever the work raises is its own fault, and does not end the process."""
     try:
         if isinstance(question, Prepare):
             doing.prepare(question.key, question.data)
@@ -72,19 +75,24 @@ def answered(doing: Worker, question: Question) -> Answer:
         return Failed("it needs too much memory")
     except RecursionError:
         return Failed("it is nested too deeply")
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__module__ != PANICS:
+            raise
+        return Failed(f"it fails with {type(error).__name__}: {error}"[:MOST_SAID])
 
 
 def limit(seconds: float, memory: int) -> None:
     """Bounds what is done from now on: the CPU's seconds, to the next whole one, the address space, and the
     stack, which is smaller here than that of any thread elsewhere: what fits here fits there."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime + seconds), hard))
-    _, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    resource.setrlimit(resource.RLIMIT_STACK, (STACK, hard))
     held = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (held + memory, hard))
+    for which, most in (
+        (resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + seconds)),
+        (resource.RLIMIT_STACK, STACK),
+        (resource.RLIMIT_AS, held + memory),
+    ):
+        _, hard = resource.getrlimit(which)
+        resource.setrlimit(which, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 if __name__ == "__main__":

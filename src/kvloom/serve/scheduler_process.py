@@ -77,7 +77,7 @@ def _length(head: bytes) -> int:
 
 
 def main(parent: Parent) -> None:
-    order = parent.order(SchedulerOrder)
+    order = parent.next_order(SchedulerOrder)
     parent.watch(Path(order.folder))
     asyncio.run(serve(parent, order))  # until SIGTERM, which may end it anywhere
 

@@ -18,7 +18,7 @@ import torch
 from kvloom.kernels.driver import DriverError
 from kvloom.kv.arena import ArenaMemory
 from kvloom.transfer.cuda_ipc import CudaEvent, open_driver
-from kvloom.types.address import Kind
+from kvloom.types.address import EndpointKind
 from kvloom.types.errors import ConfigError, Unavailable
 from kvloom.types.geometry import I64
 from kvloom.types.transfer import DeviceEvent
@@ -36,7 +36,7 @@ class ArenaPlace(Protocol):
     """The memory that a unit's arena lies in, as NIXL has to know it."""
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> EndpointKind:
         """The endpoint's kind; units of one kind exchange K and V."""
 
     @property
@@ -67,7 +67,7 @@ class ArenaPlace(Protocol):
 class HostPlace:
     """The `ArenaPlace` of an arena in the host's memory."""
 
-    kind: Kind = "nixl"
+    kind: EndpointKind = "nixl"
     segment: Segment = "DRAM"
     index = 0
     progress = True
@@ -90,7 +90,7 @@ class GpuPlace:
     is none, and the plane's own thread, which has one, looks often enough.
     """
 
-    kind: Kind = "nixl-cuda"
+    kind: EndpointKind = "nixl-cuda"
     segment: Segment = "VRAM"
     progress = False
 

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from kvloom.types.address import Endpoint, Kind, KVAddress
+from kvloom.types.address import Endpoint, EndpointKind, KVAddress
 from kvloom.types.errors import BadRequest, KvloomError, Unavailable
 from kvloom.types.transfer import BlockCopies, DeviceEvent, Transfer, TransferState
 
@@ -26,7 +26,7 @@ Where = TypeVar("Where")
 Submit = Callable[["PlaneTransfer", BlockCopies | None], None]
 
 
-def address_of(endpoint: Endpoint, kind: Kind, form: type[Where]) -> Where:
+def address_of(endpoint: Endpoint, kind: EndpointKind, form: type[Where]) -> Where:
     """Returns what an endpoint of this kind says. Raises BadRequest if it is of another, or cannot be
     read."""
     if endpoint.kind != kind:

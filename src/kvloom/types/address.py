@@ -15,7 +15,7 @@ from kvloom.types.geometry import I32, Geometry
 
 Position = Annotated[int, Meta(ge=0, lt=2**31)]
 Digest = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-Kind = Literal["shm", "cuda", "nixl", "nixl-cuda", "modelled"]
+EndpointKind = Literal["shm", "cuda", "nixl", "nixl-cuda", "modelled"]
 _Size = Annotated[int, Meta(ge=1, lt=2**31)]
 _RUN = np.dtype([("first", "<i4"), ("length", "<i4")])
 
@@ -56,7 +56,7 @@ class Endpoint(Struct, frozen=True, kw_only=True):
     """How peers reach one unit's arena; a restarted unit has another. `where` is the transport's own."""
 
     unit: str
-    kind: Kind
+    kind: EndpointKind
     where: bytes
 
 

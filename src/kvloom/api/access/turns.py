@@ -3,61 +3,122 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvloom.api.access.proxies import network_of
+from kvloom.types.errors import QueueFull
 
-BEGUN: Final = 8
-"""Requests that begin in one turn of the event loop: some milliseconds' work."""
+MOST_BEGUN: Final = 8
+"""Requests that begin in one pass of the event loop: some milliseconds' work."""
+LARGE: Final = 64 << 10
+"""Bytes of a body that may take more than a millisecond to read."""
+REST: Final = 6
+"""The event loop is left to others for so many times the time for which a piece of work has held it. What a
+body asks for takes about as long to prepare as to read, so large bodies have two sevenths of the loop."""
+
+T = TypeVar("T")
+
+
+class Turns:
+    """A number of turns, which whoever has taken one gives back. Tenants that wait get them in turn (round
+    robin; Nagle, "On Packet Switches with Infinite Storage", RFC 970), and within a tenant who comes first is
+    first."""
+
+    def __init__(self, free: int, most: int | None = None) -> None:
+        """most: callers of one tenant that may wait."""
+        self.free = free
+        self._most = most
+        self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # by tenant; none is empty
+
+    async def take(self, tenant: str) -> None:
+        """Waits for a turn. Who is cancelled meanwhile has none. Raises QueueFull."""
+        if self.free > 0 and not self._lines:
+            self.free -= 1
+            return
+        line = self._lines.get(tenant, deque())
+        if len(line) == self._most:
+            raise QueueFull(f"{self._most} requests of this caller wait for the same already", retry_after=1)
+        turn = asyncio.get_running_loop().create_future()
+        line.append(turn)
+        self._lines[tenant] = line
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._leave(tenant, turn)
+            else:
+                self.give()
+            raise
+
+    def give(self, count: int = 1) -> None:
+        """Gives turns back, or out to those that wait."""
+        self.free += count
+        while self.free > 0 and self._lines:
+            tenant, line = next(iter(self._lines.items()))
+            del self._lines[tenant]
+            turn = line.popleft()
+            if line:
+                self._lines[tenant] = line  # behind the others
+            if not turn.done():  # it may have been cancelled just now
+                turn.set_result(None)
+                self.free -= 1
+
+    def _leave(self, tenant: str, turn: asyncio.Future[None]) -> None:
+        line = self._lines.get(tenant, deque())
+        if turn in line:
+            line.remove(turn)
+            if not line:
+                del self._lines[tenant]
 
 
 class TakeTurns:
-    """An ASGI middleware that lets few requests with a body begin in one turn of the event loop. Addresses
-    take turns, and within an address who comes first begins first. Requests that only ask how things stand
-    (GET) never wait.
+    """An ASGI middleware that lets few requests with a body begin in one pass of the event loop. Addresses
+    take turns. Requests that only ask how things stand (GET) never wait.
 
     To begin a completion, which is to read the body, to render and to call an engine, takes some tenths of a
-    millisecond of the loop. Without turns, all of a burst begin in one turn of the loop, and whoever comes
+    millisecond of the loop. Without turns, all of a burst begin in one pass of the loop, and whoever comes
     meanwhile waits for the whole of it.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._begun = 0
-        self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # by address; none is empty
+        self._turns = Turns(MOST_BEGUN)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
             client = scope.get("client")
-            await self._turn(network_of(client[0]) if client else "")
+            if self._turns.free >= MOST_BEGUN:
+                loop = asyncio.get_running_loop()
+                loop.call_soon(self._next, loop)
+            await self._turns.take(network_of(client[0]) if client else "")
         await self._app(scope, receive, send)
 
-    async def _turn(self, address: str) -> None:
-        """Waits until the request may begin."""
-        loop = asyncio.get_running_loop()
-        if self._begun == 0:
-            loop.call_soon(self._next, loop)
-        if self._begun < BEGUN and not self._lines:
-            self._begun += 1
-            return
-        turn = loop.create_future()
-        self._lines.setdefault(address, deque()).append(turn)
-        await turn
-
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Lets the next ones begin, in a new turn of the loop."""
-        self._begun = 0
-        while self._lines and self._begun < BEGUN:
-            address, line = next(iter(self._lines.items()))
-            del self._lines[address]
-            turn = line.popleft()
-            if line:
-                self._lines[address] = line  # behind the others
-            if not turn.done():  # it may have been cancelled
-                turn.set_result(None)
-                self._begun += 1
-        if self._begun:
+        """Lets the next ones begin, in a new pass of the loop."""
+        self._turns.give(MOST_BEGUN - self._turns.free)
+        if self._turns.free < MOST_BEGUN:
             loop.call_soon(self._next, loop)
+
+
+class Pace:
+    """Does long pieces of work on the event loop one at a time, tenants in turn, with a rest after each."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        """now: tells seconds, also in the middle of a pass of the loop."""
+        self._now = now
+        self._turns = Turns(1)
+
+    async def run(self, tenant: str, work: Callable[[], T]) -> T:
+        """Returns what the work does, when its turn has come."""
+        await self._turns.take(tenant)
+        begun = self._now()
+        try:
+            return work()
+        finally:
+            rest = REST * (self._now() - begun)
+            asyncio.get_running_loop().call_later(rest, self._turns.give)

@@ -27,8 +27,8 @@ class ChatEndpoint:
     async def __call__(self, request: Request) -> Response:
         return await self.gateway.answer(request, ChatBody, self._prepare)
 
-    async def _prepare(self, body: ChatBody, model: ServedModel, watch: Watch) -> Answering:
-        prompt = await model.tokens(prompt_of(body, model))
+    async def _prepare(self, body: ChatBody, model: ServedModel, watch: Watch, tenant: str) -> Answering:
+        prompt = await model.tokens(prompt_of(body, model), tenant)
         check_prompt(prompt, model.card)
         family = parsed_family(body, model)
         request_id = new_id("chatcmpl")

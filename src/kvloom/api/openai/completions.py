@@ -27,7 +27,9 @@ class CompletionEndpoint:
     async def __call__(self, request: Request) -> Response:
         return await self.gateway.answer(request, CompletionBody, self._prepare)
 
-    async def _prepare(self, body: CompletionBody, model: ServedModel, watch: Watch) -> Answering:
+    async def _prepare(
+        self, body: CompletionBody, model: ServedModel, watch: Watch, tenant: str
+    ) -> Answering:
         if len(body.prompts) * body.choices > MAX_CHOICES:
             raise BadRequest(f"prompts times n is more than {MAX_CHOICES}", param="n")
         request_id = new_id("cmpl")
@@ -35,7 +37,7 @@ class CompletionEndpoint:
         for text in texts:
             if isinstance(text, PlainPrompt):
                 model.check_size(text.size, text.most_times, text.param)
-        prompts = [await model.tokens(one) if isinstance(one, PlainPrompt) else one for one in texts]
+        prompts = [await model.tokens(one, tenant) if isinstance(one, PlainPrompt) else one for one in texts]
         generations = [
             self._generation(body, model, prompt, f"{request_id}-{at}") for at, prompt in enumerate(prompts)
         ]

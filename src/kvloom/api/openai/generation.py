@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvloom.api.access.tenants import NOBODY, Access, access_of
+from kvloom.api.access.turns import LARGE, Pace
 from kvloom.api.auth import priority
 from kvloom.api.bodies import OPEN_BYTES, PARSED, Account, account, parse, read_body
 from kvloom.api.catalog import Catalog, ServedModel
@@ -180,23 +181,30 @@ class EndpointContext:
     metrics: Metrics
     seconds: float | None = None
     """What a request may take; None for as long as it likes."""
+    pace: Pace = field(default_factory=Pace)
+    """Large bodies are read by it."""
 
     async def answer(
         self,
         request: Request,
         form: type[Body],
-        prepare: Callable[[Body, ServedModel, Watch], Awaitable[Answering]],
+        prepare: Callable[[Body, ServedModel, Watch, str], Awaitable[Answering]],
     ) -> Response:
-        """Answers a request whose body has this form with what `prepare` makes of it."""
+        """Answers a request whose body has this form with what `prepare` makes of it for a tenant."""
         watch, held, limit = self.metrics.watch(), account(request), TimeLimit(self.seconds)
+        access = access_of(request.scope)
         with watch.preparing():
             async with limit.kept():
                 raw = await read_body(request)
-            held.add(OPEN_BYTES + PARSED * len(raw))
-            body = parse(form, raw)
+                held.add(OPEN_BYTES + PARSED * len(raw))
+                if len(raw) < LARGE:
+                    body = parse(form, raw)
+                else:
+                    reading = self.pace.run(access.tenant, partial(parse, form, raw))
+                    body = await while_connected(request.receive, reading)
             del raw
             body.priority = priority(request.scope, body.priority)
-        access, stream = access_of(request.scope), bool(body.stream)
+        stream = bool(body.stream)
         coming = self._prepared(body, prepare, watch, held, access, limit)
         if stream:
             return EventStream(_stream(coming))
@@ -206,7 +214,7 @@ class EndpointContext:
     async def _prepared(
         self,
         body: Body,
-        prepare: Callable[[Body, ServedModel, Watch], Awaitable[Answering]],
+        prepare: Callable[[Body, ServedModel, Watch, str], Awaitable[Answering]],
         watch: Watch,
         held: Account,
         access: Access,
@@ -217,7 +225,8 @@ class EndpointContext:
             async with limit.kept():
                 model = await self.catalog.get(body.model, access.may_use)
                 watch.model = model.card.name
-                answering = replace(await prepare(body, model, watch), access=access, limit=limit)
+                prepared = await prepare(body, model, watch, access.tenant)
+                answering = replace(prepared, access=access, limit=limit)
             answering.begin(body.most_tokens)
             held.settle(answering.bytes_held)
             return answering

@@ -149,8 +149,9 @@ class Texts(Protocol):
         """Raises ConfigError if the model's tokenizer cannot be used within the limits. The key names the
         card, and no other."""
 
-    async def encode(self, key: str, model: TextModel, prompt: Prompt) -> list[int]:
-        """Returns the prompt's tokens. Raises BadRequest, also if making them takes too much."""
+    async def encode(self, key: str, model: TextModel, prompt: Prompt, tenant: str) -> list[int]:
+        """Returns the prompt's tokens. tenant: who asks. Raises BadRequest, also if making them takes too
+        much, QueueFull if too many of the tenant's wait, and Unavailable."""
 
 
 class InlineTexts:
@@ -159,7 +160,7 @@ class InlineTexts:
     async def admit(self, key: str, card: ModelCard) -> None:
         """Admits any model."""
 
-    async def encode(self, key: str, model: TextModel, prompt: Prompt) -> list[int]:
+    async def encode(self, key: str, model: TextModel, prompt: Prompt, tenant: str) -> list[int]:
         if prompt.size <= SHORT:
             await asyncio.sleep(0)  # Many short texts must not hold up the loop together.
             return model.encode(prompt)

@@ -14,7 +14,7 @@ from typing import IO, Final, Protocol, Self
 
 import msgspec
 
-from kvloom.serve.processes.messages import Order, Report
+from kvloom.serve.processes.messages import ChildReport, Order
 from kvloom.serve.processes.prefork import ENVIRONMENT
 from kvloom.types.clock import ending
 
@@ -128,10 +128,10 @@ class ChildProcess:
             self._orders.writelines(msgspec.json.encode(order) + b"\n" for order in orders)
             await self._orders.drain()
 
-    async def reports(self) -> AsyncIterator[Report]:
+    async def reports(self) -> AsyncIterator[ChildReport]:
         """Yields reports until the process ends. A process whose line is no report, or is too long, is
         killed."""
-        decoder = msgspec.json.Decoder(Report)
+        decoder = msgspec.json.Decoder(ChildReport)
         try:
             async for line in self._reports:
                 if line.endswith(b"\n"):  # else it has died over it

@@ -119,10 +119,10 @@ class OrderRefused(Struct, frozen=True, tag="refused"):
 
 Said = Edit | UnitSeen | Counted
 """What a gateway says to the fleet's controller."""
-News = Snapshot | Change | Edited | RetireOrder
+GatewayNews = Snapshot | Change | Edited | RetireOrder
 """What a gateway is told while it serves."""
-Order = EngineOrder | GatewayOrder | SchedulerOrder | News
-Report = StartProgress | Ready | Alive | OrderRefused | Said
+Order = EngineOrder | GatewayOrder | SchedulerOrder | GatewayNews
+ChildReport = StartProgress | Ready | Alive | OrderRefused | Said
 
 
 def keep_cards(folder: Path, unit: str, cards: Sequence[ModelCard]) -> None:

@@ -18,7 +18,7 @@ from typing import Final, NoReturn, TypeVar
 import msgspec
 
 from kvloom.serve.processes.log import log_to_stderr
-from kvloom.serve.processes.messages import Alive, News, Order, OrderRefused, Report
+from kvloom.serve.processes.messages import Alive, ChildReport, GatewayNews, Order, OrderRefused
 from kvloom.serve.processes.prefork import ORDERS
 from kvloom.types.errors import ConfigError, Unavailable
 
@@ -38,7 +38,7 @@ class Parent:
         self._rest = b""  # What was read beyond the last order.
         os.set_inheritable(reports, False)
 
-    def order(self, kind: type[AnyOrder]) -> AnyOrder:
+    def next_order(self, kind: type[AnyOrder]) -> AnyOrder:
         """Waits for the next order. Raises SystemExit if the supervisor ends without giving one."""
         while b"\n" not in self._rest:
             piece = os.read(ORDERS, PIECE)
@@ -48,13 +48,13 @@ class Parent:
         line, _, self._rest = self._rest.partition(b"\n")
         return msgspec.json.decode(line, type=kind)
 
-    def watch(self, folder: Path, heed: Callable[[News], None] = lambda _: None) -> None:
+    def watch(self, folder: Path, heed: Callable[[GatewayNews], None] = lambda _: None) -> None:
         """Hands what still comes to `heed`, on a thread of its own. When the supervisor is gone, its `folder`
         is removed, and this process gets a SIGTERM; if it still lives some seconds later it is ended."""
         arguments = folder, heed, self._rest
         threading.Thread(target=_end_with_parent, args=arguments, name="parent", daemon=True).start()
 
-    def report(self, report: Report) -> None:
+    def report(self, report: ChildReport) -> None:
         with suppress(BrokenPipeError):  # it is gone, which `watch` sees
             os.write(self._reports, msgspec.json.encode(report) + b"\n")
 
@@ -69,12 +69,12 @@ class Parent:
             await asyncio.sleep(seconds)
 
 
-def _end_with_parent(folder: Path, heed: Callable[[News], None], rest: bytes) -> None:
+def _end_with_parent(folder: Path, heed: Callable[[GatewayNews], None], rest: bytes) -> None:
     piece = b""
     while True:
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
-            heed(msgspec.json.decode(line, type=News))
+            heed(msgspec.json.decode(line, type=GatewayNews))
         if not (piece := os.read(ORDERS, PIECE)):
             break
     shutil.rmtree(folder, ignore_errors=True)
@@ -83,7 +83,7 @@ def _end_with_parent(folder: Path, heed: Callable[[News], None], rest: bytes) ->
     os._exit(1)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_logged(record: logging.LogRecord) -> bool:
     """Returns whether a log record is kept: uvicorn prints a traceback for each answer that it gives up when
     it ends, and says how many."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
@@ -92,7 +92,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 def run_child(main: Callable[[Parent], None]) -> NoReturn:
     """Runs a child process from its start to its end. Its one argument is the descriptor for reports."""
     log_to_stderr()
-    logging.getLogger("uvicorn.error").addFilter(_is_news)
+    logging.getLogger("uvicorn.error").addFilter(_is_logged)
     parent = Parent(int(sys.argv[1]))
     code = 0
     try:

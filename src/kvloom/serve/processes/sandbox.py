@@ -10,8 +10,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Literal, Self
@@ -26,11 +26,11 @@ from kvloom.types.request import Guide, ModelCard
 Work = Literal["grammars", "texts"]
 LENGTH_BYTES: Final = 4
 WALL: Final = 20.0  # a call may take so many times its CPU seconds, on a machine that is busy
+WANTED: Final = 5.0  # and so many times if another one waits for a process
 IMPORT_SECONDS: Final = 60.0
 PREPARING: Final = (
     8  # what prepares a process is the operator's, not a client's: it may take so many times more
 )
-MEMORY_SIGNALS: Final = frozenset((signal.SIGABRT, signal.SIGBUS, signal.SIGKILL))
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -79,6 +79,10 @@ class OverLimit(Refused):
     """The work went over a limit, and its process was ended."""
 
 
+class _Lost(Exception):
+    """A process ended for a reason that its limits do not explain, such as a signal from outside."""
+
+
 @dataclass(slots=True)
 class _Worker:
     """One process, which does one piece of work at a time."""
@@ -86,17 +90,16 @@ class _Worker:
     process: asyncio.subprocess.Process
     prepared: set[str]
 
-    async def ask(self, question: Question, seconds: float) -> Answer:
-        """Raises IncompleteReadError or ConnectionError if the process ends, and TimeoutError."""
+    async def ask(self, question: Question) -> Answer:
+        """Raises IncompleteReadError or ConnectionError if the process ends."""
         into, out = self.process.stdin, self.process.stdout
         assert into is not None
         assert out is not None
         frame = msgspec.msgpack.encode(question)
-        async with asyncio.timeout(seconds):
-            into.writelines((len(frame).to_bytes(LENGTH_BYTES, "big"), frame))
-            await into.drain()
-            length = int.from_bytes(await out.readexactly(LENGTH_BYTES), "big")
-            return _answer(await out.readexactly(length))
+        into.writelines((len(frame).to_bytes(LENGTH_BYTES, "big"), frame))
+        await into.drain()
+        length = int.from_bytes(await out.readexactly(LENGTH_BYTES), "big")
+        return _answer(await out.readexactly(length))
 
     async def end(self) -> int:
         with suppress(ProcessLookupError):
@@ -112,6 +115,8 @@ class Sandbox:
         self._limits = limits
         self._room = asyncio.Semaphore(size)
         self._idle: list[_Worker] = []
+        self._waiting = 0
+        self._wanted: dict[asyncio.Timeout, float] = {}  # when work that runs has to end if others wait
 
     async def __aenter__(self) -> Self:
         return self
@@ -124,28 +129,61 @@ class Sandbox:
         self._idle.clear()
 
     async def call(self, key: str, prepare: Callable[[], bytes], data: bytes) -> bytes:
-        """Returns what the work answers. prepare: gives what a process has to know for calls of `key`. If the
-        caller is cancelled while the work is under way, the work's process is ended. Raises Refused, and
-        Unavailable if no process can be started and prepared, which is not the work's fault."""
-        async with self._room:
-            worker = self._pick(key) or await self._started()
-            kept = False
+        """Returns what the work answers. prepare: gives what a process has to know for calls of `key`. Who
+        comes first is first. If the caller is cancelled while the work is under way, the work's process is
+        ended. Raises Refused, and Unavailable for what is not the work's fault: no process can be started and
+        prepared, two have been ended from outside, or one has had too little of the CPU for too long."""
+        async with self._turn():
             try:
-                if key not in worker.prepared:
-                    await self._prepare(worker, Prepare(key, prepare()))
-                answer = await self._ask(worker, Run(key, data))
-                kept = True
-                return answer
-            except OverLimit:
-                raise
-            except Refused:
-                kept = True
-                raise
-            finally:
-                if kept:
-                    self._idle.append(worker)
-                else:
-                    await worker.end()
+                return await self._call(self._pick(key), key, prepare, data)
+            except _Lost:
+                pass
+            try:
+                return await self._call(None, key, prepare, data)
+            except _Lost as error:
+                said = (
+                    f"two processes for {self._work} have ended, and no limit says why; the last one {error}"
+                )
+                raise Unavailable(said, retry_after=1) from None
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        if self._room.locked():
+            for limit, at in self._wanted.items():
+                if not limit.expired():
+                    limit.reschedule(at)
+        self._waiting += 1
+        try:
+            await self._room.acquire()
+        finally:
+            self._waiting -= 1
+        try:
+            yield
+        finally:
+            self._room.release()
+
+    async def _call(
+        self, worker: _Worker | None, key: str, prepare: Callable[[], bytes], data: bytes
+    ) -> bytes:
+        """worker: None for a new one. Raises _Lost besides."""
+        worker = worker or await self._started()
+        kept = False
+        try:
+            if key not in worker.prepared:
+                await self._prepare(worker, Prepare(key, prepare()))
+            answer = await self._ask(worker, Run(key, data))
+            kept = True
+            return answer
+        except OverLimit:
+            raise
+        except Refused:
+            kept = True
+            raise
+        finally:
+            if kept:
+                self._idle.append(worker)
+            else:
+                await worker.end()
 
     def _pick(self, key: str) -> _Worker | None:
         """Takes an idle process that nobody has killed, one that is prepared for the key if there is any."""
@@ -179,7 +217,7 @@ class Sandbox:
         return _Worker(process, set())
 
     async def _prepare(self, worker: _Worker, question: Prepare) -> None:
-        """Raises Unavailable."""
+        """Raises Unavailable and _Lost."""
         try:
             await self._ask(worker, question)
         except Refused as error:
@@ -189,32 +227,40 @@ class Sandbox:
         worker.prepared.add(question.key)
 
     async def _ask(self, worker: _Worker, question: Question) -> bytes:
-        """Raises Refused."""
-        seconds = WALL * self._limits.seconds
-        if isinstance(question, Prepare):
-            seconds = IMPORT_SECONDS + PREPARING * seconds
+        """Raises Refused, _Lost and Unavailable."""
+        loop, seconds = asyncio.get_running_loop(), self._limits.seconds
+        running = isinstance(question, Run)
+        most = WALL * seconds if running else IMPORT_SECONDS + PREPARING * WALL * seconds
+        begun = loop.time()
         try:
-            answer = await worker.ask(question, seconds)
+            async with asyncio.timeout(most) as limit:
+                if running:
+                    self._wanted[limit] = begun + WANTED * seconds
+                if running and self._waiting:
+                    limit.reschedule(self._wanted[limit])
+                try:
+                    answer = await worker.ask(question)
+                finally:
+                    self._wanted.pop(limit, None)
         except TimeoutError:
-            await worker.end()
-            raise OverLimit(self._too_long()) from None
+            said = f"a process for {self._work} has not ended its work in {loop.time() - begun:.0f} s"
+            raise Unavailable(f"{said}: the machine is busy", retry_after=1) from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise OverLimit(self._why(await worker.process.wait())) from None
+            raise self._why(await worker.process.wait()) from None
         if isinstance(answer, Failed):
             raise Refused(answer.why)
         return answer.data
 
-    def _too_long(self) -> str:
-        return f"it takes longer than {self._limits.seconds:g} s"
-
-    def _why(self, code: int) -> str:
+    def _why(self, code: int) -> OverLimit | _Lost:
+        """Says why a process has ended. RLIMIT_CPU gives SIGXCPU; RLIMIT_STACK gives SIGSEGV; RLIMIT_AS lets
+        Rust's and C++'s allocators abort, where Python has a MemoryError."""
         if code == -signal.SIGXCPU:
-            return self._too_long()
+            return OverLimit(f"it takes longer than {self._limits.seconds:g} s")
         if code == -signal.SIGSEGV:
-            return "it is nested too deeply"
-        if code < 0 and -code in MEMORY_SIGNALS:
-            return f"it needs more than {self._limits.memory >> 20} MiB of memory"
-        return f"its process {ending(code)}"
+            return OverLimit("it is nested too deeply")
+        if code == -signal.SIGABRT:
+            return OverLimit(f"it needs more than {self._limits.memory >> 20} MiB of memory")
+        return _Lost(ending(code))
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import Final, Self
 
 import msgspec
 
+from kvloom.api.access.turns import Turns
 from kvloom.api.texts.prompts import SHORT, Encoded, PlainPrompt, Prompt, TextModel
 from kvloom.api.tokenizer import TokenizerForm
 from kvloom.serve.processes.sandbox import Limits, OverLimit, Refused, Sandbox
@@ -18,9 +19,10 @@ from kvloom.types.request import ModelCard
 SIZE: Final = 2  # processes for short prompts, and as many for long ones
 SHORT_LIMITS: Final = Limits(2.0, 1 << 30)
 LONG_LIMITS: Final = Limits(8.0, 1 << 30)
+WAITING: Final = 1024  # of a tenant's prompts, for the turn of one model
 REST_SECONDS: Final = 30.0
-"""A model one of whose short prompts went over the limits twice gets no other for so long: it is the template
-or the tokenizer that takes too much, and not the prompt."""
+"""A tenant one of whose short prompts went over the limits at a model gets no other one there for so long: it
+is the template or the tokenizer that takes too much, and not the prompt. Others' texts may be harmless."""
 
 
 class TextProcesses:
@@ -28,17 +30,16 @@ class TextProcesses:
 
     A short text for a plain tokenizer, whose time grows with the text alone, is encoded at once, where it
     stands. All else runs in processes, and so do all templates. A model has one turn for its short prompts
-    and one for its long ones, so that it never holds up another. Who hangs up loses its place; what is under
-    way goes on to its end or its limit.
+    and one for its long ones, which its tenants have one after the other. So a model waits for a process
+    until one piece of work of each other model has ended, at most. Who hangs up loses its place; what is
+    under way goes on to its end or its limit.
     """
 
     def __init__(self, short: Limits = SHORT_LIMITS, long: Limits = LONG_LIMITS) -> None:
         """Both bound one call; what a model needs once may take four times the seconds."""
         self._pools = {False: Sandbox("texts", SIZE, short), True: Sandbox("texts", SIZE, long)}
-        self._turns: defaultdict[tuple[str, bool], asyncio.Semaphore] = defaultdict(
-            lambda: asyncio.Semaphore(1)
-        )
-        self._resting: dict[tuple[str, str], tuple[float, str]] = {}
+        self._turns: defaultdict[tuple[str, bool], Turns] = defaultdict(lambda: Turns(1, WAITING))
+        self._resting: dict[tuple[str, str, str], tuple[float, str]] = {}
         self._work: set[asyncio.Task[bytes | KvloomError]] = set()
 
     async def __aenter__(self) -> Self:
@@ -58,18 +59,18 @@ class TextProcesses:
         if TokenizerForm.of(card.tokenizer).plain():
             return
         try:
-            await self._run(key, card, b"", "its tokenizer")
+            await self._run(key, card, b"", "its tokenizer", "")
         except BadRequest as error:
             raise ConfigError(error.message) from None
 
-    async def encode(self, key: str, model: TextModel, prompt: Prompt) -> list[int]:
+    async def encode(self, key: str, model: TextModel, prompt: Prompt, tenant: str) -> list[int]:
         if isinstance(prompt, PlainPrompt) and model.tokenizer.plain and len(prompt.text) <= SHORT:
             await asyncio.sleep(0)  # Many short texts must not hold up the loop together.
             return model.encode(prompt)
         what = "its tokenizer" if isinstance(prompt, PlainPrompt) else "its chat template or its tokenizer"
         try:
             data = msgspec.msgpack.encode(prompt)
-            answer = await self._run(key, model.card, data, what)
+            answer = await self._run(key, model.card, data, what, tenant)
         except UnicodeEncodeError:
             said = "the text has half of a surrogate pair, which no tokenizer reads"
             raise BadRequest(said, param=prompt.param) from None
@@ -77,40 +78,39 @@ class TextProcesses:
             raise BadRequest(f"model {model.card.name}: {error.message}", param=prompt.param) from None
         return msgspec.msgpack.decode(answer, type=Encoded).tokens()
 
-    async def _run(self, key: str, card: ModelCard, data: bytes, what: str) -> bytes:
-        """Returns a process's answer. Raises BadRequest."""
-        long = len(data) > 2 * SHORT
-        turn = self._turns[key, long]
-        await turn.acquire()
+    async def _run(self, key: str, card: ModelCard, data: bytes, what: str, tenant: str) -> bytes:
+        """Returns a process's answer. Raises BadRequest, QueueFull and Unavailable."""
+        turn = self._turns[key, len(data) > 2 * SHORT]
+        await turn.take(tenant)
         # What is under way cannot be cancelled without its process, so the turn ends with the work, and not
         # with who waits for it.
-        work = asyncio.create_task(self._called(key, card, data, what, long=long))
+        work = asyncio.create_task(self._called(key, card, data, what, tenant))
         self._work.add(work)
         work.add_done_callback(self._work.discard)
-        work.add_done_callback(lambda _: turn.release())
+        work.add_done_callback(lambda _: turn.give())
         answer = await asyncio.shield(work)
         if isinstance(answer, KvloomError):
             raise answer
         return answer
 
     async def _called(
-        self, key: str, card: ModelCard, data: bytes, what: str, *, long: bool
+        self, key: str, card: ModelCard, data: bytes, what: str, tenant: str
     ) -> bytes | KvloomError:
-        now = asyncio.get_running_loop().time
-        until, why = self._resting.get((key, what), (0.0, ""))
-        if now() < until:
+        now, long = asyncio.get_running_loop().time(), len(data) > 2 * SHORT
+        self._resting = {who: rest for who, rest in self._resting.items() if rest[0] > now}
+        if (rest := self._resting.get((key, what, tenant))) is not None:
+            return BadRequest(rest[1])
+        try:
+            return await self._pools[long].call(key, lambda: msgspec.msgpack.encode(card), data)
+        except OverLimit as error:
+            why = f"{what} cannot be used here: {error}"
+            if not long:
+                until = asyncio.get_running_loop().time() + REST_SECONDS
+                self._resting[key, what, tenant] = until, why
             return BadRequest(why)
-        self._resting.pop((key, what), None)
-        # Whoever ended a process, it may have had nothing to do with the text.
-        for attempts_left in (0,) if long else (1, 0):
-            try:
-                return await self._pools[long].call(key, lambda: msgspec.msgpack.encode(card), data)
-            except OverLimit as error:
-                why = f"{what} cannot be used here: {error}"
-                if not long and not attempts_left:
-                    self._resting[key, what] = now() + REST_SECONDS, why
-            except Refused as error:
-                return BadRequest(str(error))
-            except OSError as error:
-                return Unavailable(f"no process can be started for {what}: {error}", retry_after=1)
-        return BadRequest(why)
+        except Refused as error:
+            return BadRequest(str(error))
+        except Unavailable as error:
+            return error
+        except OSError as error:
+            return Unavailable(f"no process can be started for {what}: {error}", retry_after=1)
