@@ -56,7 +56,8 @@ Watch = Callable[[str, ComponentStatus, ComponentStatus], None]
 
 
 class Controller:
-    """Everything but `run` is done at once, so that edits, reports and actions never overlap.
+    """Keeps a fleet's specification and status, and carries out what `reconcile` finds due. Everything but
+    `run` is done at once, so that edits, reports and actions never overlap.
 
     watch: called with a component's name and its status before and after, each time that its phase changes.
     """
@@ -189,7 +190,7 @@ class Controller:
                 else:
                     self._carry_out(action, now)
             self._flush()
-            if len(actions) == (due is not None):
+            if all(isinstance(action, Wait) for action in actions):  # nothing was done, so nothing new is due
                 return due
 
     def _carry_out(self, action: Action, now: float) -> None:

@@ -41,7 +41,7 @@ class Ended(Struct, frozen=True, tag="ended"):
 
 
 class Missed(Struct, frozen=True, tag="missed"):
-    """The component's process has not answered so many health checks in a row."""
+    """The component's process had given no sign of life at so many looks in a row."""
 
     component: str
     misses: int

@@ -37,19 +37,19 @@ class Timing:
     healthy: float = 60.0
     """After a life of so long the next pause is `first` again."""
     check: float = 10.0
-    """Between two looks at a process: it must have given a sign of life since the last one."""
+    """The time between two looks at a process, which must have given a sign of life since the last one."""
     misses: int = 3
     """A process that has given none at so many looks in a row hangs, and is killed."""
     probation: float = 60.0
-    """After a program was set while serving. If the gateway dies or hangs meanwhile, the one before runs
-    again."""
+    """A program that is set while serving is on probation for so long. If the gateway dies or hangs
+    meanwhile, the one before runs again."""
     stop: float = 4.0
-    """For a process to end by itself once it was told to."""
+    """A process is given so long to end by itself once it was told to."""
     load: float = 1800.0
-    """For a unit's process to load its models, and to answer."""
+    """A unit's process is given so long to load its models, and to answer."""
     start: float = 60.0
-    """For a fleet scheduler to answer, and for a gateway that takes the place of another one, or of one that
-    has died."""
+    """So long is given to a fleet scheduler to answer, and to a gateway that takes the place of another one,
+    or of one that has died."""
     margin: float = 5.0
     """A gateway that has been replaced is killed so long after its time to drain is over."""
 
@@ -182,6 +182,7 @@ def _all(spec: FleetSpec, status: FleetStatus, now: float, timing: Timing) -> It
     processes, units = status.processes, spec.units
     for name, unit in units.items():
         process = processes.get(name, ABSENT)
+        # Nearly all units are settled, nearly always, and nothing can be due for them.
         settled = process.phase == "ready" and process.generation == unit.generation and unit.wanted
         if not settled or process.misses:
             yield from _unit(name, unit, process, now, timing)
@@ -307,7 +308,7 @@ def _gateways(
     if process.phase == "failed" and others:
         kept = max(others, key=lambda name: generation_of(name, spec))
         yield from _gateway(kept, gateways.pop(kept), spec, status, now, timing, beside=False)
-    elif process.phase == "failed" and process.until is not None:
+    elif process.phase == "failed" and process.until is not None:  # nobody else serves: it is tried again
         yield StartProcess(wanted, spec.gateway) if now >= process.until else Wait(process.until)
     else:
         beside = any(gateways[name].phase == "ready" for name in others)

@@ -29,7 +29,8 @@ Phase = Literal[
     "retiring",  # A gateway: another one serves in its place, and it ends with its last request.
     "ending",  # Its process was told to end.
     "waiting",  # Its process has died, and another one starts after a pause.
-    "failed",  # The first process of its specification died before it answered; no other one is tried.
+    "failed",  # The first process of its specification died before it answered; no other one is tried,
+    # but for a gateway that no other one can stand in for.
 ]
 NEXT: Final[Mapping[Phase, frozenset[Phase]]] = {
     "absent": frozenset({"starting"}),
@@ -137,7 +138,7 @@ class ComponentStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
     replaces: bool = False
     """Whether its process takes the place of one that was told to end for it."""
     misses: int = 0
-    """Health checks in a row to which it gave no answer."""
+    """Looks in a row at which it had given no sign of life."""
     killed: bool = False
     """Whether its process was killed, and has yet to end."""
     begun: bool = False

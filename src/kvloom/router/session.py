@@ -87,7 +87,8 @@ class Session:
         self._quarantine.refuse(self.body)
         candidates = Candidates(self.body, self.progress, self.held, self._serving, self._room)
         self.candidates, self.fleet = candidates, candidates.fleet
-        # What is received has K and V but no logits: who wants the prompt's has it computed in one place.
+        # K and V that are received come without logits. So a request that wants its prompt's log-probabilities
+        # goes to one replica whole, whatever the program.
         plain = self.body.sampling.prompt_logprobs is not None
         sessions[request] = self
         try:
@@ -388,6 +389,7 @@ class Leg:
             if isinstance(error, Unavailable):
                 raise await session.held.missed(self.replica, error) from error
         finally:
+            # A leg that began on K and V that were sent may fail for these; without them the replica may do.
             if isinstance(error, KvloomError) and (not self._begin_at or session.progress.begun):
                 session.candidates.refused.add(self.replica)
             if self._end(let_go=isinstance(error, REFUSALS)):

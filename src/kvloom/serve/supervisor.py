@@ -42,8 +42,8 @@ class Outcome:
 
 
 class Supervisor:
-    """An engine for each unit and replica, one gateway, and a fleet scheduler if requests can move, each a
-    process of its own. It holds the socket at which clients connect, so that they may wait for a gateway that
+    """Runs a fleet on this host: an engine for each unit and replica, one gateway and, if requests can move, a
+    fleet scheduler, each a process of its own. It holds the socket at which clients connect, so that they may wait for a gateway that
     is being replaced."""
 
     def __init__(
@@ -81,6 +81,7 @@ class Supervisor:
             asyncio.get_running_loop().add_signal_handler(
                 number, self._events.put_nowait, partial(self._end, number)
             )
+        # `check` is how soon a process that hangs is noticed (serve/local.py).
         timing = Timing(check=self._config.watchdog / TIMING.misses, load=self._config.load_timeout)
         async with asyncio.TaskGroup() as group:
             watched = group.create_task(self._manager.keep_told(self._clock))

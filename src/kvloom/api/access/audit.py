@@ -50,9 +50,9 @@ class Audit:
     def action(
         self, scope: Scope, spec: Callable[[], FleetSpec | None]
     ) -> Iterator[Callable[[Message], None]]:
-        """Writes of the action that the block is, if a body was understood in it: also if it fails or is cut
-        off. It gives a function that looks at a message of the answer, whose status may tell a failure that
-        was answered inside the block. spec: tells the fleet's specification, of which the parts that differ
+        """Writes a line for the action that the block carries out, also if it fails or is cut off, unless no
+        body was understood. Yields a function that is to be shown each message of the answer: its status may
+        tell of a failure that was answered inside the block. spec: tells the fleet's specification, of which the parts that differ
         afterwards are written; somebody else's changes at the same time are among them.
 
         What the fleet's own processes do is written only if it has changed the specification.

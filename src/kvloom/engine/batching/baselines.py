@@ -6,6 +6,7 @@ from kvloom.engine.batching.view import Action, Decode, Preempt, Prefill, UnitVi
 
 
 def fcfs(view: UnitView) -> Action | None:
+    """Runs one job at a time on the whole device: the oldest prompt and a decode step by turns."""
     if view.idle < view.compute:
         return None
     prompts = sorted((m for m in view.models if m.wants_prefill), key=lambda m: m.head)

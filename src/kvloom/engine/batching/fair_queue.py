@@ -44,7 +44,9 @@ class FairQueue(Generic[T]):
     def __init__(self) -> None:
         self._lines: dict[_Key, list[T]] = {}  # none is empty; each is sorted by order
         self._counters: dict[_Key, int] = {}  # whoever came to wait last is last
-        self._left: dict[int, _Key] = {}  # by priority: of whom nothing waits since the shortest time
+        self._left: dict[
+            int, _Key
+        ] = {}  # by priority: the tenant whose last waiting sequence left most recently
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
@@ -58,7 +60,7 @@ class FairQueue(Generic[T]):
 
     @property
     def first(self) -> T | None:
-        """Returns who is next, in time that grows with the tenants that wait. Of tenants with equal counters
+        """Returns the sequence that is next; it looks at one sequence of each tenant that waits. Of tenants with equal counters
         it is the one whose first sequence came first, so that no newcomer takes the place of whoever is
         next."""
         if len(self._lines) > 1:

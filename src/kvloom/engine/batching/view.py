@@ -22,21 +22,21 @@ class ModelView:
 
     name: str
     waiting: int  # requests without K and V
-    partial: int  # those with a part of their prompt computed and no job running
+    partial: int  # requests with a part of their prompt computed and no job running
     head_blocks: int  # what the next prefill's first sequence takes until its prompt is whole
-    head: Order  # that sequence's
-    head_since: int  # jobs that had started when it came, or was last preempted
+    head: Order  # the order of the first sequence of the next prefill
+    head_since: int  # jobs that had started when that one came, or was last preempted
     decodable: int  # sequences ready for their next token
     decode_blocks: int  # what a step of all of them takes
     held: int  # sequences with blocks and in no running job, so that they could be preempted
-    victim: Order  # that of the first of them to be preempted
+    victim: Order  # the order of the last of them
     running: int  # sequences with blocks
     prefilling: bool  # whether a prefill job of this model runs now
     decoding: bool  # whether a decode job does
     used: int  # blocks
     quota: int  # blocks
     page_blocks: int
-    last_prefill: int  # when such a job last began or ended, counted in jobs of the unit
+    last_prefill: int  # when a prefill last began or ended, counted in jobs of the unit
     last_decode: int
     prefill_share: int = 0  # units of compute that a prefill takes beside others; 0: the policy is to say
     decode_share: int = 0
@@ -70,8 +70,8 @@ class UnitView:
 
     models: tuple[ModelView, ...]  # those with requests that wait or run, in the order of the configuration
     served: int  # models, with and without requests
-    compute: int  # units of the device
-    idle: int  # those in no job; less than 0 if shares overlap, which they may do by `overload`
+    compute: int  # parts of the device, in which shares are counted
+    idle: int  # parts that no job has; less than 0 if shares overlap, which they may do by `overload`
     free_blocks: int
     last_was_prefill: bool
     jobs: int  # started so far

@@ -84,7 +84,7 @@ async def execute(module: str, name: str, given: Descriptors) -> StartedProcess:
 
 
 class ChildProcess:
-    """Lives until it is told to end, or until this process has ended."""
+    """A process that this one has started. It ends when it is told to, and when this one ends."""
 
     def __init__(
         self,

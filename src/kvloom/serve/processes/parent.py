@@ -31,7 +31,8 @@ AnyOrder = TypeVar("AnyOrder", bound=Order)
 
 
 class Parent:
-    """Gives orders, reads reports, and may be gone at any time: then this process ends too."""
+    """The supervisor of this process: it gives orders and takes reports, and may be gone at any time; then
+    this process ends too."""
 
     def __init__(self, reports: int) -> None:
         self._reports = reports
@@ -90,7 +91,8 @@ def _is_logged(record: logging.LogRecord) -> bool:
 
 
 def run_child(main: Callable[[Parent], None]) -> NoReturn:
-    """Runs a child process from its start to its end. Its one argument is the descriptor for reports."""
+    """Runs a child process from its start to its end. The first argument is the descriptor for
+    reports; the second, the process's name, is for whoever lists processes."""
     log_to_stderr()
     logging.getLogger("uvicorn.error").addFilter(_is_logged)
     parent = Parent(int(sys.argv[1]))
