@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from kvloom.cluster.state import (
     ABSENT,
+    GATEWAY,
     SCHEDULER,
     ComponentStatus,
     FleetSpec,
@@ -373,7 +374,7 @@ def _roll(spec: FleetSpec, status: FleetStatus) -> Iterator[Action]:
     out.update(component for component, problem in verdicts.items() if problem is None)
     for component in rolling.left:
         unit = spec.units.get(component)
-        if component in (SCHEDULER, "gateway"):
+        if component in (SCHEDULER, GATEWAY):
             if not out:
                 yield RaiseGeneration(component)
             return  # The scheduler and the gateway have their turn after all units, one at a time.
@@ -390,7 +391,7 @@ def _roll(spec: FleetSpec, status: FleetStatus) -> Iterator[Action]:
 
 def _restarted(component: str, spec: FleetSpec, status: FleetStatus) -> str | None:
     """Returns why it could not be restarted, an empty text if it was, and None if that is not known yet."""
-    name = gateway_name(spec.gateway) if component == "gateway" else component
+    name = gateway_name(spec.gateway) if component == GATEWAY else component
     process = status.processes.get(name, ABSENT)
     generation = generation_of(name, spec)
     if not generation:

@@ -42,9 +42,9 @@ class Outcome:
 
 
 class Supervisor:
-    """Runs a fleet on this host: an engine for each unit and replica, one gateway and, if requests can move, a
-    fleet scheduler, each a process of its own. It holds the socket at which clients connect, so that they may wait for a gateway that
-    is being replaced."""
+    """Runs a fleet on this host: an engine for each unit and replica, one gateway and, if requests can move,
+    a fleet scheduler, each a process of its own. It holds the socket at which clients connect, so that they
+    may wait for a gateway that is being replaced."""
 
     def __init__(
         self,

@@ -52,8 +52,8 @@ class Audit:
     ) -> Iterator[Callable[[Message], None]]:
         """Writes a line for the action that the block carries out, also if it fails or is cut off, unless no
         body was understood. Yields a function that is to be shown each message of the answer: its status may
-        tell of a failure that was answered inside the block. spec: tells the fleet's specification, of which the parts that differ
-        afterwards are written; somebody else's changes at the same time are among them.
+        tell of a failure that was answered inside the block. spec: tells the fleet's specification, of which
+        the parts that differ afterwards are written; somebody else's changes at the same time are among them.
 
         What the fleet's own processes do is written only if it has changed the specification.
         """
