@@ -107,11 +107,10 @@ class Guides:
         self._known: OrderedDict[bytes, GuideState | BadRequest] = OrderedDict()
 
     async def compiled(self, body: StartGenerate, wanted: Callable[[], bool]) -> list[GuideState | None]:
-        """Returns a state for each choice, or None, which has stepped over the choice's `made` tokens, or over
-        those that it takes. A large grammar takes a while, so a model's grammars are
-        compiled one at a time, beside the loop; a request may not want its own any more when its turn comes.
-        One that is known already waits for none of them. Raises BadRequest, and Unavailable if grammars
-        cannot be tried now."""
+        """Returns a state for each choice, or None. The state has stepped over the choice's `made` tokens, or
+        over as many as it takes. A large grammar takes a while, so a model's grammars are compiled one at a
+        time, beside the loop; a request may not want its own any more when its turn comes. One that is known
+        already waits for none of them. Raises BadRequest, and Unavailable if grammars cannot be tried now."""
         guide, nothing = body.sampling.guide, [None] * len(body.choices)
         if guide is None:
             return [*nothing]
@@ -302,8 +301,8 @@ class GuideState:
         return taken == 1
 
     def retrace(self, tokens: Sequence[int]) -> bool:
-        """Steps on over tokens that were made elsewhere, of which it has stepped over the first `taken`, until
-        it refuses one or has taken `RETRACE_SECONDS`. Returns whether it is to be called again. Safe on
+        """Steps on over tokens that were made elsewhere, of which it has stepped over the first `taken`. Stops
+        at one that it refuses, or after `RETRACE_SECONDS`. Returns whether it is to be called again. Safe on
         another thread while nobody else steps."""
         begun = thread_time()
         while self.taken < len(tokens) and self.accepts(tokens[self.taken]):

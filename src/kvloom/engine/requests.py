@@ -273,7 +273,8 @@ class Requests:
         """Enqueues the choices of an open request that nobody has ended. Raises QueueFull if other requests
         have filled the queue meanwhile, and none of them gives way.
 
-        guides: one for each choice, after what it has taken of the choice's tokens. jobs: how many the unit has started. foreign: see `Sequence`.
+        guides: one for each choice, which has stepped over its tokens. jobs: how many the unit has started.
+        foreign: see `Sequence`.
         """
         body, queue = stream.body, self._queues[stream.body.model]
         displaced = self._room(body)
