@@ -217,6 +217,7 @@ def test_a_full_queue_is_shared_between_tenants() -> None:
                 group.create_task(one(body))
             await until(lambda: len(refused) == 5)
             assert refused[3:] == ["loud-again", "loud-60"]
+            assert (await engine.load()).models[MODEL].displaced_total == 4
 
     serve(play(), engine, executor)
     assert {"quiet-0", "quiet-1", "quiet-2", "loud and late-0"} < set(ended)

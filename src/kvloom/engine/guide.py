@@ -301,9 +301,9 @@ class GuideState:
         return taken == 1
 
     def retrace(self, tokens: Sequence[int]) -> bool:
-        """Steps on over tokens that were made elsewhere, of which it has stepped over the first `taken`. Stops
-        at one that it refuses, or after `RETRACE_SECONDS`. Returns whether it is to be called again. Safe on
-        another thread while nobody else steps."""
+        """Steps on over tokens that were made elsewhere, the first `taken` of which it has stepped over.
+        Stops at one that it refuses, or after `RETRACE_SECONDS`. Returns whether it is to be called again.
+        Safe on another thread while nobody else steps."""
         begun = thread_time()
         while self.taken < len(tokens) and self.accepts(tokens[self.taken]):
             if thread_time() - begun > RETRACE_SECONDS:

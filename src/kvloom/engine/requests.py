@@ -321,6 +321,7 @@ class Requests:
     def _refuse(self, stream: RequestStream) -> None:
         """Ends a request of which nothing was computed, as if it had not been let in."""
         queue = self._queues[stream.body.model]
+        queue.stats.displaced += 1
         for sequence in stream.sequences:
             sequence.cancelled = True
             queue.release(sequence, Status.ENDED)
@@ -341,7 +342,7 @@ class Requests:
         cached as long as nobody wants the blocks, and is computed again otherwise."""
         for sequence in stream.live if stream.full else ():
             if sequence.output_length and sequence.status in (Status.RUNNING, Status.WAITING):
-                self._queues[sequence.model].release(sequence, Status.UNREAD)
+                self._queues[sequence.model].stand_still(sequence)
 
     def go_on(self, stream: RequestStream, jobs: int) -> None:
         """Lets the choices of a stream that was full go on, because it has been read. jobs: how many the unit
