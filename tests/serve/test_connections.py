@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -109,6 +110,25 @@ def test_all_connections_have_a_bound_too() -> None:
     assert "5 connections are open" in str(counted.enter("10.0.0.9"))
     counted.leave("10.0.1.0")
     assert counted.enter("10.0.0.9") is None
+
+
+def test_addresses_without_number_take_bounded_memory() -> None:
+    counted = OpenConnections(each=1, most=10)
+
+    def come_and_go(first: int) -> int:
+        for i in range(first, first + 4000):
+            address = f"10.{i >> 16}.{(i >> 8) & 255}.{i & 255}"
+            assert counted.enter(address) is None
+            counted.leave(address)
+        return tracemalloc.get_traced_memory()[0]
+
+    come_and_go(0)
+    tracemalloc.start()
+    try:
+        before = come_and_go(10_000)
+        assert come_and_go(20_000) - before < 100_000
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
