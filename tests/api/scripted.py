@@ -120,7 +120,8 @@ class ScriptedEngine:
     async def loads(self) -> dict[str, UnitLoad]:
         if self.away:
             raise KvloomError("gone")
-        busy = loads.model(2, waiting=1, used_blocks=40, preemptions_total=3)
+        counts = {"preemptions_total": 3, "displaced_total": 4, "unread_total": 5, "unread_blocks_total": 6}
+        busy = loads.model(2, waiting=1, used_blocks=40, **counts)
         return {"unit-0": loads.unit(busy, blocks=100, names=["tiny"])}
 
     @property

@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from kvloom.api.app import create_app
 from kvloom.api.schemas import CompletionAnswer, ErrorAnswer, ModelList
 from kvloom.api.schemas_chat import ChatAnswer, ChatChunk
-from kvloom.types.errors import UnknownModel
+from kvloom.types.errors import RequestQuarantined, Unavailable, UnknownModel
 from kvloom.types.request import EndEvent
 from tests.api.scripted import ScriptedEngine, card, says, serving
 
@@ -296,6 +296,9 @@ def test_metrics(http: TestClient, engine: ScriptedEngine) -> None:
         'kvloom_kv_blocks_used{model="tiny",unit="unit-0"} 40.0',
         'kvloom_kv_blocks_free{unit="unit-0"} 60.0',
         'kvloom_preemptions_total{model="tiny",unit="unit-0"} 3.0',
+        'kvloom_displaced_requests_total{model="tiny",unit="unit-0"} 4.0',
+        'kvloom_unread_sequences_total{model="tiny",unit="unit-0"} 5.0',
+        'kvloom_unread_blocks_total{model="tiny",unit="unit-0"} 6.0',
         'kvloom_request_output_tokens_total{model="tiny"} 6.0',
         'kvloom_time_to_first_token_seconds_count{model="tiny"} 1.0',
         'kvloom_time_per_output_token_seconds_count{model="tiny"} 1.0',
@@ -306,6 +309,18 @@ def test_metrics(http: TestClient, engine: ScriptedEngine) -> None:
         assert line in text, line
     engine.away = True
     assert "kvloom_engines_up 0.0" in http.get("/metrics").text
+
+
+def test_quarantined_requests_are_counted(http: TestClient, engine: ScriptedEngine) -> None:
+    """Refused at once, or ended after some tokens; other failures are not."""
+    engine.error = RequestQuarantined("engines died of it")
+    check_error(http.post("/v1/completions", json=COMPLETION), 400)
+    engine.error = Unavailable("away")
+    check_error(http.post("/v1/completions", json=COMPLETION), 503)
+    engine.error, engine.break_after = None, 2
+    for engine.break_with in (RequestQuarantined("engines died of it"), Unavailable("away")):
+        list(http.post("/v1/completions", json=COMPLETION | {"stream": True}).iter_lines())
+    assert 'kvloom_requests_quarantined_total{model="tiny"} 2.0' in http.get("/metrics").text
 
 
 def test_two_gateways_in_one_process(engine: ScriptedEngine) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvloom.api.access.keyring import LOOK_SECONDS, KeyFile, KeyRing
-from kvloom.config.keys import add_key, make_key, remove_key
+from kvloom.api.errors import RateLimited
+from kvloom.config.keys import add_key, make_key, remove_key, rotate_key
 from kvloom.types.clock import WallClock
 
 
@@ -68,6 +69,24 @@ def test_who_gets_a_new_key_keeps_what_it_has_used(follower: Follower) -> None:
     follower.look()
     assert follower.ring.find(old) is None
     assert follower.ring.find(new) is tenant
+
+
+def test_a_rotated_key_keeps_what_it_has_used(follower: Follower) -> None:
+    """Though the gateway looks at the file between each two steps."""
+    text, key = make_key("a", requests_per_minute=2)
+    add_key(follower.path, key)
+    follower.open()
+    tenant = follower.ring.find(text.encode())
+    assert tenant is not None
+    tenant.begin().end()
+    for _ in range(2):
+        old, text = text, rotate_key(follower.path, "a")
+        follower.look()
+        assert follower.ring.find(old.encode()) is None
+        assert follower.ring.find(text.encode()) is tenant
+    tenant.begin().end()
+    with pytest.raises(RateLimited):
+        tenant.begin()
 
 
 @pytest.mark.parametrize("broken", ["- {", "name: a", "", None])

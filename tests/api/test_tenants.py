@@ -254,6 +254,40 @@ def test_errors_tell_what_is_left_and_keep_the_prompt(named: Named) -> None:
         assert (answer.status_code, left(answer)) == (404, (7, 57))
 
 
+def test_which_answers_tell_what_is_left(named: Named) -> None:
+    """Those that are given once the key was looked up, whatever they say."""
+    engine = ScriptedEngine(says(ANSWER))
+    named.add("a", requests_per_minute=100, expires="1970-01-01T00:01:00Z")
+    app = create_app(engine, keys=Keys(ring=named.ring), max_body=4000)
+    with TestClient(app, raise_server_exceptions=False) as http:
+        headers = named.headers("a")
+
+        def post(**asked: Any) -> Any:
+            return http.post("/v1/completions", **{"headers": headers} | asked)
+
+        plain = headers | {"content-type": "text/plain"}
+        for status, answer in (
+            (200, complete(http, headers)),
+            (400, complete(http, headers, n=0)),
+            (404, complete(http, headers, model="nothing")),
+            (413, post(content=iter([b" " * 4001]))),  # in chunks, which say no length
+            (415, post(content=b"{}", headers=plain)),
+        ):
+            assert (answer.status_code, left(answer)[0] is not None) == (status, True)
+        named.change("a", concurrency=0)
+        answer = complete(http, headers)
+        assert (answer.status_code, left(answer)) == (429, (95, None))
+        named.change("a", concurrency=None)
+
+        engine.error = RuntimeError("a fault")  # type: ignore[assignment]
+        unheard = [(500, complete(http, headers)), (413, post(content=b" " * 4001))]
+        unheard += [(405, http.get("/v1/completions", headers=headers))]
+        named.date = 60.0
+        unheard += [(401, complete(http, headers))]
+        for status, answer in unheard:
+            assert (answer.status_code, left(answer)) == (status, (None, None))
+
+
 def test_a_stream_tells_its_limits_with_its_head(named: Named) -> None:
     named.add("a", tokens_per_minute=60)
     with client(named) as http:

@@ -27,6 +27,12 @@ def test_a_keys_life(tmp_path: Path) -> None:
         ["team-a", "chat,code", "-1", "60", "9000", "4", "2027-01-31T00:00:00Z"],
         ["ops", "all", "-", "-", "-", "-", "2020-01-31T12:00:00Z", "admin", "expired"],
     ]
+    rotated = kvloom("key", "rotate", "team-a", folder=tmp_path)
+    assert rotated.returncode == 0
+    keys = read_key_file(tmp_path / "keys.yaml")
+    assert find_key(keys, rotated.stdout.strip().encode()) == keys["team-a"]
+    assert find_key(keys, made.stdout.strip().encode()) is None
+    assert kvloom("key", "list", folder=tmp_path).stdout == shown
     assert kvloom("key", "revoke", "ops", folder=tmp_path).returncode == 0
     assert list(read_key_file(tmp_path / "keys.yaml")) == ["team-a"]
     assert kvloom("key", "list", "other.yaml", folder=tmp_path).returncode == 2
@@ -40,6 +46,7 @@ def test_what_is_wrong_is_told_in_one_line(tmp_path: Path) -> None:
         (("create", "a", "--file", "none/keys.yaml"), "none: No such file or directory; a folder is right"),
         (("list", "none.yaml"), "none.yaml: No such file or directory; a file that `kvloom key create"),
         (("revoke", "a"), "there is no key 'a'; known are none"),
+        (("rotate", "a"), "there is no key 'a'; known are none"),
     ):
         ended = kvloom("key", *arguments, folder=tmp_path)
         assert (ended.returncode, ended.stdout) == (2, "")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvloom.config.keys import add_key, find_key, make_key, read_key_file, remove_key
+from kvloom.config.keys import add_key, find_key, make_key, read_key_file, remove_key, rotate_key
 from tests.config.configs import load, refused
 
 SAME = f"salt: '{'0' * 32}', hash: '{'0' * 64}'"
@@ -116,6 +116,53 @@ def test_a_link_stays_one(tmp_path: Path) -> None:
     added(link, "b")
     assert link.is_symlink()
     assert list(read_key_file(file)) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# all\n- name: a\n  salt: 'SALT' # its salt\n  hash: 'HASH'\n  models: [x]\n"
+        "# b's\n- name: b\n  hash: HASH\n  salt: SALT\n  concurrency: 2\n# the end",
+        '- {name: a, hash: HASH, models: [x], salt: "SALT"}\n'
+        "- {salt: SALT, name: b, hash: HASH, concurrency: 2}\n",
+        "[{name: a, salt: SALT, hash: HASH, models: [x]}, {name: b, salt: SALT, hash: HASH, concurrency: 2}]",
+    ],
+)
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_rotated_key_keeps_all_but_its_secret(tmp_path: Path, text: str, name: str) -> None:
+    file = tmp_path / "keys.yaml"
+    old, key = make_key(name)
+    text = text.replace("SALT", key.salt.hex()).replace("HASH", key.hash.hex())
+    file.write_text(text)
+    file.chmod(0o640)
+    before = read_key_file(file)
+    assert find_key(before, old.encode()) == before[name]
+    new = rotate_key(file, name)
+    keys = read_key_file(file)
+    assert new.startswith(f"kvl-{name}-")
+    assert find_key(keys, new.encode()) == keys[name]
+    assert find_key(keys, old.encode()) is None
+    assert keys[name] == before[name].model_copy(update={"salt": keys[name].salt, "hash": keys[name].hash})
+    other = "b" if name == "a" else "a"
+    assert (list(keys), keys[other]) == (["a", "b"], before[other])
+    assert file.stat().st_mode & 0o777 == 0o640
+    words = [line for line in file.read_text().splitlines() if "salt" not in line and "hash" not in line]
+    assert words == [line for line in text.splitlines() if "salt" not in line and "hash" not in line]
+    assert ("# its salt" in file.read_text()) == ("# its salt" in text)
+
+
+def test_what_cannot_be_rotated_stays(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    text = f"- &one {{{SAME}, name: a}}\n- {{<<: *one, name: b}}\n"
+    file.write_text(text)
+    for name, said in (
+        ("z", "there is no key 'z'; known are a, b"),
+        ("a", "is not written as `kvloom key` can change it"),  # it would change the other one too
+        ("b", "is not written as `kvloom key` can change it"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            rotate_key(file, name)
+    assert file.read_text() == text
 
 
 def test_writers_wait_for_each_other(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import tracemalloc
 from collections import Counter
 from dataclasses import dataclass
 
@@ -16,7 +17,8 @@ from kvloom.engine.batching.fair_queue import INPUT_COST, OUTPUT_COST, REMEMBERE
 from kvloom.engine.batching.view import Order
 from kvloom.engine.engine import Engine
 from kvloom.types.errors import QueueFull
-from kvloom.types.request import StartGenerate
+from kvloom.types.request import Made, StartGenerate
+from kvloom.types.verbs import Prefix
 from tests.engine.plays import check, order, serve, until
 from tests.engines import Answer
 from tests.modelled import ModelledExecutor, ask, engine_over, turns
@@ -98,9 +100,9 @@ def test_the_service_of_backlogged_tenants_differs_by_a_bound(
 def test_one_tenant_is_served_in_order(drawn: list[tuple[int, int]]) -> None:
     queue = FairQueue[One]()
     orders = [(priority, number, 0) for number, (priority, _) in enumerate(drawn)]
-    for one, (_, cost) in zip(orders, drawn, strict=True):
+    for one, (_, cost) in sorted(zip(orders, drawn, strict=True), key=lambda each: each[1][1]):
         waiting = One(one, "a")
-        queue.add(waiting)
+        queue.add(waiting)  # who was preempted comes back behind later ones
         queue.charge(waiting, cost)
     assert [one.order for one in queue] == sorted(orders)
     out: list[Order] = []
@@ -150,6 +152,25 @@ def test_the_tenants_that_came_last_are_remembered(strangers: int) -> None:
     then = [served(queue, 1) for _ in range(3)]
     forgotten = strangers > REMEMBERED
     assert then == (["other", "debtor", "other"] if forgotten else ["other", "other", "debtor"])
+
+
+def test_tenants_and_priorities_without_number_take_bounded_memory() -> None:
+    queue = FairQueue[One]()
+
+    def come_and_go(first: int) -> int:
+        for i in range(first, first + 2 * REMEMBERED):
+            one = One((i, i, 0), f"stranger {i}")
+            queue.add(one)
+            queue.discard(one)
+        return tracemalloc.get_traced_memory()[0]
+
+    come_and_go(0)
+    tracemalloc.start()
+    try:
+        before = come_and_go(10**6)
+        assert come_and_go(2 * 10**6) - before < 100_000
+    finally:
+        tracemalloc.stop()
 
 
 def flood(tenant: str, count: int, *, length: int = 4, tokens: int = 8) -> list[StartGenerate]:
@@ -217,6 +238,7 @@ def test_a_full_queue_is_shared_between_tenants() -> None:
                 group.create_task(one(body))
             await until(lambda: len(refused) == 5)
             assert refused[3:] == ["loud-again", "loud-60"]
+            assert (await engine.load()).models[MODEL].displaced_total == 4
 
     serve(play(), engine, executor)
     assert {"quiet-0", "quiet-1", "quiet-2", "loud and late-0"} < set(ended)
@@ -246,6 +268,64 @@ def test_a_newcomer_who_takes_nobodys_place(waiting: list[StartGenerate], newcom
             assert refusal.value.retry_after
 
     serve(play(), engine, executor)
+
+
+def test_who_has_begun_keeps_its_place_in_a_full_queue() -> None:
+    """A request that goes on from another unit comes in though the queue is full, and is not displaced."""
+    executor = ModelledExecutor(160, models=(MODEL,))
+    engine = engine_over(executor, max_running=1)
+    refused = list[str]()
+
+    async def one(body: StartGenerate) -> None:
+        try:
+            async for _ in engine.start_generate(body):
+                pass
+        except QueueFull:
+            refused.append(body.request)
+
+    async def play() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(one(flood("first", 1, tokens=90)[0]))
+            await until(lambda: bool(executor.jobs))
+            for body in flood("loud", 64):
+                group.create_task(one(body))
+            await waits(engine, 64)
+            group.create_task(one(replace(flood("loud", 65)[64], made=[Made(0, [1, 2])])))
+            await waits(engine, 65)
+            group.create_task(one(flood("quiet", 1)[0]))
+            await until(lambda: bool(refused))
+
+    serve(play(), engine, executor)
+    assert refused == ["loud-63"]
+
+
+def test_what_is_computed_again_costs_nothing() -> None:
+    """Two tenants always wait. What was computed of one's request is lost in the middle, which puts its next
+    request behind nobody."""
+    executor = ModelledExecutor(400, models=(MODEL,))
+    engine = engine_over(executor, max_running=1, chunk_tokens=96)
+    ended: list[str] = []
+    orders = {
+        name: [replace(body, prompt=[100 * i + ord(name)] * length) for i, body in enumerate(flood(name, 3))]
+        for name, length in (("a", 60), ("b", 70))
+    }
+
+    async def one(body: StartGenerate) -> None:
+        check(executor, body, await ask(engine, body), whole=True)
+        ended.append(body.request)
+
+    async def play() -> None:
+        first = orders["a"][0]
+        async with asyncio.TaskGroup() as group:
+            for body in orders["a"] + orders["b"]:
+                group.create_task(one(body))
+            await until(lambda: len(executor.jobs) == 3)
+            await engine.hold(first.request)
+            await engine.resume(first.request)
+            assert (await engine.evict(Prefix(model=MODEL, prompt=first.prompt))).tokens
+
+    serve(play(), engine, executor)
+    assert ended[:4] == ["b-0", "a-0", "a-1", "b-1"]
 
 
 def test_tokens_that_are_there_already_cost_nothing() -> None:

@@ -6,17 +6,23 @@ import asyncio
 import json
 import random
 import threading
+from collections.abc import Callable, Coroutine
+from itertools import pairwise
+from time import thread_time
 
 import numpy as np
 import pytest
 from llguidance import LLParserLimits
 from msgspec.structs import replace
 
+from kvloom.engine.engine import Engine
 from kvloom.engine.guide import GuideCompiler, GuideState
 from kvloom.types.errors import BadRequest, Unavailable
-from kvloom.types.request import Guide
+from kvloom.types.request import Guide, Made
 from tests.api.scripted import EOS, byte_level, card, token, tokens
 from tests.engine.plays import order, serve
+from tests.engines import Answer
+from tests.modelled import VOCAB as MODELLED_VOCAB
 from tests.modelled import ModelledExecutor, ask, engine_over, expected, modelled, turns
 
 VOCAB = 371  # not a multiple of 32, and more than the tokenizer has
@@ -233,6 +239,7 @@ class _NoToken:
 
     done = False
     problem = ""
+    taken = 0
 
     def mask(self) -> None:
         return None
@@ -347,3 +354,144 @@ def test_an_abort_while_a_guide_compiles_ends_the_request(
             await play()
 
     asyncio.run(whole())
+
+
+class _CountingMatcher:
+    """A grammar of any text that counts the tokens, and does something over each."""
+
+    def __init__(self, consume: Callable[[int], object]) -> None:
+        self._consume = consume
+        self.count = 0
+
+    def deep_copy(self) -> _CountingMatcher:
+        return self
+
+    def is_stopped(self) -> bool:
+        return False
+
+    is_error = is_accepting = is_stopped
+
+    def compute_bitmask(self) -> bytes:
+        return b"\xff" * 128
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        self.count += 1
+        self._consume(self.count)
+        return 1
+
+
+def counted(consume: Callable[[int], object]) -> GuideState:
+    return GuideState(_CountingMatcher(consume), MODELLED_VOCAB, ())
+
+
+def burn(seconds: float) -> None:
+    until = thread_time() + seconds
+    while thread_time() < until:
+        pass
+
+
+def test_cheap_tokens_save_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvloom.engine.guide.CREDIT_SECONDS", 0.02)
+    monkeypatch.setattr("kvloom.engine.guide.TOKEN_SECONDS", 0.001)
+    state = counted(lambda count: burn(0.01 if count > 100 else 0.0))
+    while state.accepts(1):
+        pass
+    assert 100 < state.taken <= 103
+    assert "more work than is allowed, 1 ms each" in state.problem
+
+
+def play_beside_threads(
+    play: Coroutine[None, None, None], engine: Engine, executor: ModelledExecutor
+) -> None:
+    """A loop on which nothing can happen until a thread has done its work is no deadlock."""
+
+    async def whole() -> None:
+        async with modelled(engine, executor), asyncio.timeout(30):
+            await play
+
+    asyncio.run(whole())
+
+
+def test_long_replays_leave_the_loop_free_and_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvloom.engine.guide.RETRACE_SECONDS", 0.0)
+    executor = ModelledExecutor(100)
+    engine = engine_over(executor)
+    home, steps = threading.get_ident(), list[str]()
+
+    async def nothing() -> None:
+        await asyncio.sleep(0)
+
+    def start(loop: asyncio.AbstractEventLoop, guide: Guide) -> GuideState:
+        def consume(count: int) -> None:
+            if count <= 40:  # made elsewhere
+                assert threading.get_ident() != home
+                asyncio.run_coroutine_threadsafe(nothing(), loop).result(10)  # or else the loop stands still
+                steps.append(guide.text)
+
+        return counted(consume)
+
+    async def play() -> None:
+        loop = asyncio.get_running_loop()
+        whole = {name: expected(executor, order(name, "wide", 9, max_tokens=48)) for name in ("a", "b")}
+        monkeypatch.setattr(GuideCompiler, "start", lambda self, guide: start(loop, guide))
+
+        async def go_on(name: str) -> None:
+            moved = order(name, "wide", 9, max_tokens=48, guide=Guide("regex", name))
+            answer = Answer(tokens={0: whole[name][0][:40]})
+            async for frame in engine.start_generate(replace(moved, made=[Made(0, whole[name][0][:40])])):
+                answer.take(frame)
+            assert answer.tokens == whole[name]
+            assert answer.ends[0].reason == "length"
+
+        await asyncio.gather(go_on("a"), go_on("b"))
+        turn = steps.index("b" if steps[0] == "a" else "a")
+        both = steps[turn : turn + 2 * (40 - turn)]
+        assert all(one != other for one, other in pairwise(both))
+
+    play_beside_threads(play(), engine, executor)
+
+
+def test_a_replay_over_its_budget_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvloom.engine.guide.CREDIT_SECONDS", 1e-9)
+    monkeypatch.setattr("kvloom.engine.guide.TOKEN_SECONDS", 0.0)
+    monkeypatch.setattr(GuideCompiler, "start", lambda self, guide: counted(burn))
+    executor = ModelledExecutor(100)
+    engine = engine_over(executor)
+
+    async def play() -> None:
+        moved = order("moved", "wide", 9, max_tokens=48, guide=Guide("json", param="guided_json"))
+        moved, plain = replace(moved, made=[Made(0, [1] * 40)]), order("plain", "wide", 12)
+        ended, answer = await asyncio.gather(ask(engine, moved), ask(engine, plain))
+        assert (ended.ends[0].reason, ended.ends[0].code) == ("error", "guide_failed")
+        assert ended.ends[0].message.startswith("guided_json: after 1 tokens its tokens take more work")
+        assert ended.ends[0].param == "guided_json"
+        assert not ended.tokens
+        assert answer.tokens == expected(executor, plain)
+
+    play_beside_threads(play(), engine, executor)
+
+
+def test_a_replay_that_nobody_wants_any_more_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvloom.engine.guide.RETRACE_SECONDS", 0.0)
+    executor = ModelledExecutor(100)
+    engine = engine_over(executor)
+    matchers = list[_CountingMatcher]()
+
+    async def play() -> None:
+        loop = asyncio.get_running_loop()
+
+        def abort_at_five(count: int) -> None:
+            if count == 5:
+                asyncio.run_coroutine_threadsafe(engine.abort("moved"), loop).result(10)
+
+        def start(compiler: GuideCompiler, guide: Guide) -> GuideState:
+            matchers.append(_CountingMatcher(abort_at_five))
+            return GuideState(matchers[-1], MODELLED_VOCAB, ())
+
+        monkeypatch.setattr(GuideCompiler, "start", start)
+        moved = order("moved", "wide", 9, max_tokens=48, guide=Guide("json"))
+        answer = await ask(engine, replace(moved, made=[Made(0, [1] * 40)]))
+        assert answer.ends[0].reason == "abort"
+        assert [matcher.count for matcher in matchers] == [5]
+
+    play_beside_threads(play(), engine, executor)

@@ -76,6 +76,9 @@ def test_an_unread_stream_stands_still_and_goes_on_when_it_is_read(n: int, inter
         made, load = len(executor.jobs), (await engine.load()).models[MODEL]
         assert made <= (MOST_UNREAD + 2 * interval * n) // n + 4
         assert (load.used_blocks, load.running, load.waiting) == (0, 0, 0)
+        assert load.unread_total == n
+        assert load.unread_blocks_total >= load.cached_blocks > 0
+        assert n > 1 or load.unread_blocks_total == load.cached_blocks
         check(executor, other, await ask(engine, other), whole=True)  # needs all blocks
         assert len(executor.jobs) == made + 700 + 1
         await reader.read_all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -144,6 +145,25 @@ def test_the_last_ones_are_for_this_machine(here: str) -> None:
     counted.leave(here)
     assert counted.enter("10.0.2.1") is not None
     assert counted.enter(here) is None
+
+
+def test_addresses_without_number_take_bounded_memory() -> None:
+    counted = OpenConnections(each=1, proxies=[], most=10)
+
+    def come_and_go(first: int) -> int:
+        for i in range(first, first + 4000):
+            address = f"10.{i >> 16}.{(i >> 8) & 255}.{i & 255}"
+            assert counted.enter(address) is None
+            counted.leave(address)
+        return tracemalloc.get_traced_memory()[0]
+
+    come_and_go(0)
+    tracemalloc.start()
+    try:
+        before = come_and_go(10_000)
+        assert come_and_go(20_000) - before < 100_000
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvloom.engine.freeness import freeness
-from kvloom.types.errors import KvloomError
+from kvloom.types.errors import KvloomError, RequestQuarantined
 from kvloom.types.load import ModelLoad, UnitLoad
 from kvloom.types.service import IN_SERVICE, Service
 
@@ -45,6 +45,9 @@ class Metrics:
         self._registry = CollectorRegistry()
         by = ["model"]
         self.requests = self._counter("requests", "Requests by model and status.", ["model", "status"])
+        self.quarantined = self._counter(
+            "requests_quarantined", "Requests refused or ended because engines died of them.", by
+        )
         self.prompt_tokens = self._counter("request_prompt_tokens", "Prompt tokens of answered requests.", by)
         self.output_tokens = self._counter("request_output_tokens", "Output tokens of answered requests.", by)
         self.first_token = self._histogram(
@@ -104,6 +107,7 @@ class Watch:
         try:
             yield
         except KvloomError as error:
+            self._failed(error)
             self._count(error.status)
             raise
         except asyncio.CancelledError:
@@ -121,6 +125,7 @@ class Watch:
             yield
             status = 200
         except KvloomError as error:
+            self._failed(error)
             status = error.status
             raise
         except (asyncio.CancelledError, GeneratorExit):
@@ -130,6 +135,10 @@ class Watch:
             self._count(status)
             if status == 200:
                 self._observe(*counts())
+
+    def _failed(self, error: KvloomError) -> None:
+        if isinstance(error, RequestQuarantined):
+            self._metrics.quarantined.labels(self.model).inc()
 
     def _count(self, status: int) -> None:
         self._metrics.requests.labels(self.model, str(status)).inc()
@@ -171,6 +180,21 @@ _TOTALS: tuple[tuple[str, str, Callable[[ModelLoad], int]], ...] = (
     ("kvloom_away_tokens", "Tokens that another unit attended for.", lambda load: load.away_tokens_total),
     ("kvloom_output_tokens", "Tokens the engine made.", lambda load: load.output_tokens_total),
     ("kvloom_preemptions", "Requests put back to free blocks.", lambda load: load.preemptions_total),
+    (
+        "kvloom_displaced_requests",
+        "Requests that left a full queue to another's.",
+        lambda load: load.displaced_total,
+    ),
+    (
+        "kvloom_unread_sequences",
+        "Times a sequence stood still because it was not read.",
+        lambda load: load.unread_total,
+    ),
+    (
+        "kvloom_unread_blocks",
+        "KV blocks that unread sequences gave back.",
+        lambda load: load.unread_blocks_total,
+    ),
     ("kvloom_prefill_jobs", "Prefill jobs run.", lambda load: load.prefill_jobs_total),
     ("kvloom_decode_jobs", "Decode jobs run.", lambda load: load.decode_jobs_total),
 )

@@ -11,12 +11,13 @@ from typing import Annotated, Final
 from cyclopts import App, Parameter
 
 from kvloom.cli.app import print_columns
-from kvloom.config.keys import NamedKey, add_key, make_key, read_key_file, remove_key
+from kvloom.config.keys import NamedKey, add_key, make_key, read_key_file, remove_key, rotate_key
 from kvloom.types.errors import ConfigError
 
 key = App(
     name="key",
-    help="Make, show or revoke keys with names and limits, in the file that a config names as `keys`.\n\n"
+    help="Make, show, rotate or revoke keys with names and limits, in the file that a config names as "
+    "`keys`.\n\n"
     "A fleet that serves reads the file again within seconds. It holds no key, but of each a digest.",
 )
 
@@ -78,6 +79,15 @@ def revoke(name: KeyName, /, *, file: File = DEFAULT_FILE) -> None:
     """Take a key out of the file. What runs under it ends by itself; it begins nothing any more."""
     with _told():
         remove_key(file, name)
+
+
+@key.command
+def rotate(name: KeyName, /, *, file: File = DEFAULT_FILE) -> None:
+    """Give a key another secret and print it, this once. Its limits and what it has used of them stay; the
+    key of before opens nothing any more."""
+    with _told():
+        text = rotate_key(file, name)
+    print(text)
 
 
 def _row(one: NamedKey) -> tuple[str, ...]:

@@ -198,23 +198,47 @@ def add_key(path: Path, key: NamedKey) -> None:
             raise ValueError(f"{path}: there is a key {key.name!r} already; another name is right")
         return (text or _ANEW) + ("" if text.endswith("\n") or not text else "\n") + written
 
-    _rewrite(path, change, lambda names: names | {key.name})
+    _rewrite(path, change, lambda keys: keys | {key.name: key})
 
 
 def remove_key(path: Path, name: str) -> None:
     """Takes a key out of the file, and leaves all else as it is. Raises ValueError."""
 
     def change(text: str) -> str:
-        if name not in (known := parse_keys(text, path)):
-            raise ValueError(f"{path}: there is no key {name[:80]!r}; known are {', '.join(known) or 'none'}")
-        listed = yaml.compose(text, yaml.SafeLoader)
-        assert isinstance(listed, yaml.SequenceNode)
-        item = listed.value[list(known).index(name)]
+        item = _entry(path, text, name)
         lines = text.splitlines(keepends=True)
         del lines[item.start_mark.line : _last_line(item) + 1]
         return "".join(lines)
 
-    _rewrite(path, change, lambda names: names - {name})
+    _rewrite(path, change, lambda keys: {one: key for one, key in keys.items() if one != name})
+
+
+def rotate_key(path: Path, name: str) -> str:
+    """Gives a key another secret, and leaves all else as it is: its name, and so what it has used of its
+    limits. Returns the key as its holder sends it. Raises ValueError."""
+    secret, made = make_key(name)
+    fields = {"salt": made.salt, "hash": made.hash}
+
+    def change(text: str) -> str:
+        values = [(key.value, value) for key, value in _entry(path, text, name).value if key.value in fields]
+        for field, value in sorted(values, key=lambda one: one[1].start_mark.index, reverse=True):
+            before, after = text[: value.start_mark.index], text[value.end_mark.index :]
+            text = f"{before}'{fields[field].hex()}'{after}"
+        return text
+
+    _rewrite(path, change, lambda keys: keys | {name: keys[name].model_copy(update=fields)})
+    return secret
+
+
+def _entry(path: Path, text: str, name: str) -> yaml.MappingNode:
+    """Returns where a key stands in the text. Raises ValueError if it does not."""
+    if name not in (known := parse_keys(text, path)):
+        raise ValueError(f"{path}: there is no key {name[:80]!r}; known are {', '.join(known) or 'none'}")
+    listed = yaml.compose(text, yaml.SafeLoader)
+    assert isinstance(listed, yaml.SequenceNode)
+    entry = listed.value[list(known).index(name)]
+    assert isinstance(entry, yaml.MappingNode)
+    return entry
 
 
 def _last_line(node: yaml.Node) -> int:
@@ -227,10 +251,13 @@ def _last_line(node: yaml.Node) -> int:
     return line
 
 
-def _rewrite(path: Path, change: Callable[[str], str], names: Callable[[set[str]], set[str]]) -> None:
+_Keys = dict[str, NamedKey]
+
+
+def _rewrite(path: Path, change: Callable[[str], str], wanted: Callable[[_Keys], _Keys]) -> None:
     """Puts another file in the place of this one, at once and whole: who reads it meanwhile reads either.
 
-    Commands that do so wait for each other. names: tells from the names before those that must be there
+    Commands that do so wait for each other. wanted: tells from the keys before those that must be there
     afterwards. Raises ValueError.
     """
     path = path.resolve()
@@ -242,7 +269,7 @@ def _rewrite(path: Path, change: Callable[[str], str], names: Callable[[set[str]
         fcntl.flock(folder, fcntl.LOCK_EX)
         text = read_key_text(path) if path.exists() else ""
         changed = change(text)
-        _check(path, changed, names({*parse_keys(text, path)}))
+        _check(path, changed, wanted(parse_keys(text, path)))
         _replace(path, changed)
         os.fsync(folder)
     except OSError as error:
@@ -251,9 +278,9 @@ def _rewrite(path: Path, change: Callable[[str], str], names: Callable[[set[str]
         os.close(folder)
 
 
-def _check(path: Path, text: str, names: set[str]) -> None:
+def _check(path: Path, text: str, wanted: _Keys) -> None:
     with suppress(ValueError):
-        if {*parse_keys(text, path)} == names:
+        if parse_keys(text, path) == wanted:
             return
     raise ValueError(
         f"{path}: is not written as `kvloom key` can change it; "

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import thread_time
@@ -36,7 +36,10 @@ _RULE: Final = re.compile(r"^\s*[?!]?\w+\s*(?:\.\s*-?\d+\s*)?:", re.MULTILINE)
 _REPEATED: Final = re.compile(r"\{\s*(?:\d+\s*,\s*)?(\d+)\s*\}")
 CREDIT_SECONDS: Final = 0.5
 TOKEN_SECONDS: Final = 0.02
-"""A guide may take so much CPU for each token, and the credit besides: garbage may be collected meanwhile."""
+"""A guide may take so much CPU for each token, and the credit besides: garbage may be collected meanwhile.
+Tokens that take less save up nothing."""
+RETRACE_SECONDS: Final = 0.05
+"""CPU that a guide takes at once for tokens that were made elsewhere, before another one has its turn."""
 LIMITS: Final = llguidance.LLParserLimits(
     max_grammar_size=100_000,
     max_lexer_states=50_000,
@@ -99,20 +102,21 @@ class Guides:
         self._trial = trial
         self._compilers = {name: GuideCompiler(card) for name, card in cards.items()}
         self._turns = {name: asyncio.Semaphore(1) for name in cards}
+        self._retracing = asyncio.Semaphore(1)
         self._work: set[asyncio.Task[GuideState | BadRequest]] = set()
         self._known: OrderedDict[bytes, GuideState | BadRequest] = OrderedDict()
 
     async def compiled(self, body: StartGenerate, wanted: Callable[[], bool]) -> list[GuideState | None]:
-        """Returns a state for each choice, or None. A large grammar takes a while, so a model's grammars are
-        compiled one at a time, beside the loop; a request may not want its own any more when its turn comes.
-        One that is known already waits for none of them. Raises BadRequest, and Unavailable if grammars
-        cannot be tried now."""
+        """Returns a state for each choice, or None. The state has stepped over the choice's `made` tokens, or
+        over as many as it takes. A large grammar takes a while, so a model's grammars are compiled one at a
+        time, beside the loop; a request may not want its own any more when its turn comes. One that is known
+        already waits for none of them. Raises BadRequest, and Unavailable if grammars cannot be tried now."""
         guide, nothing = body.sampling.guide, [None] * len(body.choices)
         if guide is None:
             return [*nothing]
         if (known := self._known.get(key := _key(body.model, guide))) is not None:
             self._known.move_to_end(key)
-            return _states(known, guide, len(nothing))
+            return await self._retraced(_states(known, guide, len(nothing)), body, wanted)
         turn = self._turns[body.model]
         await turn.acquire()
         if not wanted():
@@ -123,7 +127,20 @@ class Guides:
         self._work.add(work)
         work.add_done_callback(self._work.discard)
         work.add_done_callback(lambda _: turn.release())
-        return _states(await asyncio.shield(work), guide, len(nothing))
+        states = _states(await asyncio.shield(work), guide, len(nothing))
+        return await self._retraced(states, body, wanted)
+
+    async def _retraced(
+        self, states: list[GuideState], body: StartGenerate, wanted: Callable[[], bool]
+    ) -> list[GuideState | None]:
+        """Returns the states after they have stepped over what was made elsewhere, beside the loop and in
+        pieces, of which each waits for its turn: a guide may take long over many tokens."""
+        for state, choice in zip(states, body.choices, strict=True):
+            more = bool(choice.tokens)
+            while more and wanted():
+                async with self._retracing:
+                    more = await asyncio.to_thread(state.retrace, choice.tokens)
+        return [*states]
 
     async def _compiled(self, model: str, guide: Guide) -> GuideState | BadRequest:
         """Returns the state at the grammar's beginning, which nobody may step, or why there is none."""
@@ -147,11 +164,11 @@ def _key(model: str, guide: Guide) -> bytes:
     return hashlib.sha256(f"{model}\0{guide.kind}\0{guide.text}".encode()).digest()
 
 
-def _states(known: GuideState | BadRequest, guide: Guide, count: int) -> list[GuideState | None]:
+def _states(known: GuideState | BadRequest, guide: Guide, count: int) -> list[GuideState]:
     """Returns that many states at the grammar's beginning, or raises why there is none."""
     if isinstance(known, BadRequest):
         raise BadRequest(known.message, param=guide.param)
-    return [*known.copies(count)]
+    return known.copies(count)
 
 
 def check_size(guide: Guide) -> None:
@@ -209,15 +226,18 @@ def _check_schema(guide: Guide, schema: Any) -> None:
 
 @dataclass(slots=True)
 class _Budget:
-    """The work that the guide of one request has taken. The limits of the parser bound what one step keeps,
-    and not what an ambiguous grammar makes of it, which grows with each token."""
+    """The work that the guide of one request has taken beyond what its tokens allow. The limits of the parser
+    bound what one step keeps, and not what an ambiguous grammar makes of it, which grows with each token."""
 
-    spent: float = 0.0  # seconds of CPU
-    taken: int = 0  # tokens
+    debt: float = 0.0  # seconds of CPU
 
     @property
     def is_over(self) -> bool:
-        return self.spent > CREDIT_SECONDS + TOKEN_SECONDS * self.taken
+        return self.debt > CREDIT_SECONDS
+
+    def charge(self, seconds: float, tokens: int = 0) -> None:
+        """Counts so much CPU, and so many tokens that were taken."""
+        self.debt = max(0.0, self.debt + seconds - TOKEN_SECONDS * tokens)
 
 
 class GuideState:
@@ -231,6 +251,8 @@ class GuideState:
         self._vocab_size = vocab_size
         self._eos = tuple(token for token in eos if token < vocab_size)
         self._closed = False
+        self.taken = 0
+        """The tokens that it has stepped over."""
         self._budget = budget or _Budget()
 
     def copies(self, count: int) -> list[GuideState]:
@@ -260,7 +282,7 @@ class GuideState:
         for token in self._eos:
             bit = np.uint32(1 << token % _BITS)
             mask[token // _BITS] = mask[token // _BITS] | bit if allowed else mask[token // _BITS] & ~bit
-        self._budget.spent += thread_time() - begun
+        self._budget.charge(thread_time() - begun)
         return mask
 
     def accepts(self, token: int) -> bool:
@@ -268,14 +290,25 @@ class GuideState:
         forbids the token, or if the guide has gone over its budget."""
         if token in self._eos and self._may_end():
             self._closed = True
+            self.taken += 1
             return True
         if self.done or self._matcher.is_error() or self._budget.is_over:
             return False
         begun = thread_time()
         taken = int(self._matcher.try_consume_tokens([token]))
-        self._budget.spent += thread_time() - begun
-        self._budget.taken += taken
+        self._budget.charge(thread_time() - begun, taken)
+        self.taken += taken
         return taken == 1
+
+    def retrace(self, tokens: Sequence[int]) -> bool:
+        """Steps on over tokens that were made elsewhere, the first `taken` of which it has stepped over.
+        Stops at one that it refuses, or after `RETRACE_SECONDS`. Returns whether it is to be called again.
+        Safe on another thread while nobody else steps."""
+        begun = thread_time()
+        while self.taken < len(tokens) and self.accepts(tokens[self.taken]):
+            if thread_time() - begun > RETRACE_SECONDS:
+                return self.taken < len(tokens)
+        return False
 
     @property
     def problem(self) -> str:

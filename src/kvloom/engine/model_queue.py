@@ -44,7 +44,7 @@ class StepTime:
 
 
 class ModelStats:
-    """Counts one model's tokens, preemptions and jobs since the start."""
+    """Counts one model's tokens, preemptions, jobs and the like since the start."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         """changed: called when `active` or `last` has changed."""
@@ -57,6 +57,9 @@ class ModelStats:
         self.received_tokens = 0
         self.output_tokens = 0
         self.preemptions = 0
+        self.displaced = 0  # requests that gave their place in a full queue to another
+        self.unread = 0  # times that a sequence stood still because nobody read its stream
+        self.unread_blocks = 0  # blocks that those gave back
 
     def started(self, phase: Phase, jobs: int) -> None:
         """Counts a job that has started. jobs: how many the unit has started, with this one."""
@@ -174,6 +177,13 @@ class ModelQueue:
         else:
             self.waiting.discard(sequence)  # a sibling that has not forked does not wait here
         sequence.become(status)
+
+    def stand_still(self, sequence: Sequence) -> None:
+        """Takes a sequence out of the queue until its stream is read."""
+        held = self.cache.used_blocks
+        self.release(sequence, Status.UNREAD)
+        self.stats.unread += 1
+        self.stats.unread_blocks += held - self.cache.used_blocks
 
     def served(self, sequences: Iterable[Sequence], tokens: int) -> None:
         """Charges the sequences' tenants for so many tokens of each that were made."""

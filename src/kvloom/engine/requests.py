@@ -273,7 +273,8 @@ class Requests:
         """Enqueues the choices of an open request that nobody has ended. Raises QueueFull if other requests
         have filled the queue meanwhile, and none of them gives way.
 
-        guides: one for each choice. jobs: how many the unit has started. foreign: see `Sequence`.
+        guides: one for each choice, which has stepped over its tokens. jobs: how many the unit has started.
+        foreign: see `Sequence`.
         """
         body, queue = stream.body, self._queues[stream.body.model]
         displaced = self._room(body)
@@ -281,7 +282,8 @@ class Requests:
             self._refuse(displaced)
         for sequence, guide in zip(stream.sequences, guides, strict=True):
             sequence.guide, sequence.foreign = guide, foreign
-            self._retrace(sequence)
+            if not sequence.cancelled:
+                self._end_if_made(sequence)
         live = [sequence for sequence in stream.sequences if not sequence.cancelled]
         fresh = [sequence for sequence in live if not sequence.output_length]
         if fresh:
@@ -294,14 +296,14 @@ class Requests:
             if sequence.output_length:
                 queue.enqueue(sequence, jobs)
 
-    def _retrace(self, sequence: Sequence) -> None:
-        """Steps its guide over the tokens that were made elsewhere; they may end the sequence."""
-        output = sequence.tokens.output.tolist()
-        for token in output if sequence.guide else ():
-            if not sequence.cancelled and sequence.guide and not sequence.guide.accepts(token):
-                self.end(sequence, "error", message=f"made: token {token} breaks the guide")
-        if output and not sequence.cancelled:
-            self._end_after(sequence, output[-1])
+    def _end_if_made(self, sequence: Sequence) -> None:
+        """Ends a sequence that has tokens from elsewhere if its guide has not taken them all, or if they are
+        all that it may have."""
+        made, guide = sequence.output_length, sequence.guide
+        if guide and guide.taken < made:
+            self._fail_guide(sequence, guide, guide.taken, "made: token {} breaks the guide")
+        elif made:
+            self._end_after(sequence, int(sequence.tokens.output[-1]))
 
     def _room(self, body: StartGenerate) -> RequestStream | None:
         """Returns the request that is to give its place in a full queue to this one: the last one of the
@@ -319,6 +321,7 @@ class Requests:
     def _refuse(self, stream: RequestStream) -> None:
         """Ends a request of which nothing was computed, as if it had not been let in."""
         queue = self._queues[stream.body.model]
+        queue.stats.displaced += 1
         for sequence in stream.sequences:
             sequence.cancelled = True
             queue.release(sequence, Status.ENDED)
@@ -339,7 +342,7 @@ class Requests:
         cached as long as nobody wants the blocks, and is computed again otherwise."""
         for sequence in stream.live if stream.full else ():
             if sequence.output_length and sequence.status in (Status.RUNNING, Status.WAITING):
-                self._queues[sequence.model].release(sequence, Status.UNREAD)
+                self._queues[sequence.model].stand_still(sequence)
 
     def go_on(self, stream: RequestStream, jobs: int) -> None:
         """Lets the choices of a stream that was full go on, because it has been read. jobs: how many the unit
@@ -396,18 +399,19 @@ class Requests:
         index = sequence.tokens.made
         sequence.tokens.append(token)
         if sequence.guide and not sequence.guide.accepts(token):
-            self._fail_guide(sequence, sequence.guide, token)
+            self._fail_guide(sequence, sequence.guide, index, "token {} breaks the guide that drew it")
             return
         self._streams[sequence.request].add(TokenEvent(sequence.choice, index, token, logprob))
         self._end_after(sequence, token)
 
-    def _fail_guide(self, sequence: Sequence, guide: GuideState, token: int) -> None:
-        """Ends a sequence whose guide takes no token. If the guide gave up, that is the request's doing."""
+    def _fail_guide(self, sequence: Sequence, guide: GuideState, index: int, broken: str) -> None:
+        """Ends a sequence whose guide does not take its token `index`. If the guide gave up, that is the
+        request's doing. broken: what is said of the token if it did not."""
         asked = sequence.sampling.guide
         if asked is None or not guide.problem:
-            self.end(sequence, "error", message=f"token {token} breaks the guide that drew it")
+            self.end(sequence, "error", message=broken.format(sequence.tokens.output[index]))
             return
-        message = f"{asked.param}: after {sequence.output_length - 1} tokens {guide.problem}"
+        message = f"{asked.param}: after {index} tokens {guide.problem}"
         self.end(sequence, "error", message=message, code=GuideFailed.code, param=asked.param)
 
     def _end_after(self, sequence: Sequence, token: int) -> None:

@@ -45,6 +45,9 @@ class ModelLoad(Struct, frozen=True, kw_only=True):
     away: int = 0  # sequences that are offloaded to another unit
     away_tokens_total: int = 0  # tokens for which another unit attended
     away_share: float = 0.0  # of the running sequences, the share that is to be offloaded
+    displaced_total: int = 0  # requests that gave their place in a full queue to another
+    unread_total: int = 0  # times that a sequence stood still because nobody read its stream
+    unread_blocks_total: int = 0  # blocks that those gave back
     step_seconds: float = 0.0  # median of the last decode steps; 0 if there was none
 
     @property

@@ -60,9 +60,9 @@ class FairQueue(Generic[T]):
 
     @property
     def first(self) -> T | None:
-        """Returns the sequence that is next; it looks at one sequence of each tenant that waits. Of
-        tenants with equal counters it is the one whose first sequence came first, so that no newcomer takes the place of
-        whoever is next."""
+        """Returns the sequence that is next; it looks at one sequence of each tenant that waits. Of tenants
+        with equal counters it is the one whose first sequence came first, so that no newcomer takes the place
+        of whoever is next."""
         if len(self._lines) > 1:
             return min(self._lines.items(), key=self._rank)[1][0]
         return next((line[0] for line in self._lines.values()), None)
