@@ -30,7 +30,7 @@ class Follower:
         return list(self.ring.tenants)
 
     def look(self) -> list[str]:
-        asyncio.run(self.file.look(self.ring, lambda *names: self.changes.append(names)))
+        asyncio.run(self.file.read_again(self.ring, lambda *names: self.changes.append(names)))
         return list(self.ring.tenants)
 
     def add(self, name: str) -> bytes:

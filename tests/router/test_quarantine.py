@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from kvloom.router import Call, Fleet, Frames
 from kvloom.router.program import Program
 from kvloom.router.programs import PROGRAMS
-from kvloom.router.progress import (
+from kvloom.router.quarantine import (
     DEATHS_AFTER,
     DEATHS_BEFORE,
     MOST_QUARANTINED,
@@ -215,10 +215,10 @@ async def test_few_are_remembered() -> None:
     quarantine, bodies = Quarantine(ManualClock()), [body(at + 1) for at in range(MOST_QUARANTINED + 1)]
     for one in bodies:
         quarantine.add(one)
-    quarantine.refuse(bodies[0])
+    quarantine.check(bodies[0])
     for one in bodies[1:]:
         with pytest.raises(RequestQuarantined):
-            quarantine.refuse(one)
+            quarantine.check(one)
 
 
 async def test_an_error_that_is_the_requests_own_goes_to_its_client() -> None:

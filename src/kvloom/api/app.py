@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 from starlette.applications import Starlette
@@ -28,12 +29,14 @@ from kvloom.api.openai.chat import ChatEndpoint
 from kvloom.api.openai.completions import CompletionEndpoint
 from kvloom.api.openai.generation import EndpointContext
 from kvloom.api.openapi import Documents
-from kvloom.api.routes import PUBLIC, Handler, asgi_routes
+from kvloom.api.routes import PUBLIC, Caller, Handler, asgi_routes
 from kvloom.api.texts.prompts import Texts
 from kvloom.types.client import ModelServer
 from kvloom.types.errors import KvloomError, Unavailable
 from kvloom.types.load import UnitLoad
 
+METERED: Final = frozenset(row.path for row in PUBLIC if row.caller is Caller.KEY and row.method == "POST")
+"""The paths whose requests count against a key's limits."""
 DEFAULT_MAX_BODY = 8 << 20
 BODY_SECONDS = 30.0
 ENGINE_SECONDS = 5.0  # for the engines to tell their loads
@@ -88,7 +91,7 @@ def create_app(
             Middleware(TakeTurns),
             *([cors(origins)] if origins else ()),
             Middleware(RequireKey, keys=keys, origins=origins, certified=certified),
-            Middleware(MeterRequests),
+            Middleware(MeterRequests, paths=METERED),
             Middleware(RequireJson),
         ],
         exception_handlers={

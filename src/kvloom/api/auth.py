@@ -14,7 +14,7 @@ from kvloom.api.access.audit import FLEET
 from kvloom.api.access.keyring import KeyRing
 from kvloom.api.access.origins import foreign_page, header_words, host_name, refuse_page
 from kvloom.api.access.proxies import PROXIED, is_loopback, network_of
-from kvloom.api.access.tenants import Access, access_of, allow
+from kvloom.api.access.tenants import Access, access_of, set_access
 from kvloom.api.errors import CertificateRequired, Forbidden, error_response, is_verb
 from kvloom.api.routes import PUBLIC, Caller
 from kvloom.types.errors import KvloomError, Unauthorized
@@ -73,7 +73,7 @@ class RequireKey:
             if error := self._problem(scope, given, access):
                 await error_response(scope, error)(scope, receive, send)
                 return
-            allow(scope, access)
+            set_access(scope, access)
         await self._app(scope, receive, send)
 
     def _identify(self, scope: Scope, given: bytes | None) -> Access:
@@ -107,7 +107,7 @@ class RequireKey:
 
     def _problem(self, scope: Scope, given: bytes | None, access: Access) -> KvloomError | None:
         path, holder = scope["path"], access.holder
-        if holder is not None and self._ring is not None and self._ring.is_over(holder):
+        if holder is not None and self._ring is not None and self._ring.check_expiry(holder):
             return None if path in OPEN_PATHS else Unauthorized(f"the key of {access.tenant} has expired")
         if is_admin(scope):
             return self._admin_problem(scope, given, access)

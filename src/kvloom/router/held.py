@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
-from kvloom.router.progress import Deaths
+from kvloom.router.quarantine import Deaths
 from kvloom.router.replicas import Replica
 from kvloom.types.clock import Clock
 from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable, UnknownModel

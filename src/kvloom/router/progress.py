@@ -1,36 +1,15 @@
-"""The progress of a request, as its caller has seen it: enough for another engine to go on, unless too many
-engines have died of the request, which is quarantined then."""
+"""The progress of a request, as its caller has seen it: enough for another engine to go on."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import logging
-from collections import OrderedDict
 from collections.abc import Set
-from typing import Final
 
-import msgspec
 from msgspec.structs import replace
 
 from kvloom.types.clock import Clock
-from kvloom.types.errors import EngineDied, KvloomError, RequestQuarantined, Unavailable
-from kvloom.types.request import EndEvent, Event, Made, PromptEvent, StartGenerate, TokenEvent
-
-DEATHS_BEFORE: Final = 2
-"""So many engines may die of a request that has no token yet: the first may have been killed by somebody
-else, and what its grammar or its prompt does to an engine it does before its first token."""
-DEATHS_AFTER: Final = 4
-"""So many engines may die of a request that has tokens. What it does to an engine it would most likely have
-done before, and its caller has seen a part of the answer; so it is trusted for longer."""
-QUARANTINE_SECONDS: Final = 600.0
-"""The time for which a quarantined request is refused if its client sends it again."""
-MOST_QUARANTINED: Final = 256
-"""Requests that are remembered for that."""
-
-_SHOWN: Final = 16  # digits of a digest
-_encode = msgspec.msgpack.Encoder().encode
-_log = logging.getLogger(__name__)
+from kvloom.types.errors import KvloomError
+from kvloom.types.request import EndEvent, Event, Made, PromptEvent, TokenEvent
 
 
 class RequestProgress:
@@ -172,78 +151,3 @@ class RequestProgress:
             return frame, None
         rest = [event for event in frame if event not in failed]
         return rest, failed[0].message or "the engine could not go on with this request"
-
-
-class Quarantine:
-    """The digests of the requests that were quarantined lately."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._until: OrderedDict[str, float] = OrderedDict()
-
-    def refuse(self, body: StartGenerate) -> None:
-        """Raises RequestQuarantined if the same request was quarantined lately."""
-        if not self._until:
-            return
-        digest = digest_of(body)
-        left = self._until.get(digest, 0.0) - self._clock.now()
-        if left > 0.0:
-            raise RequestQuarantined(
-                f"this request was quarantined because engines died of it ({digest}); it is refused for "
-                f"{left:.0f} s more"
-            )
-
-    def add(self, body: StartGenerate) -> str:
-        """Remembers the request, and returns its digest."""
-        digest = digest_of(body)
-        self._until[digest] = self._clock.now() + QUARANTINE_SECONDS
-        self._until.move_to_end(digest)
-        if len(self._until) > MOST_QUARANTINED:
-            self._until.popitem(last=False)
-        return digest
-
-
-class Deaths:
-    """Counts the engines that have died of one request, before its first token and after it."""
-
-    def __init__(self, body: StartGenerate, progress: RequestProgress, quarantine: Quarantine) -> None:
-        self.verdict: RequestQuarantined | None = None
-        """Why the request is tried no more."""
-        self._body = body
-        self._progress = progress
-        self._quarantine = quarantine
-        self._before = 0
-        self._after = 0
-
-    def counted(self, error: Unavailable) -> KvloomError:
-        """Counts the error if an engine has died. Returns it, or RequestQuarantined if that was one death too
-        many."""
-        if not isinstance(error, EngineDied):
-            return error
-        if self._progress.tokens:
-            self._after += 1
-        else:
-            self._before += 1
-        if self.verdict is None and (self._before >= DEATHS_BEFORE or self._after >= DEATHS_AFTER):
-            self.verdict = self._quarantined(error)
-        return self.verdict or error
-
-    def _quarantined(self, error: EngineDied) -> RequestQuarantined:
-        digest = self._quarantine.add(self._body)
-        deaths = f"{self._before} engines died before its first token, and {self._after} after it"
-        _log.error(
-            "request %s for %s is quarantined (%s): %s; at last %s",
-            self._body.request,
-            self._body.model,
-            digest,
-            deaths,
-            error.message,
-        )
-        return RequestQuarantined(f"the request is quarantined ({digest}): {deaths}")
-
-
-def digest_of(body: StartGenerate) -> str:
-    """Returns the digest of what a client sends again if it tries again: for whom, which model, which prompt,
-    and how it is sampled, but for the seed, which is drawn anew for a client that gives none."""
-    asked = (body.tenant, body.model, body.prompt, body.n, replace(body.sampling, seed=0))
-    return hashlib.sha256(_encode(asked)).hexdigest()[:_SHOWN]

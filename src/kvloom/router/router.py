@@ -14,7 +14,7 @@ from kvloom.router.candidates import WaitingRoom
 from kvloom.router.migration import Migration
 from kvloom.router.prefix_index import PrefixIndex
 from kvloom.router.program import Program
-from kvloom.router.progress import Quarantine
+from kvloom.router.quarantine import Quarantine
 from kvloom.router.replicas import Fleet, arriving
 from kvloom.router.session import Session
 from kvloom.router.units import FleetLink, Units

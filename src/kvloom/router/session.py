@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from kvloom.router.candidates import Candidates, Lost, WaitingRoom
 from kvloom.router.held import REFUSALS, PeerReservation, SessionHeld
-from kvloom.router.progress import Deaths, Quarantine, RequestProgress
+from kvloom.router.progress import RequestProgress
+from kvloom.router.quarantine import Deaths, Quarantine
 from kvloom.router.replicas import Fleet, Replica, arriving
 from kvloom.types.address import resolve
 from kvloom.types.client import Frames
@@ -84,7 +85,7 @@ class Session:
         request = self.body.request
         if request in sessions:
             raise BadRequest(f"request id {request} is in use", param="request")
-        self._quarantine.refuse(self.body)
+        self._quarantine.check(self.body)
         candidates = Candidates(self.body, self.progress, self.held, self._serving, self._room)
         self.candidates, self.fleet = candidates, candidates.fleet
         # K and V that are received come without logits. So a request that wants its prompt's

@@ -50,8 +50,8 @@ class KeyRing:
         key = find_key(self._keys, given)
         return None if key is None else self.tenants[key.name]
 
-    def is_over(self, tenant: Tenant) -> bool:
-        """Returns whether a tenant's key has expired, which is counted."""
+    def check_expiry(self, tenant: Tenant) -> bool:
+        """Returns whether a tenant's key has expired. If it has, counts the refusal."""
         over = tenant.key.expired(self._date())
         if over:
             tenant.counts.refuse("expired")
@@ -87,9 +87,9 @@ class KeyFile:
         after."""
         while True:
             await clock.sleep(LOOK_SECONDS)
-            await self.look(ring, changed)
+            await self.read_again(ring, changed)
 
-    async def look(self, ring: KeyRing, changed: Callable[[list[str], list[str]], object]) -> None:
+    async def read_again(self, ring: KeyRing, changed: Callable[[list[str], list[str]], object]) -> None:
         """Reads the file again if it has changed. One that cannot be read changes nothing, but is told in the
         log once."""
         if not await asyncio.to_thread(self._watch.changed):

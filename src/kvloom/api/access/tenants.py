@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -13,7 +13,6 @@ from kvloom.api.errors import RateLimited, error_response
 from kvloom.api.metrics import KeyCounts
 from kvloom.config.keys import NamedKey
 
-METERED: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 WINDOW: Final = 60.0  # seconds in which a bucket empties
 _NOTHING: Final = 1e-6  # what sums of floats may be off
 _ACCESS: Final = "kvloom.access"
@@ -187,12 +186,13 @@ NOBODY: Final = Access()
 
 
 def access_of(scope: Scope) -> Access:
-    """Returns what `allow` has noted of a request."""
+    """Returns what `set_access` has noted of a request."""
     access: Access = scope.get("state", {}).get(_ACCESS, NOBODY)
     return access
 
 
-def allow(scope: Scope, access: Access) -> None:
+def set_access(scope: Scope, access: Access) -> None:
+    """Notes who makes the request, for `access_of`."""
     scope.setdefault("state", {})[_ACCESS] = access
 
 
@@ -200,13 +200,15 @@ class MeterRequests:
     """An ASGI middleware that holds each key with a name to its limits on requests, and tells it of all of
     them in the head of each answer to a completion."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, paths: Collection[str]) -> None:
+        """paths: those whose requests count."""
         self._app = app
+        self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         access = access_of(scope)
         key = access.holder
-        if key is None or scope.get("method") != "POST" or scope["path"] not in METERED:
+        if key is None or scope.get("method") != "POST" or scope["path"] not in self._paths:
             await self._app(scope, receive, send)
             return
 
@@ -225,7 +227,7 @@ class MeterRequests:
             await error_response(scope, error)(scope, receive, tell)
             return
         try:
-            allow(scope, replace(access, grant=grant))
+            set_access(scope, replace(access, grant=grant))
             await self._app(scope, receive, tell)
         finally:
             grant.end()

@@ -10,7 +10,7 @@ from typing import Final, Literal
 from kvloom.lab.sim.fleet import Rescheduling
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.router.candidates import FAILURES
-from kvloom.router.progress import DEATHS_AFTER
+from kvloom.router.quarantine import DEATHS_AFTER
 from kvloom.types.request import StartGenerate
 from kvloom.types.spec import Option
 
