@@ -173,6 +173,7 @@ def test_eos_ends_a_grammar_whoever_ignores_it(compiler: GuideCompiler) -> None:
     assert not state.done
     assert state.accepts(token(EOS))
     assert state.done
+    assert state.taken == 2
 
 
 def test_choices_step_apart(compiler: GuideCompiler) -> None:

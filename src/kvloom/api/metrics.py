@@ -107,7 +107,6 @@ class Watch:
         try:
             yield
         except KvloomError as error:
-            self._failed(error)
             self._count(error.status)
             raise
         except asyncio.CancelledError:
@@ -125,8 +124,9 @@ class Watch:
             yield
             status = 200
         except KvloomError as error:
-            self._failed(error)
             status = error.status
+            if isinstance(error, RequestQuarantined):
+                self._metrics.quarantined.labels(self.model).inc()
             raise
         except (asyncio.CancelledError, GeneratorExit):
             status = 499
@@ -135,10 +135,6 @@ class Watch:
             self._count(status)
             if status == 200:
                 self._observe(*counts())
-
-    def _failed(self, error: KvloomError) -> None:
-        if isinstance(error, RequestQuarantined):
-            self._metrics.quarantined.labels(self.model).inc()
 
     def _count(self, status: int) -> None:
         self._metrics.requests.labels(self.model, str(status)).inc()
