@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 from kvloom.cluster.dispatch import Dispatch, freest, infaas
 from kvloom.engine.freeness import Arrival
-from kvloom.router.prefix_index import PrefixIndex
+from kvloom.kv.prefix_index import PrefixIndex
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
 from kvloom.types.errors import ConnectionLost, EngineDied, Unavailable

@@ -10,9 +10,9 @@ from typing import Self
 
 from msgspec.structs import replace
 
+from kvloom.kv.prefix_index import PrefixIndex
 from kvloom.router.candidates import WaitingRoom
 from kvloom.router.migration import Migration
-from kvloom.router.prefix_index import PrefixIndex
 from kvloom.router.program import Program
 from kvloom.router.quarantine import Quarantine
 from kvloom.router.replicas import Fleet, arriving

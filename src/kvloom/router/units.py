@@ -10,7 +10,7 @@ from typing import Final
 from kvloom.cluster.launcher import Counted, UnitSeen
 from kvloom.cluster.mirror import Mirror
 from kvloom.cluster.state import ABSENT, ComponentStatus, is_counted, outlook
-from kvloom.router.prefix_index import PrefixIndex
+from kvloom.kv.prefix_index import PrefixIndex
 from kvloom.router.replicas import Replica
 from kvloom.router.unit import Unit
 from kvloom.types.client import EngineClient

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.router.prefix_index import CHUNK, PrefixIndex
+from kvloom.kv.prefix_index import CHUNK, PrefixIndex
 
 UNITS = ["a", "b", "c"]
 # few tokens, and few ways to go on after each chunk, so that prompts share much
