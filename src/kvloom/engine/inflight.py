@@ -47,7 +47,7 @@ class InflightBatch:
         step was reported."""
         if self.job.on_step is None:
             return len(result.tokens)
-        return sum(not drawer.cancelled for drawer in self.drawers)
+        return sum(not drawer.over for drawer in self.drawers)
 
 
 def compose(
@@ -114,9 +114,9 @@ class OutputProcessor:
                     queue.cache.keep(sequence.id, sequence.tokens.list())
                 siblings, sequence.siblings = sequence.siblings, []
                 for sibling in siblings:
-                    if not sibling.cancelled:
+                    if not sibling.over:
                         queue.fork(sequence, sibling, jobs)
-            if sequence.cancelled:
+            if sequence.over:
                 self._requests.release(queue, sequence)
             elif sequence.pending == 0 and not sequence.draws:
                 self._requests.end(sequence, "length")
@@ -126,7 +126,7 @@ class OutputProcessor:
             else ()
         )
         for drawer, token, logprob in last:
-            if not drawer.cancelled:
+            if not drawer.over:
                 self._requests.append(drawer, token, logprob)
         self._requests.deferred.run()
 
@@ -134,14 +134,14 @@ class OutputProcessor:
         """Processes one step of a job that goes on. Returns whether a sequence of the job has ended: nobody
         sees what is drawn for that one from here on, though its K and V may be cached."""
         stats = self._queues[inflight.job.model].stats
-        stats.output_tokens += sum(not drawer.cancelled for drawer in inflight.drawers)
+        stats.output_tokens += sum(not drawer.over for drawer in inflight.drawers)
         for drawer, token in zip(inflight.drawers, tokens, strict=True):
             drawer.computed += 1
-            if drawer.cancelled:
+            if drawer.over:
                 drawer.tokens.append(token)
             else:
                 self._requests.append(drawer, token, None)
-        return any(drawer.cancelled for drawer in inflight.drawers)
+        return any(drawer.over for drawer in inflight.drawers)
 
     def _process_earlier(self, inflight: InflightBatch, tokens: list[int]) -> None:
         """Processes the tokens of all steps but the last, as far as `process_step` has not. They end no
@@ -152,7 +152,7 @@ class OutputProcessor:
             index = drawer.output_length
             drawer.tokens.extend(own)
             drawer.computed += len(own)
-            if not drawer.cancelled:
+            if not drawer.over:
                 stream = self._requests.stream(drawer.request)
                 assert stream is not None
                 stream.extend([TokenEvent(drawer.choice, at, token) for at, token in enumerate(own, index)])
@@ -164,10 +164,10 @@ class OutputProcessor:
         for sequence, _ in inflight.batch:
             if sequence.id not in counted:
                 sequence.in_job = False
-                if sequence.cancelled:
+                if sequence.over:
                     self._requests.release(queue, sequence)
         for sequence in lost:
-            if not sequence.cancelled:
+            if not sequence.over:
                 queue.put_back(sequence, jobs)
 
     def fail(self, inflight: InflightBatch, error: BaseException) -> None:
@@ -175,11 +175,11 @@ class OutputProcessor:
         queue = self._queues[inflight.job.model]
         for sequence, _ in inflight.batch:
             sequence.in_job = False
-            if sequence.cancelled:
+            if sequence.over:
                 self._requests.release(queue, sequence)
         message = f"the job failed ({type(error).__name__}); the engine's log has more"
         for sequence, _ in inflight.batch:
-            if not sequence.cancelled:
+            if not sequence.over:
                 self._requests.cancel(sequence.request, "error", message)
         self._requests.deferred.run()
 

@@ -32,8 +32,8 @@ MOST_UNREAD: Final = 256
 
 @dataclass(slots=True, eq=False)
 class RequestStream:
-    """The events of one request on their way to its caller. They are held back until `body.interval` of a
-    choice have gathered, one is a choice's first token, or a choice ends."""
+    """The events of one request on their way to its caller. They are held back until there are
+    `body.interval` of them for each open choice, or one of them is a choice's first token or its end."""
 
     id: StreamId
     """No other live stream has this id."""
@@ -62,7 +62,7 @@ class RequestStream:
     @property
     def live(self) -> list[Sequence]:
         """The choices that have not ended, and are not about to."""
-        return [one for one in self.sequences if not one.cancelled and one.status is not Status.ENDED]
+        return [one for one in self.sequences if not one.over and one.status is not Status.ENDED]
 
     @property
     def in_job(self) -> bool:
@@ -79,7 +79,7 @@ class RequestStream:
         ) >= self.body.interval * self._open:
             self._ready.set()
             if len(self._events) > self._most and not self._awaited:
-                self._fill()
+                self._note_full()
 
     def extend(self, events: list[TokenEvent]) -> None:
         """Adds tokens of one choice, of which none is its last."""
@@ -87,9 +87,9 @@ class RequestStream:
         if len(self._events) >= self.body.interval * self._open:
             self._ready.set()
             if len(self._events) > self._most and not self._awaited:
-                self._fill()
+                self._note_full()
 
-    def _fill(self) -> None:
+    def _note_full(self) -> None:
         self.full = True
         self.filled(self)
 
@@ -245,7 +245,7 @@ class Requests:
         name: StreamId = body.request if transfer is None else self.new_id()
         if name in self._streams:
             raise BadRequest(f"request id {name} is in use", param="request")
-        self._room(body)
+        self._displaced_by(body)  # raises QueueFull, before a guide is compiled; `begin` chooses anew
         arrival = next(self._arrivals)
         prompt, prompt_logprobs = np.asarray(body.prompt, dtype=np.int64), list[TokenLogprob]()
         sequences = [
@@ -277,14 +277,14 @@ class Requests:
         foreign: see `Sequence`.
         """
         body, queue = stream.body, self._queues[stream.body.model]
-        displaced = self._room(body)
+        displaced = self._displaced_by(body)
         if displaced is not None:
             self._refuse(displaced)
         for sequence, guide in zip(stream.sequences, guides, strict=True):
             sequence.guide, sequence.foreign = guide, foreign
-            if not sequence.cancelled:
+            if not sequence.over:
                 self._end_if_made(sequence)
-        live = [sequence for sequence in stream.sequences if not sequence.cancelled]
+        live = [sequence for sequence in stream.sequences if not sequence.over]
         fresh = [sequence for sequence in live if not sequence.output_length]
         if fresh:
             first, *siblings = fresh
@@ -305,7 +305,7 @@ class Requests:
         elif made:
             self._end_after(sequence, int(sequence.tokens.output[-1]))
 
-    def _room(self, body: StartGenerate) -> RequestStream | None:
+    def _displaced_by(self, body: StartGenerate) -> RequestStream | None:
         """Returns the request that is to give its place in a full queue to this one: the last one of the
         tenant of whom most wait. Returns None if the queue is not full, or the request goes on from another
         unit and so comes in anyway. Raises QueueFull if none gives way."""
@@ -314,6 +314,7 @@ class Requests:
             return None
         for sequence in queue.waiting.who_gives_way(body.tenant, body.priority):
             stream = self._streams[sequence.request]
+            # A send, whose id is a number, gives no place.
             if isinstance(stream.id, str) and all(one.untouched for one in stream.sequences):
                 return stream
         raise QueueFull(f"{len(queue.waiting)} requests wait for {queue.card.name} already", retry_after=1)
@@ -323,7 +324,7 @@ class Requests:
         queue = self._queues[stream.body.model]
         queue.stats.displaced += 1
         for sequence in stream.sequences:
-            sequence.cancelled = True
+            sequence.over = True
             queue.release(sequence, Status.ENDED)
         del self._streams[stream.id]
         stream.refuse(
@@ -381,14 +382,14 @@ class Requests:
         for sequence in stream.sequences:
             if choice not in (None, sequence.choice):
                 continue
-            if not sequence.cancelled and sequence.status is not Status.ENDED:
+            if not sequence.over and sequence.status is not Status.ENDED:
                 self.end(sequence, reason, message=message)
 
     def release(self, queue: ModelQueue, sequence: Sequence) -> None:
         """Releases a sequence that has ended and is in no job. The first sibling that waits for its prompt
         takes its place in the queue."""
         queue.release(sequence, Status.ENDED)
-        waiting, sequence.siblings = [s for s in sequence.siblings if not s.cancelled], []
+        waiting, sequence.siblings = [s for s in sequence.siblings if not s.over], []
         if waiting:
             first, *rest = waiting
             first.siblings.extend(rest)
@@ -438,7 +439,7 @@ class Requests:
         param: str = "",
     ) -> None:
         """Ends a sequence; it is released now, or when its job has ended. code, param: see `EndEvent`."""
-        sequence.cancelled = True
+        sequence.over = True
         if not sequence.in_job:
             self.release(self._queues[sequence.model], sequence)
         stream = self._streams[sequence.request]

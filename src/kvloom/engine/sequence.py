@@ -127,7 +127,9 @@ class Sequence:
     cached: int | None = None
     """Tokens of the prompt that needed no computing when the sequence was first admitted."""
     in_job: bool = False
-    cancelled: bool = False
+    over: bool = False
+    """Its end has been told, or is about to be: no token of it counts any more. Its blocks come back now, or
+    with its job."""
     waiting_since: int = 0
     """Jobs that the unit had started when the sequence began to wait."""
     preempted_at: int = -1

@@ -109,8 +109,8 @@ class StartGenerate(Struct, frozen=True, omit_defaults=True, kw_only=True):
     # made here, and choices left out have ended. If it is empty, all choices begin.
     made: list[Made] = []
     priority: Int64 = 0  # a smaller number is served first
-    # The most tokens of a choice in a frame; the first token comes at once. A larger number saves work for a
-    # caller that does not stream.
+    # The tokens for each open choice that are gathered into a frame; the first token comes at once. A larger
+    # number saves work for a caller that does not stream.
     interval: Annotated[int, Meta(ge=1, le=1024)] = 1
     # For whom the request is made: the name of a key, or an address. Queues are fair between tenants.
     tenant: str = ""
