@@ -26,7 +26,7 @@ schema = schemathesis.openapi.from_asgi("/openapi.json", APP)
 
 
 @schema.parametrize()  # type: ignore[untyped-decorator]
-@settings(max_examples=examples(15), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(7), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_described(case: schemathesis.Case) -> None:
     """What a schema cannot say (fields that need each other, the context length) may still be refused."""
     if isinstance(case.body, dict) and case.meta is not None and case.meta.generation.mode.is_positive:

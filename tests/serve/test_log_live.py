@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import socket
@@ -11,10 +10,9 @@ import sys
 import time
 import urllib.error
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import pytest
 from benchmarks.process import free_port
 
 from kvloom.config.config import DEMO
@@ -26,34 +24,6 @@ kv_memory: 16MiB
 models: {{stories: {DEMO}/stories}}
 units: [{{models: [stories], replicas: 2}}]
 """
-SMALLEST_PIPE = 4096
-
-
-@contextmanager
-def full() -> Iterator[int]:
-    """A file on a full disk."""
-    disk = os.open("/dev/full", os.O_WRONLY)
-    yield disk
-    os.close(disk)
-
-
-@contextmanager
-def unread() -> Iterator[int]:
-    """A pipe that is open, and that nobody reads."""
-    reader, writer = os.pipe()
-    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, SMALLEST_PIPE)
-    yield writer
-    os.close(writer)
-    os.close(reader)
-
-
-@contextmanager
-def closed() -> Iterator[int]:
-    """A pipe whose reader has gone."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    yield writer
-    os.close(writer)
 
 
 class Mute(Fleet):
@@ -83,27 +53,64 @@ def answers(url: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("sink", [full, unread, closed])
-def test_a_log_that_nobody_takes(tmp_path: Path, sink: Callable[[], AbstractContextManager[int]]) -> None:
-    file, port = tmp_path / "fleet.yaml", free_port()
+def fill(pipe: Path) -> None:
+    """Whoever writes to the pipe from now on waits."""
+    writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"." * 4096)
+    os.close(writer)
+
+
+@contextmanager
+def mute(folder: Path, sink: int) -> Iterator[Mute]:
+    """A fleet that prints to `sink`, and ends by SIGTERM."""
+    file = folder / "fleet.yaml"
     file.write_text(CONFIG)
-    with sink() as output:
-        mute = Mute([str(file)], port, output, tmp_path)
-        try:
-            eventually(lambda: answers(mute.url), "the fleet")
-            killed = mute.children()["unit-0"]
-            with streams(mute.url, 60, stories=4) as ended:
-                for _ in range(300):  # each is logged
-                    with socket.create_connection(("127.0.0.1", port)) as one:
-                        one.sendall(b"\0garbage\r\n\r\n")
-                        one.recv(1)
-                os.kill(killed, signal.SIGKILL)
-                before = len(ended)
-                eventually(lambda: mute.children().get("unit-0", killed) != killed, "another engine")
-                eventually(lambda: len(ended) >= before + 8, "the end of streams")
-            with outlived([*mute.children().values()]):
-                mute.process.send_signal(signal.SIGTERM)
-                assert mute.process.wait(15) == 0
-        finally:
-            mute.process.kill()
-            mute.process.wait()
+    started = Mute([str(file)], free_port(), sink, folder)
+    try:
+        eventually(lambda: answers(started.url), "the fleet")
+        yield started
+        with outlived([*started.children().values()]):
+            started.process.send_signal(signal.SIGTERM)
+            assert started.process.wait(15) == 0
+    finally:
+        started.process.kill()
+        started.process.wait()
+
+
+def check_serves_on(mute: Mute, unit: str) -> None:
+    """Bad requests, and the unit's death, are logged under streams."""
+    killed, port = mute.children()[unit], int(mute.url.rpartition(":")[2])
+    with streams(mute.url, 60, stories=4) as ended:
+        for _ in range(100):
+            with socket.create_connection(("127.0.0.1", port)) as one:
+                one.sendall(b"\0garbage\r\n\r\n")
+                one.recv(1)
+        os.kill(killed, signal.SIGKILL)
+        before = len(ended)
+        eventually(lambda: mute.children().get(unit, killed) != killed, "another engine")
+        eventually(lambda: len(ended) >= before + 8, "the end of streams")
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    disk = os.open("/dev/full", os.O_WRONLY)
+    with mute(tmp_path, disk) as fleet:
+        check_serves_on(fleet, "unit-0")
+    os.close(disk)
+
+
+def test_a_pipe_whose_reader_has_gone_and_one_that_nobody_reads(tmp_path: Path) -> None:
+    """The pipe has a name, so that another reader can open it."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    writer = os.open(path, os.O_WRONLY)
+    os.close(reader)
+    with mute(tmp_path, writer) as fleet:
+        check_serves_on(fleet, "unit-0")
+        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        fill(path)
+        check_serves_on(fleet, "unit-1")
+    os.close(writer)
+    os.close(reader)
