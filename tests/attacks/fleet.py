@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from benchmarks.process import free_port
 from benchmarks.procfs import PROC, command_line, descendants, peak_memory
 
 from kvloom.config.config import DEMO
+from kvloom.config.keys import add_key, make_key
 
 CONFIG: Final = """\
 port: {port}
@@ -45,6 +46,12 @@ class Fleet:
     """Its config's folder, from which programs are loaded."""
     output: asyncio.StreamReader | None
     """What it prints, if nobody reads that yet."""
+    keys: dict[str, str]
+    """Its keys by their names; none if it has none."""
+
+    def headers(self, name: str) -> dict[str, str]:
+        """Returns what a client with a key sends besides; nothing if no such key was made."""
+        return {"authorization": f"Bearer {self.keys[name]}"} if name in self.keys else {}
 
     def processes(self) -> dict[str, int]:
         """Returns the fleet's processes by what they are, but for workers, which may come and go."""
@@ -66,11 +73,17 @@ class Fleet:
 
 
 @asynccontextmanager
-async def serving(*, more: str = "", output: int | None = None) -> AsyncIterator[Fleet]:
-    """Serves the demo models. more: further lines of the config; output: the descriptor to which the fleet
-    prints, in place of a pipe that is read."""
+async def serving(
+    *, more: str = "", keys: Sequence[str] = (), output: int | None = None
+) -> AsyncIterator[Fleet]:
+    """Serves the demo models. more: further lines of the config; keys: the names of its keys, without which
+    it needs none; output: the descriptor to which the fleet prints, in place of a pipe that is read."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
+        made = {name: make_key(name) for name in keys}
+        for _, key in made.values():
+            add_key(Path(folder) / "keys.yaml", key)
+        more += "keys: keys.yaml\n" if made else ""
         config = Path(folder) / "fleet.yaml"
         config.write_text(CONFIG.format(port=port, demo=DEMO, more=more))
         process = await asyncio.create_subprocess_exec(
@@ -84,7 +97,8 @@ async def serving(*, more: str = "", output: int | None = None) -> AsyncIterator
             await _answers(url)
             async with asyncio.TaskGroup() as group:
                 reading = None if process.stdout is None else group.create_task(_drain(process.stdout))
-                yield Fleet(url, port, process.pid, Path(folder), process.stdout)
+                texts = {name: text for name, (text, _) in made.items()}
+                yield Fleet(url, port, process.pid, Path(folder), process.stdout, texts)
                 if reading is not None:
                     reading.cancel()
         finally:
@@ -175,10 +189,21 @@ class Innocent:
         return sorted(self.seconds)[int(0.99 * len(self.seconds))] if self.seconds else float("inf")
 
 
+@dataclass
+class Tenant(Innocent):
+    """One that has a key."""
+
+    headers: dict[str, str] = field(default_factory=dict)
+
+    async def _ask(self, session: aiohttp.ClientSession) -> str:
+        session.headers.update(self.headers)
+        return await super()._ask(session)
+
+
 @asynccontextmanager
 async def innocent(fleet: Fleet, model: str) -> AsyncIterator[Innocent]:
-    """Lets a client ask while the block runs."""
-    client = Innocent(fleet.url, model)
+    """Lets a client ask while the block runs; if the fleet has keys, with one named `innocent`."""
+    client = Tenant(fleet.url, model, headers=fleet.headers("innocent"))
     task = asyncio.create_task(client.ask_for_ever())
     try:
         yield client
@@ -198,7 +223,9 @@ def forget_peak(pid: int) -> None:
     (PROC / str(pid) / "clear_refs").write_text("5")
 
 
-async def post(session: aiohttp.ClientSession, url: str, body: Any) -> tuple[int, str]:
+async def post(
+    session: aiohttp.ClientSession, url: str, body: Any, headers: Mapping[str, str] | None = None
+) -> tuple[int, str]:
     """Returns the status and the text of an answer."""
-    async with session.post(url, json=body) as response:
+    async with session.post(url, json=body, headers=headers) as response:
         return response.status, await response.text()
