@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from schemathesis.core import NOT_SET
+from schemathesis.generation.meta import TestPhase
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 from starlette.testclient import TestClient
 
@@ -23,12 +26,18 @@ from tests.examples import examples
 KEY = {"authorization": "Bearer admin"}
 APP = administered(keys=Keys(admin=frozenset({"admin"}))).app
 schema = schemathesis.openapi.from_asgi("/openapi.json", APP)
+SHARE = examples(64) << 24  # of 2**32: of the cases by which schemathesis covers each keyword of each field
 
 
 @schema.parametrize()  # type: ignore[untyped-decorator]
-@settings(max_examples=examples(15), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(7), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_described(case: schemathesis.Case) -> None:
     """What a schema cannot say (fields that need each other, the context length) may still be refused."""
+    if case.meta is not None and case.meta.phase.name is TestPhase.COVERAGE:
+        body = None if case.body is NOT_SET else case.body  # which has another name in each run
+        sent = case.method, case.path, case.path_parameters, case.query, case.headers, body
+        if zlib.crc32(repr(sent).encode()) >= SHARE:
+            return
     if isinstance(case.body, dict) and case.meta is not None and case.meta.generation.mode.is_positive:
         case.body |= {"model": "tiny"} if "model" in case.body else {}
     case.call_and_validate(headers=KEY, excluded_checks=[positive_data_acceptance])

@@ -5,14 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
-from tests.attacks.attacks import ATTACKS, Reached, bad_requests, bad_requests_and_a_kill, stopped_gateway
+from tests.attacks.attacks import (
+    ATTACKS,
+    Attack,
+    Reached,
+    bad_requests,
+    bad_requests_and_a_kill,
+    stopped_gateway,
+)
 from tests.attacks.fleet import Fleet, Innocent, forget_peak, innocent, resident, serving
-from tests.attacks.strangers import STRANGERS
+from tests.attacks.strangers import STRANGERS, TENANTS
 
 WARM_SECONDS: Final = 2.0
 LONE_SECONDS: Final = 8.0
@@ -119,45 +126,66 @@ def _seen(client: Innocent, lone: float) -> Client:
     return Client(lone, client.p99(), client.gap, client.wrong)
 
 
-@asynccontextmanager
-async def closed_pipe() -> AsyncIterator[int]:
-    reader, writer = os.pipe()
-    os.close(reader)
-    yield writer
-    os.close(writer)
+@contextmanager
+def full_disk() -> Iterator[int]:
+    output = os.open("/dev/full", os.O_WRONLY)
+    yield output
+    os.close(output)
 
 
-async def alone() -> dict[str, str]:
-    """Plays the attacks that have a fleet of their own."""
-    found = {}
-    full = os.open("/dev/full", os.O_WRONLY)
-    async with serving(output=full) as fleet:
-        found["4 full disk as log"] = await bad_requests(fleet)
-    reader, writer = os.pipe()
-    async with serving(output=writer) as fleet:
-        found["5 unread pipe as log"] = await bad_requests_and_a_kill(fleet)
+@contextmanager
+def unread_pipe() -> Iterator[int]:
+    reader, output = os.pipe()
+    yield output
     os.close(reader)
-    async with serving(output=writer) as fleet:
-        found["4 log without a reader"] = await bad_requests(fleet)
-    os.close(writer)
-    async with serving() as fleet:
-        found["8 stopped gateway"] = await stopped_gateway(fleet)
-    return found
+    os.close(output)
+
+
+@contextmanager
+def closed_pipe() -> Iterator[int]:
+    reader, output = os.pipe()
+    os.close(reader)
+    yield output
+    os.close(output)
+
+
+ALONE: Final[dict[str, tuple[Attack, Callable[[], AbstractContextManager[int | None]]]]] = {
+    "4 full disk as log": (bad_requests, full_disk),
+    "5 unread pipe as log": (bad_requests_and_a_kill, unread_pipe),
+    "4 log without a reader": (bad_requests, closed_pipe),
+    "8 stopped gateway": (stopped_gateway, nullcontext),
+}
+"""The attacks beside which nobody asks, each with what its fleet prints to."""
+
+
+async def alone(name: str) -> str:
+    """Plays one of these. Returns its row."""
+    attack, sink = ALONE[name]
+    with sink() as output:
+        async with serving(output=output) as fleet:
+            try:
+                said, verdict = await attack(fleet), "holds"
+            except Reached as error:
+                said, verdict = str(error), "fails: reached its end"
+    return f"| {name} | {said} |" + " |" * 5 + f" {verdict} |"
+
+
+async def beside(name: str) -> str:
+    """Plays an attack with innocent clients beside. Returns its row."""
+    async with serving(keys=TENANTS.get(name, ())) as fleet:
+        result = await under(name, fleet)
+    for client in (result.elsewhere, result.beside):
+        if client.wrong:
+            print(f"{name}: {client.wrong[0]}", file=sys.stderr)
+    return result.row()
 
 
 async def main(names: list[str]) -> None:
     rows = []
-    for name in [one for one in ALL if not names or any(one.startswith(part) for part in names)]:
-        async with serving() as fleet:
-            result = await under(name, fleet)
-        for client in (result.elsewhere, result.beside):
-            if client.wrong:
-                print(f"{name}: {client.wrong[0]}", file=sys.stderr)
-        rows.append(result.row())
-        print(rows[-1], flush=True)
-    if not names:
-        for name, said in (await alone()).items():
-            rows.append(f"| {name} | {said} |" + " |" * 6)
+    for name in [*ALL, *ALONE]:
+        if not names or any(name.startswith(part) for part in names):
+            rows.append(await (beside(name) if name in ALL else alone(name)))
+            print(rows[-1], flush=True)
     print("\n".join(["", HEAD, *rows]))
 
 

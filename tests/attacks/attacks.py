@@ -173,6 +173,8 @@ async def bad_requests(fleet: Fleet) -> str:
             except (TimeoutError, ConnectionError) as error:
                 answers.append(type(error).__name__)
             writer.close()
+    if any(answer != "HTTP/1.1 400" for answer in answers):
+        raise Reached(_counted(answers))
     return _counted(answers)
 
 
@@ -181,8 +183,9 @@ async def bad_requests_and_a_kill(fleet: Fleet) -> str:
     killed = fleet.engines()[0]
     os.kill(killed, signal.SIGKILL)
     await asyncio.sleep(10)
-    again = len(fleet.engines()) == 2 and killed not in fleet.engines()
-    return f"{said}; a killed engine {'came back' if again else 'stayed dead'}"
+    if len(fleet.engines()) != 2 or killed in fleet.engines():
+        raise Reached(f"{said}; a killed engine stayed dead")
+    return f"{said}; a killed engine came back"
 
 
 async def stopped_gateway(fleet: Fleet) -> str:
@@ -197,7 +200,7 @@ async def stopped_gateway(fleet: Fleet) -> str:
                         return f"another gateway answered after {time.monotonic() - begun:.1f} s"
             await asyncio.sleep(0.2)
     os.kill(gateway, signal.SIGCONT)
-    return "no other gateway answered within 60 s"
+    raise Reached("no other gateway answered within 60 s")
 
 
 PROGRAMS: Final = {

@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from benchmarks.process import free_port
 from benchmarks.procfs import PROC, command_line, descendants, peak_memory
 
 from kvloom.config.config import DEMO
+from kvloom.config.keys import add_key, make_key
 
 CONFIG: Final = """\
 port: {port}
@@ -45,8 +46,14 @@ class Fleet:
     pid: int
     folder: Path
     """Its config's folder, from which programs are loaded."""
+    keys: dict[str, str]
+    """Its keys by their names; none if it has none."""
     restarted: set[str] = field(default_factory=set)
     """Processes that the attack has let be restarted, as an administrator may."""
+
+    def headers(self, name: str) -> dict[str, str]:
+        """Returns what a client with a key sends besides; nothing if no such key was made."""
+        return {"authorization": f"Bearer {self.keys[name]}"} if name in self.keys else {}
 
     def processes(self) -> dict[str, int]:
         """Returns the fleet's processes by what they are, but for workers, which may come and go."""
@@ -68,11 +75,17 @@ class Fleet:
 
 
 @asynccontextmanager
-async def serving(*, more: str = "", output: int | None = None) -> AsyncIterator[Fleet]:
-    """Serves the demo models. more: further lines of the config; output: the descriptor to which the fleet
-    prints, in place of a pipe that is read."""
+async def serving(
+    *, more: str = "", keys: Sequence[str] = (), output: int | None = None
+) -> AsyncIterator[Fleet]:
+    """Serves the demo models. more: further lines of the config; keys: the names of its keys, without which
+    it needs none; output: the descriptor to which the fleet prints, in place of a pipe that is read."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
+        made = {name: make_key(name) for name in keys}
+        for _, key in made.values():
+            add_key(Path(folder) / "keys.yaml", key)
+        more += "keys: keys.yaml\n" if made else ""
         config = Path(folder) / "fleet.yaml"
         config.write_text(CONFIG.format(port=port, demo=DEMO, more=more))
         process = await asyncio.create_subprocess_exec(
@@ -86,7 +99,8 @@ async def serving(*, more: str = "", output: int | None = None) -> AsyncIterator
             await _answers(url)
             async with asyncio.TaskGroup() as group:
                 reading = None if process.stdout is None else group.create_task(_drain(process.stdout))
-                yield Fleet(url, port, process.pid, Path(folder))
+                texts = {name: text for name, (text, _) in made.items()}
+                yield Fleet(url, port, process.pid, Path(folder), texts)
                 if reading is not None:
                     reading.cancel()
         finally:
@@ -125,6 +139,8 @@ class Innocent:
 
     url: str
     model: str
+    headers: dict[str, str]
+    """Those that bring its key, if the fleet has keys."""
     seconds: list[float] = field(default_factory=list)
     """How long each answer took."""
     gap: float = 0.0
@@ -160,7 +176,9 @@ class Innocent:
             "stream": True,
         }
         pieces: list[bytes] = []
-        async with session.post(f"{self.url}/v1/chat/completions", json=body) as response:
+        async with session.post(
+            f"{self.url}/v1/chat/completions", json=body, headers=self.headers
+        ) as response:
             if response.status != 200:
                 raise ValueError(f"{response.status}: {await response.text()}")
             last = None
@@ -182,8 +200,8 @@ class Innocent:
 
 @asynccontextmanager
 async def innocent(fleet: Fleet, model: str) -> AsyncIterator[Innocent]:
-    """Lets a client ask while the block runs."""
-    client = Innocent(fleet.url, model)
+    """Lets a client ask while the block runs; if the fleet has keys, with one named `innocent`."""
+    client = Innocent(fleet.url, model, fleet.headers("innocent"))
     task = asyncio.create_task(client.ask_for_ever())
     try:
         yield client
@@ -203,7 +221,9 @@ def forget_peak(pid: int) -> None:
     (PROC / str(pid) / "clear_refs").write_text("5")
 
 
-async def post(session: aiohttp.ClientSession, url: str, body: Any) -> tuple[int, str]:
+async def post(
+    session: aiohttp.ClientSession, url: str, body: Any, headers: Mapping[str, str] | None = None
+) -> tuple[int, str]:
     """Returns the status and the text of an answer."""
-    async with session.post(url, json=body) as response:
+    async with session.post(url, json=body, headers=headers) as response:
         return response.status, await response.text()

@@ -14,27 +14,23 @@ from tests.attacks.attacks import CHAT, PROGRAMS, Attack, Reached
 from tests.attacks.fleet import Fleet, post
 
 SECRET: Final = list(range(20, 84))  # the tokens of a prompt that the other tenant is not to find out
+ASKS: Final = 8  # as many reach both units
+TENANTS: Final = {"9 prefix oracle": ("innocent", "one", "other")}
+"""The keys of the fleets on which attacks are played that need some."""
 NESTED: Final = "{% for a in range(3000) %}" * 3 + "x" + "{% endfor %}" * 3
 
 
 async def prefix_oracle(fleet: Fleet) -> str:
-    """Tenants of unlike salt send one prompt. `cached_tokens` of the second tells of the first, or not."""
+    """Two tenants send one prompt, the second one once. `cached_tokens` tells it of the first, or not."""
     found: dict[str, int] = {}
+    body = {"model": "sums", "prompt": SECRET, "max_tokens": 1}
     async with aiohttp.ClientSession() as session:
-        for salt in ("one", "one", "other"):
-            asked = {
-                "model": "sums",
-                "request": f"oracle-{len(found)}-{salt}",
-                "prompt": SECRET,
-                "salt": salt,
-            }
-            body = asked | {"sampling": {"max_tokens": 1, "seed": 1}}
-            status, text = await post(session, f"{fleet.url}/verbs/unit-0/start_generate", body)
-            events = (
-                [event for line in text.splitlines() for event in json.loads(line)] if status == 200 else []
-            )
-            ended = [event for event in events if event[0] == "end"]
-            found[salt] = ended[0][4] if ended and len(ended[0]) > 4 else 0
+        for name in ["one"] * ASKS + ["other"]:
+            url, headers = f"{fleet.url}/v1/completions", fleet.headers(name)
+            status, text = await post(session, url, body, headers)
+            if status != 200:
+                return f"{name}: {status} {text}"
+            found[name] = json.loads(text)["usage"]["prompt_tokens_details"]["cached_tokens"]
     said = f"cached tokens: {found['one']} of one's own, {found['other']} of another tenant's"
     if found["other"]:
         raise Reached(said)

@@ -78,8 +78,8 @@ async def answered(path: str, *pieces: bytes, patience: float | None = None) -> 
         writer.close()
 
 
-@settings(max_examples=examples(25), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(st.lists(st.tuples(STREAMS, st.integers(1, 60)), min_size=10, max_size=20))
+@settings(max_examples=examples(10), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.tuples(STREAMS, st.integers(1, 60)), min_size=25, max_size=50))
 def test_any_bytes(tmp_path_factory: pytest.TempPathFactory, sent: list[tuple[bytes, int]]) -> None:
     """Many connections at once. An answer that came too late for this test is not looked at."""
 

@@ -25,7 +25,7 @@ kv_memory: 64MiB
 models: {{stories: {DEMO}/stories, sums: {DEMO}/sums}}
 units: [{{models: [stories, sums], replicas: 2}}]
 """
-STREAMS = 15  # of each model
+STREAMS, TOKENS = 15, 20  # of each model
 MOMENT = 0.5  # seconds; less than any question after a process's health has to be answered
 PARTS = ("unit-0", "unit-1", "scheduler", "forkserver", "gateway")
 
@@ -48,7 +48,7 @@ def process(running: Fleet, part: str) -> int:
 
 
 def test_stopped_for_a_moment(running: Fleet) -> None:
-    with streams(running.url, 40, stories=STREAMS, sums=STREAMS) as ended:
+    with streams(running.url, TOKENS, stories=STREAMS, sums=STREAMS) as ended:
         for part in PARTS:
             pid, before = process(running, part), len(ended)
             os.kill(pid, signal.SIGSTOP)
@@ -113,7 +113,7 @@ def test_an_attack_leaves_nothing_behind(running: Fleet) -> None:
 def test_killed(running: Fleet) -> None:
     """The fork server first: the engines that it forked live on, but are not found any more."""
     pids = {part: process(running, part) for part in PARTS}
-    with streams(running.url, 40, stories=STREAMS, sums=STREAMS) as ended:
+    with streams(running.url, TOKENS, stories=STREAMS, sums=STREAMS) as ended:
         for part in ("forkserver", "unit-0", "unit-1", "scheduler"):
             os.kill(pids[part], signal.SIGKILL)
             before = len(ended)

@@ -57,8 +57,9 @@ def asks() -> list[Ask]:
     rng = random.Random(0)
     base = [rng.randrange(256) for _ in range(3 * PAGE + 2)]
     out: list[Ask] = []
-    for model in ("llama", "gemma2"):
-        for length in (1, 2, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + 1, len(base)):
+    edges = (1, 2, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + 1, len(base))
+    for model, lengths in (("llama", edges), ("gemma2", edges[::2])):
+        for length in lengths:
             prompt = base[:length] + [rng.randrange(256) for _ in range(length % 3)]
             out.append(completion(model, prompt))
         out.append(completion(model, base, n=3, temperature=0.9, seed=5))

@@ -31,7 +31,7 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"model": "stories", "prompt": "Tell:", "extra_body": {"guided_json": JSON}, "temperature": 0.9},
     {"model": "guide", "prompt": "What is a block?", "temperature": 0.9},
 )
-LONG, SOON = 400, 12  # tokens of an answer; after so many chunks its engine dies
+LONG, SOON = 200, 12  # tokens of an answer; after so many chunks its engine dies
 
 
 async def _said(client: openai.AsyncOpenAI, asked: dict[str, Any], soon: asyncio.Event) -> dict[int, Any]:

@@ -252,11 +252,17 @@ class HttpServer(uvicorn.Server):
         self._ready = ready
         self._grace = grace
         self._retiring = False
+        self._over = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if not self.should_exit:
             self._ready()
+
+    async def main_loop(self) -> None:
+        """Waits for the end, for which uvicorn's own loop would look ten times a second."""
+        await self.on_tick(0)
+        await self._over.wait()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -265,7 +271,7 @@ class HttpServer(uvicorn.Server):
     def end(self) -> None:
         """Stops accepting, lets running answers finish for up to `grace` seconds, and then ends `serve`."""
         self.config.timeout_graceful_shutdown = self._grace
-        self.should_exit = True
+        self._leave()
         if self._retiring:
             asyncio.get_running_loop().call_later(self._grace, self._cut_off)
 
@@ -284,6 +290,7 @@ class HttpServer(uvicorn.Server):
 
     def _leave(self) -> None:
         self.should_exit = True
+        self._over.set()
 
     def _cut_off(self) -> None:
         for task in self.server_state.tasks:
