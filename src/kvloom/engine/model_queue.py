@@ -329,18 +329,18 @@ def model_view(queue: ModelQueue) -> ModelView:
     head = begun[0] if begun else queue.waiting.first
     outnumbered = head is not None and queue.outnumbered(head)
     full = len(queue.running) >= queue.max_running
-    if full and not begun and not outnumbered:
+    if full and not begun:
         head = None
     stats = queue.stats
     return ModelView(
         name=queue.card.name,
-        waiting=0 if full and not outnumbered else len(queue.waiting),
+        waiting=0 if full else len(queue.waiting),
         partial=len(begun),
         head_blocks=queue.blocks([head], to_end=True) if head else 0,
         head=head.order if head else _NOBODY,
         head_since=head.waiting_since if head else 0,
         outnumbered=outnumbered,
-        full=full and not begun,
+        full=full,
         decodable=len(ready),
         decode_blocks=queue.cache.blocks_for_each(queue.planner.takers(ready), 1),
         held=len(here),

@@ -31,9 +31,12 @@ def adbs(view: UnitView) -> Action | None:
 def _next_prefill(view: UnitView, prompts: list[ModelView]) -> tuple[Action | None, bool]:
     """Returns the next prefill, or the preemption that makes room for it; and whether decodes must hold until
     the compute for it is free. prompts: the models that want one."""
+    crowded = next((m for m in view.models if m.full and m.outnumbered and not m.partial), None)
+    if crowded:
+        return Preempt(crowded.name), False
     for model in sorted(prompts, key=lambda m: m.last_prefill):
         budget = _budget(view, model)
-        if model.head_blocks > budget or model.full:
+        if model.head_blocks > budget:
             victim = model.name if model.outnumbered else _victim(view, model)
             if victim:
                 return Preempt(victim), False

@@ -21,7 +21,7 @@ class ModelView:
     """One model of the unit."""
 
     name: str
-    waiting: int  # requests without K and V
+    waiting: int  # requests without K and V; 0 if no more may run
     partial: int  # requests with a part of their prompt computed and no job running
     head_blocks: int  # what the next prefill's first sequence takes until its prompt is whole
     head: Order  # the order of the first sequence of the next prefill
@@ -41,7 +41,7 @@ class ModelView:
     prefill_share: int = 0  # units of compute that a prefill takes beside others; 0: the policy is to say
     decode_share: int = 0
     outnumbered: bool = False  # whether a sequence of a tenant of whom more run is to give way to the head
-    full: bool = False  # whether one has to, because no more may run
+    full: bool = False  # whether no more may run
 
     @property
     def wants_prefill(self) -> bool:
