@@ -18,12 +18,12 @@ from kvloom.engine.batching.fair_queue import INPUT_COST, OUTPUT_COST, REMEMBERE
 from kvloom.engine.batching.view import Order
 from kvloom.engine.engine import Engine
 from kvloom.types.errors import QueueFull
-from kvloom.types.request import Made, StartGenerate
+from kvloom.types.request import Made, StartGenerate, TokenEvent
 from kvloom.types.spec import Policy
 from kvloom.types.verbs import Prefix
 from tests.engine.plays import check, order, serve, until
 from tests.engines import Answer
-from tests.modelled import ModelledExecutor, ask, engine_over, turns
+from tests.modelled import VOCAB, ModelledExecutor, ask, engine_over, turns
 
 MODEL = "wide"
 
@@ -411,3 +411,58 @@ def test_a_place_is_taken_from_a_crowd_and_for_a_tenant_of_whom_nothing_runs(
 
     serve(play(), engine, executor)
     assert counted == [preempted]
+
+
+def test_a_crowd_gives_way_whatever_runs_beside_it() -> None:
+    """One less urgent request of somebody else is preempted first, and shields nobody."""
+    executor = ModelledExecutor(1000, models=(MODEL,))
+    engine = engine_over(executor, max_running=7)
+    ended: list[str] = []
+
+    async def one(body: StartGenerate) -> None:
+        await ask(engine, body)
+        ended.append(body.tenant)
+
+    async def play() -> None:
+        async with asyncio.TaskGroup() as group:
+            for body in flood("loud", 6, tokens=60):
+                group.create_task(one(body))
+            group.create_task(one(replace(flood("third", 1, tokens=60)[0], priority=1)))
+            await until(lambda: len(executor.jobs) > 20)
+            group.create_task(one(flood("quiet", 1, tokens=4)[0]))
+
+    serve(play(), engine, executor)
+    assert ended[0] == "quiet"
+
+
+def test_who_is_given_way_to_pays_for_it() -> None:
+    """A caller of one long prompt after the other has nothing that runs each time it comes. It takes a place
+    only while it has had less than the crowd."""
+    executor = ModelledExecutor(4000, models=(MODEL,), context=400)
+    engine = engine_over(executor, max_running=8, chunk_tokens=64)
+    had, jobs = Counter[str](), 400
+
+    async def loud(number: int) -> None:
+        body = replace(flood("loud", 9)[number], prompt=[number] * 4)
+        body = replace(body, sampling=replace(body.sampling, max_tokens=390))
+        async for frame in engine.start_generate(body):
+            had["loud"] += OUTPUT_COST * sum(isinstance(event, TokenEvent) for event in frame)
+
+    async def one_after_the_other() -> None:
+        for number in itertools.count():
+            body = replace(order(f"alone-{number}", MODEL, 300, max_tokens=1), tenant="alone")
+            await ask(engine, replace(body, prompt=[number % VOCAB, *range(299)]))
+            had["alone"] += INPUT_COST * 300 + OUTPUT_COST
+
+    async def play() -> None:
+        tasks = [asyncio.create_task(loud(number)) for number in range(8)]
+        await until(lambda: len(executor.jobs) > 20)
+        had.clear()
+        tasks.append(asyncio.create_task(one_after_the_other()))
+        await until(lambda: len(executor.jobs) > jobs)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    serve(play(), engine, executor)
+    assert had["alone"] <= 1.3 * had["loud"], had

@@ -22,6 +22,8 @@ class Begun:
         self.turn = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive()).get("more_body"):
+            pass
         self.who.append(scope["path"])
         self.turns[self.turn] += 1
 
@@ -32,7 +34,7 @@ class Begun:
 
 
 async def receive() -> Message:
-    raise NotImplementedError
+    return {"type": "http.request"}
 
 
 async def send(message: Message) -> None:
@@ -44,15 +46,31 @@ def request(path: str, address: str | None, method: str = "POST") -> Scope:
     return {"type": "http", "method": method, "path": path, "client": client}
 
 
-def play(requests: list[Scope], cancelled: int = 0) -> Begun:
-    """Asks for all at once. cancelled: how many of the last ones hang up at once."""
+def play(requests: list[Scope], cancelled: int = 0, *, late: bool = False) -> Begun:
+    """Asks for all at once. cancelled: how many of the last ones hang up at once; late: whether the last
+    bytes of all bodies come together, after the others."""
 
     async def whole() -> Begun:
         app = Begun()
         turns = TakeTurns(app)
-        counting = asyncio.create_task(app.count_turns())
-        tasks = [asyncio.create_task(turns(scope, receive, send)) for scope in requests]
-        await asyncio.sleep(0)
+        rest, counting = asyncio.Event(), asyncio.create_task(app.count_turns())
+
+        def body() -> Receive:
+            pieces = iter((True, False))
+
+            async def receive() -> Message:
+                more = next(pieces)
+                if not more:
+                    await rest.wait()
+                return {"type": "http.request", "more_body": more}
+
+            return receive
+
+        asked = [(scope, body() if late else receive) for scope in requests]
+        tasks = [asyncio.create_task(turns(scope, its, send)) for scope, its in asked]
+        for _ in range(len(requests) if late else 1):
+            await asyncio.sleep(0)
+        rest.set()
         for task in tasks[len(tasks) - cancelled :]:
             task.cancel()
         async with asyncio.timeout(30):
@@ -64,8 +82,9 @@ def play(requests: list[Scope], cancelled: int = 0) -> Begun:
     return asyncio.run(whole())
 
 
-def test_a_burst_begins_by_turns() -> None:
-    app = play([request(str(i), "a") for i in range(500)])
+@pytest.mark.parametrize("late", [False, True], ids=["whole", "with late last bytes"])
+def test_a_burst_begins_by_turns(late: bool) -> None:
+    app = play([request(str(i), "a") for i in range(500)], late=late)
     assert app.who == [*map(str, range(500)), "after"]
     assert max(app.turns.values()) <= MOST_BEGUN
     assert len(app.turns) <= 500 // MOST_BEGUN + 3  # and not one by one

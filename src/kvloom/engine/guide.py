@@ -102,7 +102,7 @@ class Guides:
         self._trial = trial
         self._compilers = {name: GuideCompiler(card) for name, card in cards.items()}
         self._turns = {name: asyncio.Semaphore(1) for name in cards}
-        self._retracing = asyncio.Semaphore(1)
+        self._retracing = {name: asyncio.Semaphore(1) for name in cards}
         self._work: set[asyncio.Task[GuideState | BadRequest]] = set()
         self._known: OrderedDict[bytes, GuideState | BadRequest] = OrderedDict()
 
@@ -138,7 +138,7 @@ class Guides:
         for state, choice in zip(states, body.choices, strict=True):
             more = bool(choice.tokens)
             while more and wanted():
-                async with self._retracing:
+                async with self._retracing[body.model]:
                     more = await asyncio.to_thread(state.retrace, choice.tokens)
         return [*states]
 

@@ -218,7 +218,8 @@ class ModelQueue:
         self.stats.preemptions += 1
         sequence.preempted_at = jobs
         self.release(sequence, Status.WAITING)
-        self.enqueue(sequence, jobs)
+        sequence.waiting_since = jobs
+        self.waiting.put_back(sequence)
 
     def relieve(self, ready: list[Sequence], jobs: int) -> bool:
         """Puts back one sequence if some of `ready` find room for their next token nowhere: the last of them,
@@ -245,14 +246,14 @@ class ModelQueue:
         return max(held, key=lambda s: (s.order[0], self._run_of[s.tenant], s.order), default=None)
 
     def outnumbered(self, sequence: Sequence) -> bool:
-        """Returns whether the next victim is to give way to the sequence: nothing else of its tenant runs,
-        and more than `FEW` of the victim's do. Nobody gives way to whoever is less urgent."""
+        """Returns whether the next victim is to give way to the sequence. Nothing else of the sequence's
+        tenant runs; the victim is less urgent, or more than `FEW` of its tenant run, which has had as much
+        at least."""
         others = self._run_of[sequence.tenant] - (sequence.status is Status.RUNNING)
-        if others or max(self._run_of.values(), default=0) <= FEW:
-            return False
-        victim = self.victim()
-        crowd = 0 if victim is None else self._run_of[victim.tenant]
-        return victim is not None and crowd > FEW and victim.order[0] >= sequence.order[0]
+        victim = None if others or len(self.running) <= FEW else self.victim()
+        if victim is None or victim.order[0] != sequence.order[0]:
+            return victim is not None and victim.order[0] > sequence.order[0]
+        return self._run_of[victim.tenant] > FEW and self.waiting.has_had_less(sequence, victim)
 
     def blocks(self, sequences: Iterable[Sequence], *, to_end: bool = False) -> int:
         """Returns the blocks that the sequences' next token, or all they have pending, would take."""

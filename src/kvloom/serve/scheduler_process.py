@@ -50,7 +50,7 @@ class FleetClient:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 head, answer = await self._answered(asked)
-        except (OSError, EOFError, TimeoutError) as error:
+        except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError) as error:
             reason = str(error) or f"no answer in {ANSWER_SECONDS:g} s"
             raise Unavailable(f"the gateway cannot be reached: {reason}") from error
         if not head.startswith(b"HTTP/1.1 200 "):

@@ -148,18 +148,22 @@ class TlsServer(HttpServer):
 
     async def _shake_hands(self, accepted: socket.socket) -> None:
         try:
+            async with asyncio.timeout(self.HANDSHAKE_SECONDS):
+                context = await self._certificates.context()
             transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
                 self._protocol,
                 accepted,
-                ssl=await self._certificates.context(),
+                ssl=context,
                 ssl_handshake_timeout=self.HANDSHAKE_SECONDS,
                 ssl_shutdown_timeout=self.CLOSE_SECONDS,
             )
             transport.set_write_buffer_limits(high=self.MOST_UNREAD)
-        except OSError:  # It spoke no TLS, or an old one, or showed a bad certificate, or was too slow.
+        except (OSError, ValueError, RuntimeError):
+            # It spoke no TLS, showed a certificate that is bad or cannot be read, or was too slow.
             accepted.close()
-        except (ValueError, RuntimeError):  # Its certificate cannot be read, or it ended at a bad moment.
+        except asyncio.CancelledError:
             accepted.close()
+            raise
 
     def _protocol(self) -> asyncio.Protocol:
         make: Callable[..., asyncio.Protocol] = self.config.http_protocol_class

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvloom.api.access.proxies import network_of
 from kvloom.types.errors import QueueFull
@@ -77,8 +77,9 @@ class Turns:
 
 
 class TakeTurns:
-    """An ASGI middleware that lets few requests with a body begin in one pass of the event loop. Addresses
-    take turns. Requests that only ask how things stand (GET) never wait.
+    """An ASGI middleware that lets few requests with a body begin in one pass of the event loop. They begin
+    when the whole body has come. Addresses take turns. Requests that only ask how things stand (GET) never
+    wait.
 
     To begin a completion, which is to read the body, to render and to call an engine, takes some tenths of a
     millisecond of the loop. Without turns, all of a burst begin in one pass of the loop, and whoever comes
@@ -90,13 +91,27 @@ class TakeTurns:
         self._turns = Turns(MOST_BEGUN)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
-            client = scope.get("client")
-            if self._turns.free >= MOST_BEGUN:
-                loop = asyncio.get_running_loop()
-                loop.call_soon(self._next, loop)
-            await self._turns.take(network_of(client[0]) if client else "")
-        await self._app(scope, receive, send)
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        client, begun = scope.get("client"), False
+
+        async def whole() -> Message:
+            nonlocal begun
+            message = await receive()
+            if not begun and not message.get("more_body"):
+                begun = True
+                await self._begin(network_of(client[0]) if client else "")
+            return message
+
+        await self._app(scope, whole, send)
+
+    async def _begin(self, address: str) -> None:
+        """Waits for a turn."""
+        if self._turns.free >= MOST_BEGUN:
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self._next, loop)
+        await self._turns.take(address)
 
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
         """Lets the next ones begin, in a new pass of the loop."""

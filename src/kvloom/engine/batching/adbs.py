@@ -20,6 +20,9 @@ from kvloom.engine.batching.view import (
 
 def adbs(view: UnitView) -> Action | None:
     """Returns the next action of adaptive batch scheduling, the default policy."""
+    crowded = next((m for m in view.models if m.full and m.outnumbered and not m.partial), None)
+    if crowded:
+        return Preempt(crowded.name)
     prompts = [model for model in view.models if model.wants_prefill]
     if not view.prefill_runs:
         action, hold = _next_prefill(view, prompts)
@@ -31,9 +34,6 @@ def adbs(view: UnitView) -> Action | None:
 def _next_prefill(view: UnitView, prompts: list[ModelView]) -> tuple[Action | None, bool]:
     """Returns the next prefill, or the preemption that makes room for it; and whether decodes must hold until
     the compute for it is free. prompts: the models that want one."""
-    crowded = next((m for m in view.models if m.full and m.outnumbered and not m.partial), None)
-    if crowded:
-        return Preempt(crowded.name), False
     for model in sorted(prompts, key=lambda m: m.last_prefill):
         budget = _budget(view, model)
         if model.head_blocks > budget:
@@ -70,20 +70,20 @@ def _prefill_share(view: UnitView, model: ModelView) -> tuple[int, bool]:
 def _budget(view: UnitView, model: ModelView) -> int:
     """Returns the blocks that new prompts of `model` may take: its quota's rest, or what no other model
     claims; less a little room for what runs to grow, so that admission does not force a preemption at the
-    next step. What the urgent model lacks is kept for it alone. If sequences of another tenant give way to
-    the prompt, no more of them than have to."""
+    next step. What the urgent model lacks is kept for it alone. A prompt to which others
+    give way takes what is free, for itself alone."""
     urgent = view.urgent
     if model is urgent or view.walls:
         return view.free(model)
     kept = urgent.head_blocks if urgent else 0
-    if model.outnumbered:
-        return view.free_blocks - kept
     claims = sum(
         min(max(-other.excess, 0), other.head_blocks * (other.waiting + other.partial) + other.decode_blocks)
         for other in view.models
         if other is not model
     )
-    return min(view.free_blocks - kept, max(-model.excess, view.free_blocks - claims)) - model.growth
+    free = view.free_blocks - kept
+    budget = min(free, max(-model.excess, view.free_blocks - claims)) - model.growth
+    return max(budget, min(free, model.head_blocks)) if model.outnumbered else budget
 
 
 def _victim(view: UnitView, model: ModelView) -> str | None:

@@ -75,12 +75,23 @@ class FairQueue(Generic[T]):
         """Lets a sequence wait. If nothing waits of its tenant, its counter is lifted to the smallest of
         those of whom something does, or else to that of the last one: who was idle has saved up nothing."""
         key = _key(one)
+        self._insert(one, self._lowest(key[0]) if key not in self._lines else 0)
+
+    def put_back(self, one: T) -> None:
+        """Lets a sequence wait again that ran. Its tenant was not idle, so its counter stays."""
+        self._insert(one, 0)
+
+    def _insert(self, one: T, least: int) -> None:
+        key = _key(one)
         if key not in self._lines:
-            own, lowest = self._counters.pop(key, 0), self._lowest(key[0])
-            self._counters[key] = max(own, lowest)
+            self._counters[key] = max(self._counters.pop(key, 0), least)
             self._lines[key] = []
             self._forget()
         insort(self._lines[key], one, key=_ORDER)
+
+    def has_had_less(self, one: T, other: T) -> bool:
+        """Returns whether the tenant of `one` has had no more than that of `other`."""
+        return self._counters.get(_key(one), 0) <= self._counters.get(_key(other), 0)
 
     def _lowest(self, priority: int) -> int:
         waiting = [self._counters[key] for key in self._lines if key[0] == priority]

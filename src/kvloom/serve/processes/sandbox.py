@@ -33,6 +33,10 @@ PREPARING: Final = (
 )
 
 
+FROM_OUTSIDE: Final = frozenset((signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+"""Signals by which no work ends its process."""
+
+
 class Limits(msgspec.Struct, frozen=True):
     """What one call may take. Preparing a process may take `PREPARING` times as much."""
 
@@ -76,11 +80,11 @@ class Refused(Exception):
 
 
 class OverLimit(Refused):
-    """The work went over a limit, and its process was ended."""
+    """The work went over a limit, or ended its process in another way."""
 
 
 class _Lost(Exception):
-    """A process ended for a reason that its limits do not explain, such as a signal from outside."""
+    """A process was ended from outside."""
 
 
 @dataclass(slots=True)
@@ -141,9 +145,7 @@ class Sandbox:
             try:
                 return await self._call(None, key, prepare, data)
             except _Lost as error:
-                said = (
-                    f"two processes for {self._work} have ended, and no limit says why; the last one {error}"
-                )
+                said = f"two processes for {self._work} were ended from outside; the last one {error}"
                 raise Unavailable(said, retry_after=1) from None
 
     @asynccontextmanager
@@ -260,7 +262,7 @@ class Sandbox:
             return OverLimit("it is nested too deeply")
         if code == -signal.SIGABRT:
             return OverLimit(f"it needs more than {self._limits.memory >> 20} MiB of memory")
-        return _Lost(ending(code))
+        return _Lost(ending(code)) if -code in FROM_OUTSIDE else OverLimit(f"its process {ending(code)}")
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:

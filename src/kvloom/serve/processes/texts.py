@@ -36,7 +36,7 @@ class TextProcesses:
     """
 
     def __init__(self, short: Limits = SHORT_LIMITS, long: Limits = LONG_LIMITS) -> None:
-        """Both bound one call; what a model needs once may take four times the seconds."""
+        """Both bound one call; what a model needs once may take eight times as much."""
         self._pools = {False: Sandbox("texts", SIZE, short), True: Sandbox("texts", SIZE, long)}
         self._turns: defaultdict[tuple[str, bool], Turns] = defaultdict(lambda: Turns(1, WAITING))
         self._resting: dict[tuple[str, str, str], tuple[float, str]] = {}
