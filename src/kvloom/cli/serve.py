@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final
 
 from cyclopts import App, Parameter
 
-from kvloom.cli.app import INVALID, CommandFailed, Models
+from kvloom.cli.app import INVALID, CommandFailed, Models, Whole
 from kvloom.serve.machine import raise_open_files
 from kvloom.serve.processes.prefork import launched
 from kvloom.types.errors import ConfigError
@@ -71,7 +71,7 @@ def serve(
     *,
     model: Models = (),
     host: Annotated[str | None, Parameter(help="the address to listen at (127.0.0.1)")] = None,
-    port: Annotated[int | None, Parameter(help="the port to listen at (8000); 0 takes a free one")] = None,
+    port: Annotated[Whole | None, Parameter(help="the port to listen at (8000); 0 takes a free one")] = None,
     kv_memory: Annotated[
         str | None, Parameter(metavar="SIZE", help="the KV pool's size, as 512MiB or 2GB (auto)")
     ] = None,
