@@ -85,6 +85,18 @@ def test_a_port_in_use(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_a_port_in_use_is_told_with_the_file_that_names_it(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (tmp_path / "config.json").write_text("{}")
+        file.write_text(f"port: {port}\nmodels: {{a: .}}\n")
+        named = kvloom("serve", str(file))
+        given = kvloom("serve", str(file), "--port", str(port))
+    assert named.stderr.startswith(f"kvloom: {file}: port: {port} at 127.0.0.1: address already in use")
+    assert given.stderr.startswith(f"kvloom: port: {port} at 127.0.0.1: address already in use")
+
+
 def test_version_and_help() -> None:
     command = [sys.executable, "-m", "kvloom.cli", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

@@ -31,7 +31,8 @@ def test_a_keys_life(tmp_path: Path) -> None:
     keys = read_key_file(tmp_path / "keys.yaml")
     assert find_key(keys, rotated.stdout.strip().encode()) == keys["team-a"]
     assert find_key(keys, made.stdout.strip().encode()) is None
-    assert kvloom("key", "list", folder=tmp_path).stdout == shown
+    for named in ((), ("keys.yaml",), ("--file", "keys.yaml")):
+        assert kvloom("key", "list", *named, folder=tmp_path).stdout == shown
     assert kvloom("key", "revoke", "ops", folder=tmp_path).returncode == 0
     assert list(read_key_file(tmp_path / "keys.yaml")) == ["team-a"]
     assert kvloom("key", "list", "other.yaml", folder=tmp_path).returncode == 2

@@ -63,13 +63,15 @@ def create(
     with _told():
         text, made = make_key(name, **{field: value for field, value in given.items() if value is not None})
         if made.expires is not None and made.expired(time.time()):
-            raise ValueError(f"--expires: {expires!r} is over; a time to come is right, in UTC or with a zone")
+            raise ValueError(
+                f"--expires: {expires!r} is over; a time to come is right, in UTC or with a zone"
+            )
         add_key(file, made)
     print(text)
 
 
 @key.command(name="list")
-def list_keys(file: File = DEFAULT_FILE, /) -> None:
+def list_keys(file: File = DEFAULT_FILE) -> None:
     """Show the keys of the file, and what each may do."""
     with _told():
         keys = read_key_file(file)

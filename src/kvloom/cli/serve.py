@@ -99,7 +99,14 @@ def serve(
         from kvloom.config.machine import Machine  # noqa: PLC0415
         from kvloom.serve.supervisor import serve_fleet  # noqa: PLC0415
 
-        outcome = serve_fleet(load_config(config, flags, parse_models(model), Machine.here()), forks)
+        read = load_config(config, flags, parse_models(model), Machine.here())
+        try:
+            outcome = serve_fleet(read, forks)
+        except ConfigError as error:
+            key = error.message.partition(":")[0]
+            if config is None or key in flags or key not in ("host", "port"):
+                raise
+            raise ConfigError(f"{config}: {error.message}") from error
     if outcome.code == INVALID:
         raise ConfigError(outcome.why)
     if outcome.code:

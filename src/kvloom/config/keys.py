@@ -21,7 +21,7 @@ from typing import Annotated, Any, Final
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PlainValidator, ValidationError
 
-from kvloom.config.fields import ConfigSection, Some, explain, no_bool
+from kvloom.config.fields import ConfigSection, Some, explain, no_bool, told_unread
 from kvloom.types.files import replacing
 
 PREFIX: Final = "kvl-"
@@ -167,9 +167,8 @@ def read_key_text(path: Path) -> str:
     try:
         return path.read_text("utf-8-sig")
     except OSError as error:
-        raise ValueError(
-            f"{path}: {error.strerror}; a file that `kvloom key create NAME --file {path}` makes is right"
-        ) from error
+        right = f"a file that `kvloom key create NAME --file {path}` makes"
+        raise ValueError(told_unread(path, error, right)) from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text at byte {error.start}") from error
 
