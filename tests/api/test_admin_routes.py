@@ -69,7 +69,7 @@ def test_a_restart_that_fails(http: TestClient, fleet: Administered) -> None:
 @pytest.mark.parametrize("what", ["drain", "admit", "restart"])
 def test_what_cannot_be(http: TestClient, fleet: Administered, what: str) -> None:
     said = refused(http.post(f"/admin/units/unit-7/{what}", json={}), 404)
-    assert said == "there is no unit 'unit-7'; unit-0, unit-1 are the units"
+    assert said == "there is no unit 'unit-7'; the units: unit-0, unit-1"
     refused(http.post(f"/admin/units/unit-0/{what}"), 400)  # a page that a browser shows could send this
     refused(http.post(f"/admin/units/unit-0/{what}", json=7), 400)
     refused(http.get(f"/admin/units/unit-0/{what}"), 405)

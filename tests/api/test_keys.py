@@ -177,9 +177,9 @@ def test_without_keys_an_image_on_another_sites_page_reads_nothing(sites: list[s
         (
             Keys(API, ADMIN),
             "asker",
-            "an API key was given; this path needs an admin key, one of `admin_key_file`",
+            "this path needs an admin key, one of `admin_key_file` or a key with `admin: true`",
         ),
-        (Keys(API), "asker", "this path needs an admin key, and none is set; `admin_key_file` sets some"),
+        (Keys(API), "asker", "none is set; `admin_key_file`, or a key with `admin: true`"),
         (Keys(), None, "open to callers on the server's own machine only"),
         (Keys(API, ADMIN), None, "no admin key was given: send 'Authorization: Bearer KEY'"),
         (Keys(API, ADMIN), "x", "the admin key is wrong"),

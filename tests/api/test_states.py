@@ -79,6 +79,24 @@ def test_no_unit_takes_requests() -> None:
     assert answer.json()["error"]["message"] == said
 
 
+def test_a_fleet_without_units_says_so() -> None:
+    async def asked() -> list[httpx.Response]:
+        async with Router({}, load_program("data_parallel"), ManualClock()) as router:
+            transport = httpx.ASGITransport(create_app(router))
+            async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+                completion = {"model": "x", "prompt": "x"}
+                return [
+                    await client.get("/health"),
+                    await client.get("/v1/models"),
+                    await client.post("/v1/completions", json=completion),
+                ]
+
+    for answer in asyncio.run(asked()):
+        assert answer.status_code == 503
+        said = answer.json()["error"]["message"]
+        assert said.endswith("the fleet has no unit; `kvloom config apply` adds some")
+
+
 @pytest.mark.parametrize(("drained", "status"), [(False, 200), (True, 503)])
 def test_a_unit_that_died_while_it_was_drained_is_not_waited_for(drained: bool, status: int) -> None:
     async def asked() -> int:

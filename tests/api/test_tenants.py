@@ -223,6 +223,17 @@ def test_a_request_that_asks_for_more_than_all_is_told_so(named: Named) -> None:
         assert refused.status_code == 429
         assert "asks for 61 tokens, and a may use 60 a minute" in refused.json()["error"]["message"]
         assert left(refused) == (None, 60)
+        assert "retry-after" not in refused.headers
+        assert named.ring.tenants["a"].counts.refusals == {"tokens": 1}
+
+
+def test_the_official_client_does_not_retry_what_never_passes(named: Named) -> None:
+    named.add("a", tokens_per_minute=60)
+    with serving(create_app(ScriptedEngine(says(ANSWER)), keys=Keys(ring=named.ring))) as url:
+        ask = openai.OpenAI(base_url=f"{url}/v1", api_key=named.texts["a"], max_retries=2)
+        with pytest.raises(openai.RateLimitError):
+            ask.completions.create(model="tiny", prompt=PROMPT, max_tokens=58)
+    assert named.ring.tenants["a"].counts.refusals == {"tokens": 1}
 
 
 def test_what_is_made_beyond_is_a_debt(named: Named) -> None:
@@ -309,7 +320,7 @@ def test_concurrency_is_given_back_when_a_client_hangs_up(named: Named) -> None:
                 assert engine.held.wait(30)
                 refused = http.post("/v1/completions", json=body)
                 assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-                assert "a has 1 requests under way; 1 at once are right" in refused.text
+                assert "a has 1 request under way; 1 at once is right" in refused.text
             assert engine.gone.wait(30)
             engine.hold = None
             assert soon_allowed(http, body).status_code == 200

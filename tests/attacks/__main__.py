@@ -1,4 +1,7 @@
-"""`python -m tests.attacks [NAME ...]` plays the attacks beside an innocent client, and prints a table."""
+"""`python -m tests.attacks [NAME ...]` plays the attacks beside an innocent client, and prints a table.
+
+NAME is the beginning of an attack's name, as `2` or `14 many`; left out, all are played.
+"""
 
 from __future__ import annotations
 
@@ -189,5 +192,19 @@ async def main(names: list[str]) -> None:
     print("\n".join(["", HEAD, *rows]))
 
 
+def command(names: list[str]) -> int:
+    """Returns the exit code: 2 if a name begins no attack's, of which one line tells."""
+    known = [*ALL, *ALONE]
+    if {"-h", "--help"} & {*names}:
+        print((__doc__ or "").strip())
+        return 0
+    for name in names:
+        if not any(one.startswith(name) for one in known):
+            print(f"{name!r}: no attack's name begins so; known are {', '.join(known)}", file=sys.stderr)
+            return 2
+    asyncio.run(main(names))
+    return 0
+
+
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1:]))
+    sys.exit(command(sys.argv[1:]))

@@ -15,6 +15,7 @@ import pytest
 
 from kvloom.cli.__main__ import main
 from kvloom.cli.gateway import AdminClient
+from tests.authorities import Authority
 
 
 @dataclass
@@ -178,6 +179,26 @@ def test_a_server_that_says_no(
     error = capsys.readouterr().err
     assert error.startswith(f"kvloom: {server.url.rstrip('/')}: {said}")
     assert error.count("\n") == 1
+
+
+def test_who_needs_a_key_is_told_how_to_give_one(
+    server: Scripted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.status, server.answer = 401, b'{"error": {"message": "no admin key was given"}}'
+    assert main(["unit", "list", "--url", server.url]) == 1
+    error = capsys.readouterr().err
+    assert error.endswith("given; --admin-key-file FILE or $KVLOOM_ADMIN_KEY gives one\n")
+
+
+def test_https_to_a_server_without_tls(server: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["unit", "list", "--url", server.url.replace("http:", "https:")]) == 1
+    assert "it seems to speak no TLS, for which --url http://HOST:PORT is right" in capsys.readouterr().err
+
+
+def test_a_certificate_without_its_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = Authority(tmp_path).sign("ops", "ops.example.org", user="ops")
+    assert main(["unit", "list", "--certificate", own.certificate]) == 2
+    assert "if its key is in another file, --key FILE is needed too" in capsys.readouterr().err
 
 
 def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:

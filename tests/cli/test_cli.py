@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.cli.app import COMMANDS
+from kvloom.cli.app import COMMANDS, make_app
 from kvloom.config.config import Config
 from tests.commands import kvloom
 
@@ -23,7 +23,9 @@ from tests.commands import kvloom
         (("unit", "list", "more"), ["more", "`kvloom unit list --help`"]),
         (("serv",), ["there is no command 'serv'; did you mean 'serve'?"]),
         (("serve", "--prot", "1"), ["--prot", "`kvloom serve --help`"]),
-        (("serve", "--port", "x"), ["--port", '"x"']),
+        (("serve", "--port", "x"), ["--port: 'x'; a whole number is right"]),
+        (("serve", "--port", "81.5"), ["--port: '81.5'; a whole number is right"]),
+        (("chaos", "--replay", "1e3"), ["--replay: '1e3'; a whole number is right"]),
         (("serve", "--port", "70000"), ["--port", "70000", "65535"]),
         (("serve", "--kv-memory", "much"), ["--kv-memory", "'much'", "512MiB"]),
         (("serve", "--kv-memory", "900TiB"), ["--kv-memory", "available"]),
@@ -61,7 +63,7 @@ from tests.commands import kvloom
         (("chaos", "--first", "-1"), ["kvloom: --first: -1; a seed of 0 or more"]),
         (("chaos", "--replay", "-2"), ["kvloom: --replay: -2; a seed of 0 or more"]),
         (("chaos", "--jobs", "0"), ["--jobs: 0", "1 to"]),
-        (("chaos", "--replay", "x"), ["--replay", '"x"']),
+        (("chaos", "--replay", "x"), ["--replay: 'x'; a whole number is right"]),
     ],
 )
 def test_what_cannot_be_is_one_line_and_exit_code_2(arguments: tuple[str, ...], parts: list[str]) -> None:
@@ -83,6 +85,18 @@ def test_a_port_in_use(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_a_port_in_use_is_told_with_the_file_that_names_it(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (tmp_path / "config.json").write_text("{}")
+        file.write_text(f"port: {port}\nmodels: {{a: .}}\n")
+        named = kvloom("serve", str(file))
+        given = kvloom("serve", str(file), "--port", str(port))
+    assert named.stderr.startswith(f"kvloom: {file}: port: {port} at 127.0.0.1: address already in use")
+    assert given.stderr.startswith(f"kvloom: port: {port} at 127.0.0.1: address already in use")
+
+
 def test_version_and_help() -> None:
     command = [sys.executable, "-m", "kvloom.cli", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -100,6 +114,18 @@ def test_every_command_says_what_it_does(name: str) -> None:
     assert shown.stdout.startswith(f"Usage: kvloom {name} ")
     assert max(map(len, shown.stdout.splitlines())) <= 80
     assert name in kvloom("--help").stdout
+
+
+@pytest.mark.parametrize("name", [name for name, *_ in COMMANDS])
+def test_every_whole_number_is_read_alike(name: str) -> None:
+    """cyclopts by itself rounds 81.5 to 82."""
+    apps = [make_app(name)[name]]
+    while apps:
+        app = apps.pop()
+        apps += [app[one] for one in app if not one.startswith("-")]
+        for argument in app.assemble_argument_collection() if app.default_command else ():
+            if argument.hint in (int, int | None):
+                assert argument.parameter.converter is not None, argument.name
 
 
 def test_an_option_given_again_counts_the_last_time(tmp_path: Path) -> None:

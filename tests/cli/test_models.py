@@ -14,7 +14,8 @@ from tests.api.scripted import serving
 from tests.commands import kvloom
 
 STORIES = DEMO / "stories"
-DONE = "done: the fleet is as the config says"
+AS_WANTED = "units, models and program are as the config says"
+DONE = f"done: {AS_WANTED}"
 CONFIG = f"""
 kv_memory: 32MiB
 block_bytes: 4KiB
@@ -61,7 +62,11 @@ def test_a_model_is_added_listed_and_removed(fleet: Administered, url: str) -> N
     ("words", "code", "said"),
     [
         (("model", "add", f"m={STORIES}"), 1, "there is a model m already, /m on unit-0"),
-        (("model", "add", f"x={STORIES}", "--unit", "unit-7"), 1, "there is no unit unit-7; unit-0, unit-1"),
+        (
+            ("model", "add", f"x={STORIES}", "--unit", "unit-7"),
+            1,
+            "no unit unit-7; the units: unit-0, unit-1",
+        ),
         (("model", "add", "x=/no/such"), 2, "x: /no/such does not exist; a checkpoint directory"),
         (("model", "add", f"x={STORIES}/config.json"), 2, "config.json is a file; a checkpoint directory"),
         (("model", "add", "x"), 2, "x: NAME=PATH_OR_HUB_ID is right"),
@@ -105,7 +110,7 @@ def test_a_config_is_shown_and_then_applied(fleet: Administered, url: str, tmp_p
     assert done.stdout.splitlines() == [*lines[:3], DONE]
     assert models(fleet) == {"unit-0": ["stories"], "unit-1": ["stories"], "unit-2": ["sums"]}
     again = kvloom("config", "apply", str(file), "--yes", "--url", url)
-    assert (again.returncode, again.stdout) == (0, "the fleet is as the config says\n")
+    assert (again.returncode, again.stdout) == (0, f"{AS_WANTED}\n")
 
 
 def test_another_program_of_a_config_runs(fleet: Administered, url: str, tmp_path: Path) -> None:
@@ -119,8 +124,35 @@ def test_another_program_of_a_config_runs(fleet: Administered, url: str, tmp_pat
     assert kvloom("program", "show", "--url", url).stdout == "balanced --option ratio=0.25\n"
     file.write_text(CONFIG + "program: none_such\n")
     done = kvloom("config", "apply", str(file), "--yes", "--url", url)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{file}: program: 'none_such' is not known; data_parallel" in done.stderr
+    file.write_text(CONFIG + "program: 'no.module:at_all'\n")
+    done = kvloom("config", "apply", str(file), "--yes", "--url", url)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "none_such" in done.stderr
+    assert "no.module" in done.stderr
+
+
+def test_what_a_config_sets_and_only_a_new_start_applies_is_told(
+    fleet: Administered, url: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(CONFIG + "max_body: 1MiB\nport: 9000\nchunk_tokens: 256\n")
+    told = "not applied, needs a new start if it has changed: port, max_body"
+    shown = kvloom("config", "apply", str(file), "--url", url)
+    assert shown.stdout.splitlines()[3:] == [told, "nothing is changed yet; --yes does it"]
+    done = kvloom("config", "apply", str(file), "--yes", "--url", url)
+    assert done.stdout.splitlines()[3:] == [told, DONE]
+    again = kvloom("config", "apply", str(file), "--yes", "--url", url)
+    assert again.stdout.splitlines() == [AS_WANTED, told]
+
+
+def test_after_the_last_model_it_is_told_what_brings_one(fleet: Administered, url: str) -> None:
+    assert kvloom("model", "remove", "m", "--url", url).returncode == 0
+    done = kvloom("model", "add", f"x={STORIES}", "--url", url)
+    assert done.returncode == 1
+    assert "`kvloom config apply` or `kvloom replan` adds units" in done.stderr
+    done = kvloom("unit", "drain", "unit-0", "--url", url)
+    assert "there is no unit 'unit-0'; the units: none" in done.stderr
 
 
 def test_a_unit_of_a_config_that_cannot_be_started(fleet: Administered, url: str, tmp_path: Path) -> None:

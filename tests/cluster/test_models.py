@@ -141,7 +141,7 @@ async def test_what_cannot_be_added_or_removed() -> None:
         ):
             with pytest.raises(Conflict, match="there is a model m already, /m on a; another name is right"):
                 await orders.add_model(asked)
-        with pytest.raises(BadRequest, match="there is no unit z; a, b are the units"):
+        with pytest.raises(BadRequest, match="there is no unit z; the units: a, b"):
             await orders.add_model(AddModel(model=OTHER, unit="z"))
         with pytest.raises(UnknownModel, match="the model `other` is not served; served: m"):
             await orders.remove_model("other")

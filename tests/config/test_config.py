@@ -266,6 +266,7 @@ def test_what_units_cannot_be(folder: Path, text: str, message: str) -> None:
         (M + "priorities: {-1: 1.5}", ["priorities", "-1: 1.5", "at least 1"]),
         (M + f"priorities: {dict.fromkeys(range(17), 5)}", ["priorities", "17 levels", "16 at most"]),
         (M + "program: 7", ["program", "7", "a program's name"]),
+        (M + "program: nope", ["program: 'nope' is not known; data_parallel, ", "`my_module:my_program`"]),
         (M + "program: {ratio: 1}", ["program", "`name`"]),
         (M + "program: {name: [a]}", ["program", "['a']", "module:function"]),
         (M + "program: 'a b'", ["program", "'a b'", "module:function"]),

@@ -53,6 +53,10 @@ def test_a_fleet_behind_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         unknown = kvloom(*ask, *shows)
         assert unknown.returncode == 1
         assert "certificate verify failed" in unknown.stderr
+        assert "--ca FILE names the certificates" in unknown.stderr
+        plain = kvloom("unit", "list", "--url", url.replace("https:", "http:"))
+        assert plain.returncode == 1
+        assert "if it speaks TLS, --url https://HOST:PORT is right" in plain.stderr
 
         Path(files.certificate).write_text("nothing")
         os.kill(served.children()["gateway"], signal.SIGKILL)

@@ -106,7 +106,8 @@ class Admin:
 
     def _known(self, unit: str) -> str:
         if unit not in self.router.units:
-            raise NoSuchRoute(f"there is no unit {unit!r}; {', '.join(self.router.units)} are the units")
+            units = ", ".join(self.router.units) or "none"
+            raise NoSuchRoute(f"there is no unit {unit!r}; the units: {units}")
         return unit
 
     def _program(self) -> ProgramState:

@@ -22,7 +22,7 @@ from kvloom.api.access.turns import TakeTurns
 from kvloom.api.admin import Admin
 from kvloom.api.auth import Keys, RequireKey
 from kvloom.api.bodies import LimitBody
-from kvloom.api.catalog import Catalog, ServedModel
+from kvloom.api.catalog import NO_UNIT, Catalog, ServedModel
 from kvloom.api.errors import error_response, on_disconnect, on_http_error, on_kvloom_error, on_unexpected
 from kvloom.api.metrics import CONTENT_TYPE, Metrics
 from kvloom.api.openai.chat import ChatEndpoint
@@ -145,7 +145,7 @@ class _Information:
         for service in ("restarting", "starting", "down", "away"):
             if service in awaited:
                 return _json({"status": service, "units": services})
-        said = ", ".join(f"{unit} is {service}" for unit, service in services.items())
+        said = ", ".join(f"{unit} is {service}" for unit, service in services.items()) or NO_UNIT
         return error_response(request.scope, Unavailable(f"no engine takes requests: {said}"))
 
     async def metrics(self, _: Request) -> Response:

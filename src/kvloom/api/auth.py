@@ -23,6 +23,7 @@ OPEN_PATHS: Final = frozenset(row.path for row in PUBLIC if row.caller is Caller
 ADMIN_PATH: Final = "/admin"
 METRICS_PATH: Final = "/metrics"
 _ADMIN_FILE: Final = "a key of admin_key_file"
+_SETS_ADMINS: Final = "`admin_key_file`, or a key with `admin: true` in the file `keys`, sets one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +140,15 @@ class RequireKey:
         if self._has_admin_keys:
             if known:
                 return Forbidden(
-                    "an API key was given; this path needs an admin key, one of `admin_key_file`"
+                    "an API key was given; this path needs an admin key, one of `admin_key_file` "
+                    "or a key with `admin: true`"
                 )
             return _unauthorized(given, "admin key")
         if self._locked:
-            return Forbidden("this path needs an admin key, and none is set; `admin_key_file` sets some")
+            return Forbidden(f"this path needs an admin key, and none is set; {_SETS_ADMINS}")
         if (wrong := _stranger(scope)) is None:
             return None
-        return Forbidden(f"{wrong}, as no admin key is set; `admin_key_file` sets some")
+        return Forbidden(f"{wrong}, as no admin key is set; {_SETS_ADMINS}")
 
 
 def priority(scope: Scope, asked: int | None) -> int:

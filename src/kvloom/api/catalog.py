@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Final
 
 from kvloom.api.texts.prompts import InlineTexts, Prompt, TextModel, Texts
 from kvloom.api.texts.template import ChatTemplate
@@ -16,6 +17,7 @@ from kvloom.types.client import ModelServer
 from kvloom.types.errors import ConfigError, Unavailable, UnknownModel
 from kvloom.types.request import ModelCard
 
+NO_UNIT: Final = "the fleet has no unit; `kvloom config apply` adds some"
 log = logging.getLogger(__name__)
 
 
@@ -103,6 +105,8 @@ class Catalog:
 
     async def _refresh(self) -> None:
         async with self._asking:
+            if not self._client.services:
+                raise Unavailable(NO_UNIT, retry_after=1)
             cards = await self._client.models()
             self._models = {card.name: self._known(card) for card in cards}
 

@@ -48,6 +48,10 @@ class RateLimited(KvloomError):
     status: ClassVar[int] = 429
 
 
+class NeverFits(RateLimited):
+    """A request asks for more than its key may use in a whole minute, so that it never passes as it is."""
+
+
 class Forbidden(KvloomError):
     """The caller may not do this, with a known key or with none."""
 
@@ -115,14 +119,15 @@ def error_response(scope: Scope, error: KvloomError) -> Response:
 
 def _headers(error: KvloomError) -> dict[str, str]:
     headers: dict[str, str] = {}
-    if error.status == 429 or error.retry_after is not None:
+    hopeless = isinstance(error, NeverFits)
+    if not hopeless and (error.status == 429 or error.retry_after is not None):
         headers["retry-after"] = str(error.retry_after or 1)
     if isinstance(error, Unauthorized):
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, BodyTooLarge | BodyTooSlow):
         headers["connection"] = "close"  # the rest of the body will not be read
-    if isinstance(error, RequestTimeout):
-        headers["x-should-retry"] = "false"  # OpenAI's clients would try twice more, each as long
+    if hopeless or isinstance(error, RequestTimeout):
+        headers["x-should-retry"] = "false"  # OpenAI's clients would try twice more, each in vain or as long
     return headers
 
 

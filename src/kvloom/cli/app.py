@@ -5,6 +5,7 @@ A command's file is imported when the command is called, so that no command wait
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Annotated, Final
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Parameter, Token
 from cyclopts.help import HelpPanel
 from rich.console import Console, ConsoleOptions
 
@@ -26,7 +27,18 @@ INVALID: Final = 2
 INTERRUPTED: Final = 130
 _MARGIN: Final = 24  # where the help's second column begins
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
+_WHOLE: Final = re.compile(r"[+-]?[0-9]{1,18}")
 
+
+def _read_whole(_: type, tokens: Sequence[Token]) -> int:
+    token = tokens[0]
+    if _WHOLE.fullmatch(token.value):
+        return int(token.value)
+    raise ConfigError(f"{token.keyword or token.value[:40]}: {token.value[:40]!r}; a whole number is right")
+
+
+Whole = Annotated[int, Parameter(converter=_read_whole)]
+"""The type of each option that is a whole number: cyclopts by itself rounds `81.5`."""
 Url = Annotated[str, Parameter(metavar="URL", help="the server's address")]
 Models = Annotated[
     tuple[str, ...],

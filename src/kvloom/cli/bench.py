@@ -14,7 +14,16 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from kvloom.cli.app import DEFAULT_URL, FAILED, CommandFailed, Output, Url, check_outputs, interruptible
+from kvloom.cli.app import (
+    DEFAULT_URL,
+    FAILED,
+    CommandFailed,
+    Output,
+    Url,
+    Whole,
+    check_outputs,
+    interruptible,
+)
 from kvloom.cli.tables import console_for, show_results, traffic_table
 from kvloom.config.fields import parse_seconds
 from kvloom.lab.bench.endpoint import Form, ServerError
@@ -63,7 +72,7 @@ def serve(
     ] = (),
     key: Annotated[str | None, Parameter(help=f"API key of the server (${KEY_VARIABLE})")] = None,
     prompts: Annotated[Form, Parameter(help="what prompts are sent as")] = "tokens",
-    vocab: Annotated[int | None, Parameter(metavar="N", help="token ids below N (the workload's)")] = None,
+    vocab: Annotated[Whole | None, Parameter(metavar="N", help="token ids below N (the workload's)")] = None,
     plain: Annotated[
         bool, Parameter(help="send OpenAI's own parameters alone: answers may end early")
     ] = False,
@@ -185,7 +194,7 @@ def make(
     /,
     *,
     output: Output,
-    seed: Annotated[int | None, Parameter(help="instead of the spec's")] = None,
+    seed: Annotated[Whole | None, Parameter(help="instead of the spec's")] = None,
 ) -> None:
     """Make a workload, which is a file with one request a line.
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from kvloom.cli.app import Whole
 from kvloom.lab.faults.chaos import chaos
 
 app = App(name="chaos")
@@ -14,11 +15,11 @@ app = App(name="chaos")
 @app.default
 def chaos_command(
     *,
-    seeds: Annotated[int, Parameter(help="runs")] = 100,
-    first: Annotated[int, Parameter(help="the first run's seed")] = 0,
-    jobs: Annotated[int, Parameter(help="runs at a time")] = 1,
+    seeds: Annotated[Whole, Parameter(help="runs")] = 100,
+    first: Annotated[Whole, Parameter(help="the first run's seed")] = 0,
+    jobs: Annotated[Whole, Parameter(help="runs at a time")] = 1,
     replay: Annotated[
-        int | None, Parameter(help="tell one run event by event, whether it fails or not")
+        Whole | None, Parameter(help="tell one run event by event, whether it fails or not")
     ] = None,
 ) -> int:
     """Run kvloom's own engines and router in virtual time while things go wrong.

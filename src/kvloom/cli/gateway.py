@@ -10,14 +10,14 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from http.client import HTTPException, HTTPResponse
+from http.client import BadStatusLine, HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Final, TypeVar
 
 import msgspec
 
 from kvloom.cluster.models import AddModel, Applied, Apply, ModelState, Wanted
-from kvloom.config.fields import read_keys
+from kvloom.config.fields import read_keys, told_unread
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import Admit, Drain, Placement, ProgramState, RestartStep, UnitState
 from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
@@ -25,6 +25,7 @@ from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
 KEY_VARIABLE: Final = "KVLOOM_ADMIN_KEY"
 SECONDS: Final = 30.0
 LONGEST_ANSWER: Final = 1 << 20
+_NO_TLS: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNEXPECTED_EOF_WHILE_READING")
 
 Answer = TypeVar("Answer")
 
@@ -132,9 +133,10 @@ class AdminClient:
             with self._open(request, timeout=seconds) as response:
                 yield response
         except urllib.error.HTTPError as error:
-            raise AdminError(f"{self._url}: {_refusal(error)}") from error
+            keys = f"; --admin-key-file FILE or ${KEY_VARIABLE} gives one" if error.code == 401 else ""
+            raise AdminError(f"{self._url}: {_refusal(error)}{keys}") from error
         except (OSError, ValueError, HTTPException) as error:  # of the network, and of what came over it
-            raise AdminError(f"{self._url}: {_problem(error)}; --url names another server") from error
+            raise AdminError(f"{self._url}: {_problem(error)}; {_remedy(self._url, error)}") from error
 
 
 def _base(url: str) -> str:
@@ -154,16 +156,25 @@ def _client_context(ca: Path | None, certificate: Path | None, key: Path | None)
     try:
         context = ssl.create_default_context(cafile=ca)
     except OSError as error:  # also what OpenSSL says
-        raise ConfigError(f"--ca {ca}: {error.strerror or error}; certificates in PEM are right") from error
+        said = _unusable(ca, error, "certificates in PEM are right")
+        raise ConfigError(f"--ca {said}") from error
     if certificate is not None:
         try:
             context.load_cert_chain(certificate, key)
         except OSError as error:
             given = f"--certificate {certificate}" + (f" --key {key}" if key else "")
-            raise ConfigError(
-                f"{given}: {error.strerror or error}; a certificate and its key in PEM are right"
-            ) from error
+            right = "a certificate and its key in PEM are right"
+            if key is None and isinstance(error, ssl.SSLError):
+                right = "if its key is in another file, --key FILE is needed too"
+            raise ConfigError(_unusable(given, error, right)) from error
     return context
+
+
+def _unusable(given: object, error: OSError, right: str) -> str:
+    """Returns why files of certificates cannot be used; what OpenSSL says of them is an OSError too."""
+    if isinstance(error, PermissionError):
+        return told_unread(str(given), error, right)
+    return f"{given}: {error.strerror or error}; {right}"
 
 
 def _read_key(file: Path) -> str:
@@ -187,6 +198,18 @@ def _refusal(error: urllib.error.HTTPError) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         said = f"status {error.code}"
     return " ".join(said.split())
+
+
+def _remedy(url: str, error: Exception) -> str:
+    """Returns what would be right if the server cannot be reached like this."""
+    reason = getattr(error, "reason", error)
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        return "--ca FILE names the certificates of those who may have signed the server's"
+    if isinstance(reason, ssl.SSLError) and reason.reason in _NO_TLS:
+        return "it seems to speak no TLS, for which --url http://HOST:PORT is right"
+    if url.startswith("http:") and isinstance(reason, ConnectionResetError | BadStatusLine):
+        return "if it speaks TLS, --url https://HOST:PORT is right"
+    return "--url names another server"
 
 
 def _problem(error: Exception) -> str:

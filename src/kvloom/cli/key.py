@@ -10,7 +10,7 @@ from typing import Annotated, Final
 
 from cyclopts import App, Parameter
 
-from kvloom.cli.app import print_columns
+from kvloom.cli.app import Whole, print_columns
 from kvloom.config.keys import NamedKey, add_key, make_key, read_key_file, remove_key, rotate_key
 from kvloom.types.errors import ConfigError
 
@@ -23,7 +23,7 @@ key = App(
 
 KeyName = Annotated[str, Parameter(help="the key's name, as metrics and the audit trail tell it")]
 File = Annotated[Path, Parameter(help="the file of keys")]
-Most = Annotated[int | None, Parameter(metavar="N", help="the most in a minute (no limit)")]
+Most = Annotated[Whole | None, Parameter(metavar="N", help="the most in a minute (no limit)")]
 DEFAULT_FILE: Final = Path("keys.yaml")
 _HEAD: Final = ("name", "models", "priority", "requests/min", "tokens/min", "at once", "expires", "")
 
@@ -38,12 +38,12 @@ def create(
         tuple[str, ...], Parameter(metavar="NAME", help="a model that it opens; may be given again (all)")
     ] = (),
     priority: Annotated[
-        int | None, Parameter(metavar="N", help="the most urgent priority that it gives (any)")
+        Whole | None, Parameter(metavar="N", help="the most urgent priority that it gives (any)")
     ] = None,
     requests_per_minute: Most = None,
     tokens_per_minute: Most = None,
     concurrency: Annotated[
-        int | None, Parameter(metavar="N", help="requests that may run at once (no limit)")
+        Whole | None, Parameter(metavar="N", help="requests that may run at once (no limit)")
     ] = None,
     expires: Annotated[
         str | None, Parameter(metavar="TIME", help="as 2027-01-31 or 2027-01-31T12:00:00Z (never)")
@@ -62,12 +62,16 @@ def create(
     }
     with _told():
         text, made = make_key(name, **{field: value for field, value in given.items() if value is not None})
+        if made.expires is not None and made.expired(time.time()):
+            raise ValueError(
+                f"--expires: {expires!r} is over; a time to come is right, in UTC or with a zone"
+            )
         add_key(file, made)
     print(text)
 
 
 @key.command(name="list")
-def list_keys(file: File = DEFAULT_FILE, /) -> None:
+def list_keys(file: File = DEFAULT_FILE) -> None:
     """Show the keys of the file, and what each may do."""
     with _told():
         keys = read_key_file(file)

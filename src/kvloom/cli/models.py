@@ -20,6 +20,7 @@ from kvloom.types.errors import ConfigError
 from kvloom.types.spec import ModelSpec
 
 _SHOWN_BY: Final = "model list"
+_AS_WANTED: Final = "units, models and program are as the config says"
 
 model = App(
     name="model",
@@ -130,10 +131,9 @@ def apply(
 
     It shows which units are added, start anew and are removed, and what else changes. With --yes, or once you
     have said so, it does it while the fleet serves: units are added first, then the others are drained and
-    restarted one after the other, and at last those are removed that the config does not have. Units, their
-    models and the program are applied; the address, `tls`, `proxies`, `allow_origins`, the keys,
-    `patience`, `load_timeout`, `drain`, `max_body`, `max_connections`, `request_timeout` and `rescheduling`
-    stay as they were when the fleet was started."""
+    restarted one after the other, and at last those are removed that the config does not have. It
+    applies units, models and the program: everything but units, models and program stays as it was when the
+    fleet was started, and a line says which such keys the config sets."""
     with server.asked() as gateway:
         fleet = gateway.placement()  # with what its machine had when the fleet was started
         machine = Machine(cores=fleet.cores, memory=fleet.memory, gpus=Machine.here().gpus)
@@ -142,8 +142,10 @@ def apply(
             engines=read.engines, first=read.first, groups=dict(read.groups), program=read.program
         )
         changes = gateway.apply(wanted, really=False).changes
-    for line in changes or ("the fleet is as the config says",):
+    for line in changes or (_AS_WANTED,):
         print(line, flush=True)
+    if read.kept_from_start:
+        print(f"not applied, needs a new start if it has changed: {', '.join(read.kept_from_start)}")
     if not changes:
         return
     if not yes and not _agreed():
@@ -155,7 +157,7 @@ def apply(
         print(f"{field}: somebody else has changed it meanwhile; the config's value is taken")
     if applied.problems:
         raise CommandFailed("; ".join(applied.problems))
-    print("done: the fleet is as the config says")
+    print(f"done: {_AS_WANTED}")
 
 
 def _agreed() -> bool:

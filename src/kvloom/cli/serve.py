@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final
 
 from cyclopts import App, Parameter
 
-from kvloom.cli.app import INVALID, CommandFailed, Models
+from kvloom.cli.app import INVALID, CommandFailed, Models, Whole
 from kvloom.serve.machine import raise_open_files
 from kvloom.serve.processes.prefork import launched
 from kvloom.types.errors import ConfigError
@@ -71,7 +71,7 @@ def serve(
     *,
     model: Models = (),
     host: Annotated[str | None, Parameter(help="the address to listen at (127.0.0.1)")] = None,
-    port: Annotated[int | None, Parameter(help="the port to listen at (8000); 0 takes a free one")] = None,
+    port: Annotated[Whole | None, Parameter(help="the port to listen at (8000); 0 takes a free one")] = None,
     kv_memory: Annotated[
         str | None, Parameter(metavar="SIZE", help="the KV pool's size, as 512MiB or 2GB (auto)")
     ] = None,
@@ -99,7 +99,14 @@ def serve(
         from kvloom.config.machine import Machine  # noqa: PLC0415
         from kvloom.serve.supervisor import serve_fleet  # noqa: PLC0415
 
-        outcome = serve_fleet(load_config(config, flags, parse_models(model), Machine.here()), forks)
+        read = load_config(config, flags, parse_models(model), Machine.here())
+        try:
+            outcome = serve_fleet(read, forks)
+        except ConfigError as error:
+            key = error.message.partition(":")[0]
+            if config is None or key in flags or key not in ("host", "port"):
+                raise
+            raise ConfigError(f"{config}: {error.message}") from error
     if outcome.code == INVALID:
         raise ConfigError(outcome.why)
     if outcome.code:

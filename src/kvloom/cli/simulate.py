@@ -12,7 +12,7 @@ import msgspec
 from cyclopts import App, Parameter
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvloom.cli.app import check_outputs, interruptible
+from kvloom.cli.app import Whole, check_outputs, interruptible
 from kvloom.cli.bench import (
     HtmlFile,
     JsonFile,
@@ -73,7 +73,7 @@ def simulate(
     policy: Annotated[Policy | None, Parameter(help="batching (the config's, or adbs)")] = None,
     slo_scale: SloScales = (),
     seed: Annotated[
-        int | None, Parameter(metavar="N", help="draw the order of what happens at one moment from N")
+        Whole | None, Parameter(metavar="N", help="draw the order of what happens at one moment from N")
     ] = None,
     json: JsonFile = None,
     html: HtmlFile = None,

@@ -88,7 +88,7 @@ def units_to_serve(spec: FleetSpec, asked: AddModel) -> tuple[str, ...]:
     chosen = _roomiest(spec) if asked.unit is None else asked.unit
     if chosen not in dict(_kept(spec)):
         units = ", ".join(name for name, _ in _kept(spec)) or "none"
-        raise BadRequest(f"unit: there is no unit {chosen}; {units} are the units", param="unit")
+        raise BadRequest(f"unit: there is no unit {chosen}; the units: {units}", param="unit")
     found = _replicas(spec, chosen)
     for name in found:
         if (weave := spec.units[name].engine.weave) is not None:
@@ -168,7 +168,7 @@ def _roomiest(spec: FleetSpec) -> str:
     """Returns the unit with the most bytes of its pool for each of its models, the new one counted."""
     units = [(name, unit.engine) for name, unit in _kept(spec) if unit.engine.weave is None]
     if not units:
-        raise Conflict("no unit can serve another model; `kvloom replan` adds units")
+        raise Conflict("no unit can serve another model; `kvloom config apply` or `kvloom replan` adds units")
     return max(units, key=lambda one: one[1].kv_bytes / (len(one[1].models) + 1))[0]
 
 

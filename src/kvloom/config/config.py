@@ -66,12 +66,20 @@ from kvloom.config.units import (
     share_threads,
     weave_units,
 )
+from kvloom.router.programs import PROGRAMS
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import PATIENCE, GroupSpec
-from kvloom.types.spec import EngineSpec, Policy, SchedulerSpec, TransportName, WeaveSpec
+from kvloom.types.spec import EngineSpec, Policy, ProgramSpec, SchedulerSpec, TransportName, WeaveSpec
 
 DEMO: Final = Path(__file__).resolve().parents[1] / "demo"
 DEMO_SETTINGS: Final = {"block_bytes": "4KiB", "kv_memory": "64MiB"}
+KEPT_FROM_START: Final = (
+    *("host", "port", "tls", "proxies", "allow_origins"),
+    *("api_key_file", "admin_key_file", "keys", "share_prefixes", "audit_file"),
+    *("max_body", "max_connections", "request_timeout"),
+    *("drain", "patience", "load_timeout", "watchdog", "rescheduling"),
+)
+"""Keys that are none of units, models and program. A fleet that serves keeps what it was started with."""
 Keys = TypeVar("Keys")
 _READ: Final[Mapping[str, Callable[[Path], object]]] = {
     "api_key_file": read_api_keys,
@@ -131,6 +139,14 @@ class Config(ConfigSection):
             raise ValueError(
                 f"{show_size(value)} is less than one block; at least {show_size(block)} is right"
             )
+        return value
+
+    @field_validator("program")
+    @classmethod
+    def _known_program(cls, value: ProgramSpec) -> ProgramSpec:
+        if ":" not in value.name and value.name not in PROGRAMS:
+            known = ", ".join(PROGRAMS)
+            raise ValueError(f"{value.name!r} is not known; {known}, or `my_module:my_program` is right")
         return value
 
     @field_validator("api_key_file", "admin_key_file", "keys")
@@ -225,6 +241,11 @@ class Config(ConfigSection):
     def engines(self) -> tuple[EngineSpec, ...]:
         """Returns one engine for each unit and each replica that there may be."""
         return self._engines
+
+    @property
+    def kept_from_start(self) -> list[str]:
+        """Returns the keys that the config sets, and that only another start of the fleet applies."""
+        return [key for key in KEPT_FROM_START if key in self.model_fields_set]
 
     @property
     def groups(self) -> Mapping[str, GroupSpec]:

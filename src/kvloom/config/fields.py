@@ -4,11 +4,14 @@ one is told."""
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_network
 from pathlib import Path
+from pwd import getpwuid
 from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 
 import msgspec
@@ -381,6 +384,19 @@ Priorities = Annotated[tuple[Level, ...], PlainValidator(_priorities)]
 Some = AfterValidator(_some)
 NoNull = BeforeValidator(_no_null)
 
+
+def told_unread(path: Path | str, error: OSError, right: str) -> str:
+    """Returns in one line why a file cannot be read. right: what file would be, if this one is no file."""
+    if not isinstance(error, PermissionError):
+        return f"{path}: {error.strerror}; {right} is right"
+    number = os.geteuid()
+    with suppress(KeyError):  # a user without an entry
+        return (
+            f"{path}: {error.strerror}; readable by user {getpwuid(number).pw_name} (uid {number}) is right"
+        )
+    return f"{path}: {error.strerror}; readable by the user with uid {number} is right"
+
+
 _PRIORITY: Final = re.compile(r"priority=([+-]?\d{1,10})")
 _FURTHEST: Final = 1 << 31  # what a request's priority may be
 
@@ -390,7 +406,7 @@ def read_keys(path: Path) -> frozenset[str]:
     try:
         lines = [line.strip() for line in path.read_text("utf-8-sig").splitlines()]
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; a text file with one key a line is right") from error
+        raise ValueError(told_unread(path, error, "a text file with one key a line")) from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text; one key a line is right") from error
     keys = frozenset(line for line in lines if line and not line.startswith("#"))

@@ -9,6 +9,7 @@ from typing import Any, Final
 import yaml
 
 from kvloom.config.config import Config, build_config, demo_settings
+from kvloom.config.fields import told_unread
 from kvloom.config.machine import Machine
 from kvloom.config.units import resolve_model
 from kvloom.plan.cluster import CPU
@@ -68,7 +69,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
     try:
         text = file.read_text("utf-8")
     except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}; the path of a YAML file is right") from error
+        raise ConfigError(told_unread(file, error, "the path of a YAML file")) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: not UTF-8 text at byte {error.start}") from error
     try:

@@ -14,14 +14,14 @@ import re
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime, time
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import yaml
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PlainValidator, ValidationError
 
-from kvloom.config.fields import ConfigSection, Some, explain, no_bool
+from kvloom.config.fields import ConfigSection, Some, explain, no_bool, told_unread
 from kvloom.types.files import replacing
 
 PREFIX: Final = "kvl-"
@@ -56,8 +56,25 @@ def _hex(count: int) -> BeforeValidator:
     return BeforeValidator(read)
 
 
-def _in_utc(value: datetime) -> datetime:
-    return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+def _one_model(name: str) -> str:
+    if not name or "," in name or any(letter.isspace() for letter in name):
+        raise ValueError(
+            f"{name[:80]!r}; one model's name is right, as `--models a --models b`, or `[a, b]` in the file"
+        )
+    return name
+
+
+def _time(value: Any) -> datetime:
+    """Reads a day or a time, which is in UTC if no other zone is said. A number, which could be a day as well
+    as seconds since 1970, is none."""
+    with suppress(ValueError, OverflowError):
+        if isinstance(value, str) and not value.strip().isdigit():
+            value = datetime.fromisoformat(value.strip())
+        elif isinstance(value, date) and not isinstance(value, datetime):
+            value = datetime.combine(value, time())
+        if isinstance(value, datetime):
+            return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+    raise ValueError(f"{str(value)[:40]!r}; a time is right, as 2027-01-31 or 2027-01-31T12:00:00Z")
 
 
 def _given(value: Any) -> Any:
@@ -69,6 +86,7 @@ def _given(value: Any) -> Any:
 
 _Given = BeforeValidator(_given)
 Limit = Annotated[Annotated[int, BeforeValidator(no_bool), Field(ge=1, lt=_FURTHEST)] | None, _Given]
+ModelName = Annotated[str, AfterValidator(_one_model)]
 Salt = Annotated[bytes, _hex(SALT_BYTES), PlainSerializer(bytes.hex)]
 Digest = Annotated[bytes, _hex(32), PlainSerializer(bytes.hex)]
 
@@ -79,7 +97,7 @@ class NamedKey(ConfigSection):
     name: Annotated[str, AfterValidator(check_key_name)]
     salt: Salt
     hash: Digest
-    models: Annotated[Annotated[tuple[str, ...], Some] | None, _Given] = None
+    models: Annotated[Annotated[tuple[ModelName, ...], Some] | None, _Given] = None
     """The models for which it may ask; None for all."""
     priority: Annotated[
         Annotated[int, BeforeValidator(no_bool), Field(ge=-_FURTHEST, lt=_FURTHEST)] | None, _Given
@@ -89,7 +107,7 @@ class NamedKey(ConfigSection):
     tokens_per_minute: Limit = None
     concurrency: Limit = None
     """Requests that may run at the same time."""
-    expires: Annotated[Annotated[datetime, AfterValidator(_in_utc)] | None, _Given] = None
+    expires: Annotated[Annotated[datetime, PlainValidator(_time)] | None, _Given] = None
     """The time from which it opens nothing any more; in UTC if no other zone is said."""
     admin: bool = False
     """Whether it opens everything, as a key of `admin_key_file` does."""
@@ -149,9 +167,8 @@ def read_key_text(path: Path) -> str:
     try:
         return path.read_text("utf-8-sig")
     except OSError as error:
-        raise ValueError(
-            f"{path}: {error.strerror}; a file that `kvloom key create NAME --file {path}` makes is right"
-        ) from error
+        right = f"a file that `kvloom key create NAME --file {path}` makes"
+        raise ValueError(told_unread(path, error, right)) from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text at byte {error.start}") from error
 

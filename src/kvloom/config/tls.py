@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn, Self
 from msgspec import Struct
 from pydantic import PrivateAttr, ValidationInfo, field_validator, model_validator
 
-from kvloom.config.fields import ConfigSection, Surroundings
+from kvloom.config.fields import ConfigSection, Surroundings, told_unread
 
 _TURNS: Final = 4  # A handshake takes two on each side.
 _WHY: Final = {9: "is not valid yet", 10: "has expired"}  # by OpenSSL's X509_V_ERR_…
@@ -102,7 +102,7 @@ def _holds(key: str, path: str, mark: str, right: str) -> None:
     try:
         text = Path(path).read_text("latin-1")
     except OSError as error:
-        raise ValueError(f"{key}: {path}: {error.strerror}; {right} is right") from error
+        raise ValueError(f"{key}: {told_unread(path, error, right)}") from error
     if mark not in text:
         raise ValueError(f"{key}: {path} holds none; {right} is right")
 

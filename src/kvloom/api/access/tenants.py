@@ -9,7 +9,7 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvloom.api.errors import RateLimited, error_response
+from kvloom.api.errors import NeverFits, RateLimited, error_response
 from kvloom.api.metrics import KeyCounts
 from kvloom.config.keys import NamedKey
 
@@ -58,7 +58,11 @@ class Tenant:
         """Lets a request begin, which the caller has to end. Raises RateLimited."""
         key, now = self.key, self._clock()
         if key.concurrency is not None and self._running >= key.concurrency:
-            said = f"{key.name} has {self._running} requests under way; {key.concurrency} at once are right"
+            running, most = self._running, key.concurrency
+            said = (
+                f"{key.name} has {running} request{'' if running == 1 else 's'} under way; "
+                f"{most} at once {'is' if most == 1 else 'are'} right"
+            )
             raise self._refusal("concurrency", said, 1.0)
         if key.requests_per_minute is not None:
             wait = self._requests.wait(key.requests_per_minute, 1, now)
@@ -72,12 +76,13 @@ class Tenant:
         return Grant(self)
 
     def reserve(self, tokens: int) -> None:
-        """Takes tokens off the limit. Raises RateLimited."""
+        """Takes tokens off the limit. Raises RateLimited, and NeverFits for more than the whole limit."""
         most = self.key.tokens_per_minute
         if most is not None:
             if tokens > most:
                 said = f"the request asks for {tokens} tokens, and {self.key.name} may use {most} a minute"
-                raise self._refusal("tokens", f"{said}: a smaller `max_tokens` is right", WINDOW)
+                self.counts.refuse("tokens")
+                raise NeverFits(f"{said}: a shorter prompt, or a smaller `max_tokens`, is right")
             self._check("tokens", most, self._tokens.wait(most, tokens, self._clock()))
         self._tokens.used += tokens
 
