@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvloom.serve.gateway_process import audit
 from kvloom.serve.processes.log import (
     MOST_ALIKE,
     MOST_WAITING,
@@ -130,6 +131,31 @@ def test_a_line_that_cannot_be_appended_is_in_the_log(
     assert [record.getMessage() for record in caplog.records] == [
         f"{file}: Is a directory; its line is what was done"
     ]
+
+
+def test_a_line_of_the_trail_that_is_in_the_log_is_not_told_as_lost(tmp_path: Path) -> None:
+    file = tmp_path / "audit.jsonl"
+    file.mkdir()
+    said = list[str]()
+
+    class Mends(logging.Handler):
+        """Lets the file be one once the first line could not be written to it."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+            if file.is_dir():
+                file.rmdir()
+
+    handler = Mends()
+    logging.getLogger("kvloom").addHandler(handler)
+    try:
+        with audit(str(file)) as trail:
+            trail.write("one")
+            trail.write("two")
+    finally:
+        logging.getLogger("kvloom").removeHandler(handler)
+    assert said == [f"{file}: Is a directory; its line is one"]
+    assert file.read_text() == "two\n"
 
 
 def test_a_line_that_was_cut_off_ends_before_the_next_one(tmp_path: Path) -> None:

