@@ -96,7 +96,7 @@ def mute(folder: Path, sink: int) -> Iterator[Mute]:
         yield started
         with outlived([*started.children().values()]):
             started.process.send_signal(signal.SIGTERM)
-            assert started.process.wait(15) == 0
+            assert started.process.wait(DEADLINE) == 0
     finally:
         started.process.kill()
         started.process.wait()
