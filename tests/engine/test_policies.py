@@ -191,7 +191,7 @@ def test_quotas_that_do_not_bend_are_kept_to(policy: str, view: UnitView) -> Non
         assert chosen.decode_blocks <= room
     elif isinstance(action, Prefill):
         assert action.blocks <= room
-    else:
+    elif not chosen.outnumbered:  # a crowd gives way to its own model
         assert chosen.wants_decode
         assert chosen.decode_blocks > min(room, view.free_blocks)
 
@@ -273,6 +273,22 @@ def test_a_waiting_prefill_holds_decodes_until_the_compute_is_free() -> None:
     started = by_adbs(unit(replace(a, waiting=1), b, c, compute=3, idle=2))
     assert isinstance(started, Prefill)
     assert started.share == 2
+
+
+@pytest.mark.parametrize("prefilling", [False, True])
+def test_adbs_lets_a_crowd_give_a_place_also_while_another_model_prefills(prefilling: bool) -> None:
+    crowd = model("a", full=True, outnumbered=True, held=4, running=4, used=40, decodable=4)
+    other = model("b", prefilling=prefilling, running=int(prefilling))
+    assert adbs(unit(crowd, other)) == Preempt("a")
+
+
+def test_adbs_lets_a_crowd_give_blocks_to_the_head_alone() -> None:
+    """The rest of the free blocks is what other models may claim."""
+    crowd = model("a", outnumbered=True, waiting=9, head_blocks=4, held=4, running=4, used=50)
+    other = model("b", waiting=50, head_blocks=2, quota=50, last_prefill=5)
+    assert adbs(unit(crowd, other)) == Prefill("a", 2, 4)
+    nothing_left = unit(crowd, other, free_blocks=3)
+    assert adbs(nothing_left) == Preempt("a")
 
 
 def test_adbs_prefills_turn_by_turn_over_models() -> None:

@@ -73,7 +73,8 @@ def views(draw: st.DrawFn) -> UnitView:
         room = (total - used) // page
         pages = draw(st.integers(min(running, room), room)) if running else 0
         used += pages * page
-        waiting = draw(st.integers(0, 5))
+        full = draw(st.booleans())
+        waiting = 0 if full else draw(st.integers(0, 5))
         models.append(
             model(
                 name,
@@ -97,6 +98,8 @@ def views(draw: st.DrawFn) -> UnitView:
                 waited=draw(st.sampled_from([0, STARVING, STARVING + 1, 500])),
                 prefill_share=draw(st.integers(0, compute)),
                 decode_share=draw(st.integers(0, compute)),
+                outnumbered=held > 0 and draw(st.booleans()),
+                full=full,
             )
         )
     return UnitView(
