@@ -26,7 +26,7 @@ from tests.footprint import Footprint
 
 CLIENTS: Final = 12
 GROWTH: Final = 0.03  # of a process's own memory
-QUIET_SECONDS: Final = 5.0  # before each measurement
+QUIET_SECONDS: Final = 20.0  # before each measurement; connections between processes are kept for 15 s
 WARM: Final = 1 / 3  # of the time, ten minutes at most
 ABORTED: Final = 0.15
 CHANGE_SECONDS: Final = 4.0
