@@ -32,7 +32,9 @@ def test_a_model_comes_and_goes_and_a_config_is_applied(tmp_path: Path) -> None:
 
         sums = f"unit-0 up  {DEMO}/sums\n"
         assert say("model", "list") == "sums  " + sums
-        assert say("config", "apply", str(file), "--yes") == "the fleet is as the config says\n"
+        assert (
+            say("config", "apply", str(file), "--yes") == "units, models and program are as the config says\n"
+        )
         before = running.children()
 
         assert say("model", "add", f"stories={DEMO}/stories") == f"stories  unit-0 up  {DEMO}/stories\n"
@@ -53,7 +55,8 @@ def test_a_model_comes_and_goes_and_a_config_is_applied(tmp_path: Path) -> None:
         change = "unit-1 is added, with sums\n"
         assert say("config", "apply", str(file)) == change + "nothing is changed yet; --yes does it\n"
         assert (
-            say("config", "apply", str(file), "--yes") == change + "done: the fleet is as the config says\n"
+            say("config", "apply", str(file), "--yes")
+            == change + "done: units, models and program are as the config says\n"
         )
         assert say("model", "list") == f"sums  unit-0 up, unit-1 up  {DEMO}/sums\n"
         assert running.children()["gateway"] == before["gateway"]

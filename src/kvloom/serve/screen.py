@@ -74,13 +74,15 @@ class Screen:
         for of in list(self._steps):
             self.done(of)
 
-    def close(self) -> None:
-        """Shows that all steps are done, and waits a moment until all that was told is written."""
+    def close(self) -> bool:
+        """Shows that all steps are done, and waits a moment until all that was told is written. Returns False
+        if a write still waits for a reader, and holds the lock of its stream."""
         self.end_steps()
         if not self._background.close():
             # What is still to be written is dropped, or the interpreter's end would fail over it.
             with open(os.devnull, "wb") as nowhere, suppress(OSError):
                 os.dup2(nowhere.fileno(), self._console.file.fileno())
+        return not self._background.busy
 
     def _show_steps(self) -> None:
         texts = " · ".join(text for text, _ in self._steps.values())

@@ -234,9 +234,12 @@ def serve_fleet(config: Config, forks: LaunchedForkServer | None) -> Outcome:
     ):
         supervisor = Supervisor(config, screen, clock, listener, inside, folder, forks, manager)
         try:
-            return asyncio.run(supervisor.run())
+            outcome = asyncio.run(supervisor.run())
         finally:
-            screen.close()
+            written = screen.close()
+    if not written:
+        os._exit(outcome.code)  # the interpreter's own end would wait for whoever does not read
+    return outcome
 
 
 def specified(config: Config) -> FleetSpec:

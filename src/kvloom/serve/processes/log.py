@@ -52,6 +52,11 @@ class Background:
         self._thread.join(seconds)
         return not self._thread.is_alive() and not self._lost
 
+    @property
+    def busy(self) -> bool:
+        """Whether the thread still runs."""
+        return self._thread.is_alive()
+
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             lost, self._lost = self._lost, 0
