@@ -67,7 +67,8 @@ class Mute(Fleet):
             stdout=sink,
             stderr=sink,
             text=True,
-            env=os.environ | {"TMPDIR": str(folder)},
+            env=os.environ
+            | {"TMPDIR": str(folder), "PYTHONUNBUFFERED": ""},  # a buffer has to be flushed at the end
         )
         self.url = f"http://127.0.0.1:{port}"
 
