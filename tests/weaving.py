@@ -163,8 +163,9 @@ def _calls(engine: Engine, own: Own) -> dict[str, Callable[..., Awaitable[Any]]]
     async def begin() -> None:
         """The own model generates from here on."""
 
-    async def found() -> list[tuple[list[int], list[int]]]:
-        """What it has generated since this was last asked."""
+    async def found(least: int = 0) -> list[tuple[list[int], list[int]]]:
+        """Returns what it has generated since this was last asked, as soon as these are so many answers."""
+        await until(lambda: len(own.found) >= least)
         answers, own.found = own.found, []
         return answers
 

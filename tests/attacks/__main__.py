@@ -6,10 +6,9 @@ NAME is the beginning of an attack's name, as `2` or `14 many`; left out, all ar
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,6 +22,7 @@ from tests.attacks.attacks import (
 )
 from tests.attacks.fleet import Fleet, Innocent, forget_peak, innocent, resident, serving
 from tests.attacks.strangers import STRANGERS, TENANTS
+from tests.sinks import closed_pipe, full_disk, unread_pipe
 
 WARM_SECONDS: Final = 2.0
 LONE_SECONDS: Final = 8.0
@@ -127,29 +127,6 @@ async def under(name: str, fleet: Fleet) -> Result:
 
 def _seen(client: Innocent, lone: float) -> Client:
     return Client(lone, client.p99(), client.gap, client.wrong)
-
-
-@contextmanager
-def full_disk() -> Iterator[int]:
-    output = os.open("/dev/full", os.O_WRONLY)
-    yield output
-    os.close(output)
-
-
-@contextmanager
-def unread_pipe() -> Iterator[int]:
-    reader, output = os.pipe()
-    yield output
-    os.close(reader)
-    os.close(output)
-
-
-@contextmanager
-def closed_pipe() -> Iterator[int]:
-    reader, output = os.pipe()
-    os.close(reader)
-    yield output
-    os.close(output)
 
 
 ALONE: Final[dict[str, tuple[Attack, Callable[[], AbstractContextManager[int | None]]]]] = {

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import tracemalloc
 from collections import Counter
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import get_args
 
@@ -22,7 +23,6 @@ from kvloom.types.request import Made, StartGenerate, TokenEvent
 from kvloom.types.spec import Policy
 from kvloom.types.verbs import Prefix
 from tests.engine.plays import check, order, serve, until
-from tests.engines import Answer
 from tests.modelled import VOCAB, ModelledExecutor, ask, engine_over, turns
 
 MODEL = "wide"
@@ -181,16 +181,26 @@ def flood(tenant: str, count: int, *, length: int = 4, tokens: int = 8) -> list[
     ]
 
 
+def asker(
+    engine: Engine, executor: ModelledExecutor, ended: list[str], told: str = "tenant"
+) -> Callable[[StartGenerate], Coroutine[None, None, None]]:
+    """Returns a function that asks, checks the answer, and then notes which request has ended. told: the
+    field by which."""
+
+    async def one(body: StartGenerate) -> None:
+        check(executor, body, await ask(engine, body), whole=True)
+        ended.append(getattr(body, told))
+
+    return one
+
+
 @pytest.mark.parametrize("tokens", [8, 2])
 def test_a_quiet_tenant_has_its_share_beside_a_flood(tokens: int) -> None:
     """Of two that wait, tokens decide, and not requests: who asks for a quarter is served four times."""
     executor = ModelledExecutor(160, models=(MODEL,))
     engine = engine_over(executor, max_running=2)
     ended: list[str] = []
-
-    async def one(body: StartGenerate) -> None:
-        check(executor, body, await ask(engine, body), whole=True)
-        ended.append(body.tenant)
+    one = asker(engine, executor, ended)
 
     async def play() -> None:
         async with asyncio.TaskGroup() as group:
@@ -312,9 +322,7 @@ def test_what_is_computed_again_costs_nothing() -> None:
         for name, length in (("a", 60), ("b", 70))
     }
 
-    async def one(body: StartGenerate) -> None:
-        check(executor, body, await ask(engine, body), whole=True)
-        ended.append(body.request)
+    one = asker(engine, executor, ended, "request")
 
     async def play() -> None:
         first = orders["a"][0]
@@ -336,11 +344,7 @@ def test_tokens_that_are_there_already_cost_nothing() -> None:
     executor = ModelledExecutor(400, models=(MODEL,))
     engine = engine_over(executor, max_running=1, chunk_tokens=64)
     ended: list[str] = []
-
-    async def one(body: StartGenerate) -> Answer:
-        answer = await ask(engine, body)
-        ended.append(body.tenant)
-        return answer
+    one = asker(engine, executor, ended)
 
     async def play() -> None:
         same = flood("same", 9, length=60, tokens=2)
@@ -368,10 +372,7 @@ def test_a_newcomer_runs_at_once_beside_a_crowd_of_another_tenant(
     executor = ModelledExecutor(blocks, models=(MODEL,))
     engine = engine_over(executor, max_running=running, policy=policy)
     ended: list[str] = []
-
-    async def one(body: StartGenerate) -> None:
-        check(executor, body, await ask(engine, body), whole=True)
-        ended.append(body.tenant)
+    one = asker(engine, executor, ended)
 
     async def play() -> None:
         async with asyncio.TaskGroup() as group:
@@ -418,10 +419,7 @@ def test_a_crowd_gives_way_whatever_runs_beside_it() -> None:
     executor = ModelledExecutor(1000, models=(MODEL,))
     engine = engine_over(executor, max_running=7)
     ended: list[str] = []
-
-    async def one(body: StartGenerate) -> None:
-        await ask(engine, body)
-        ended.append(body.tenant)
+    one = asker(engine, executor, ended)
 
     async def play() -> None:
         async with asyncio.TaskGroup() as group:

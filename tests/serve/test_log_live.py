@@ -19,43 +19,13 @@ from benchmarks.process import free_port
 from kvloom.config.config import DEMO
 from tests.processes import DEADLINE, Fleet, outlived
 from tests.serve.streaming import call, streams
+from tests.sinks import closed_pipe, full_disk, unread_pipe
 
 CONFIG = f"""
 kv_memory: 16MiB
 models: {{stories: {DEMO}/stories}}
 units: [{{models: [stories], replicas: 2}}]
 """
-
-
-@contextmanager
-def full() -> Iterator[int]:
-    """A file on a full disk."""
-    disk = os.open("/dev/full", os.O_WRONLY)
-    yield disk
-    os.close(disk)
-
-
-@contextmanager
-def unread() -> Iterator[int]:
-    """A pipe that is full, and that nobody reads."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    with suppress(BlockingIOError):
-        while True:
-            os.write(writer, b"." * 4096)
-    os.set_blocking(writer, True)
-    yield writer
-    os.close(writer)
-    os.close(reader)
-
-
-@contextmanager
-def closed() -> Iterator[int]:
-    """A pipe whose reader has gone."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    yield writer
-    os.close(writer)
 
 
 class Mute(Fleet):
@@ -117,7 +87,7 @@ def check_serves_on(mute: Mute, unit: str) -> None:
         eventually(lambda: len(ended) >= before + 8, "the end of streams")
 
 
-@pytest.mark.parametrize("sink", [full, unread, closed])
+@pytest.mark.parametrize("sink", [full_disk, unread_pipe, closed_pipe])
 def test_a_log_that_nobody_takes(tmp_path: Path, sink: Callable[[], AbstractContextManager[int]]) -> None:
     with sink() as output, mute(tmp_path, output) as fleet:
         check_serves_on(fleet, "unit-0")

@@ -72,7 +72,7 @@ class Woven:
                 group.create_task(self._one())
         self._over = True
         await stirring
-        self.tally.colds += await self._cold.call("found")
+        self.tally.colds += await self._cold.call("found", least=1)
         self._hot.borrower.give_back_all()
         while await self._cold.call("check"):  # noqa: ASYNC110 -- it is another process
             await asyncio.sleep(0.001)

@@ -131,9 +131,9 @@ def apply(
 
     It shows which units are added, start anew and are removed, and what else changes. With --yes, or once you
     have said so, it does it while the fleet serves: units are added first, then the others are drained and
-    restarted one after the other, and at last those are removed that the config does not have. It
-    applies units, models and the program: everything but units, models and program stays as it was when the
-    fleet was started, and a line says which such keys the config sets."""
+    restarted one after the other, and at last those are removed that the config does not have. Everything
+    but units, models and program stays as it was when the fleet was started, and a line says which such keys
+    the config sets."""
     with server.asked() as gateway:
         fleet = gateway.placement()  # with what its machine had when the fleet was started
         machine = Machine(cores=fleet.cores, memory=fleet.memory, gpus=Machine.here().gpus)

@@ -66,7 +66,7 @@ from kvloom.config.units import (
     share_threads,
     weave_units,
 )
-from kvloom.router.programs import PROGRAMS
+from kvloom.router.programs import name_problem
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import PATIENCE, GroupSpec
 from kvloom.types.spec import EngineSpec, Policy, ProgramSpec, SchedulerSpec, TransportName, WeaveSpec
@@ -144,9 +144,8 @@ class Config(ConfigSection):
     @field_validator("program")
     @classmethod
     def _known_program(cls, value: ProgramSpec) -> ProgramSpec:
-        if ":" not in value.name and value.name not in PROGRAMS:
-            known = ", ".join(PROGRAMS)
-            raise ValueError(f"{value.name!r} is not known; {known}, or `my_module:my_program` is right")
+        if problem := name_problem(value.name):
+            raise ValueError(problem)
         return value
 
     @field_validator("api_key_file", "admin_key_file", "keys")

@@ -28,7 +28,7 @@ from msgspec.inspect import (
     VarTupleType,
 )
 
-from kvloom.router.programs import PROGRAMS
+from kvloom.router.programs import PROGRAMS, name_problem
 from kvloom.router.replicas import Fleet
 from kvloom.router.session import Session
 from kvloom.types.client import Frames
@@ -138,10 +138,9 @@ def _loaded(name: str, options: Mapping[str, Any]) -> Program:
 
 
 def _imported(name: str) -> Any:
-    module_name, colon, attribute = name.partition(":")
-    if not (module_name and colon and attribute):
-        known = ", ".join(PROGRAMS)
-        raise ConfigError(f"program: {name!r} is not known; {known}, or `my_module:my_program` is right")
+    if problem := name_problem(name):
+        raise ConfigError(f"program: {problem}")
+    module_name, _, attribute = name.partition(":")
     try:
         module = _read_anew(module_name)
     except BaseException as error:

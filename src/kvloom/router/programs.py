@@ -130,3 +130,12 @@ PROGRAMS: Final[dict[str, Callable[..., Frames]]] = {
 
 MOVING: Final = frozenset({"disaggregate", "cache_aware_disaggregate", "balanced", "migrate_context"})
 """The programs that move K and V from unit to unit."""
+
+
+def name_problem(name: str) -> str:
+    """Returns why a name names no program, and what would be right; nothing if it is that of a program, or
+    of a module's function."""
+    module, _, function = name.partition(":")
+    if name in PROGRAMS or (module and function):
+        return ""
+    return f"{name!r} is not known; {', '.join(PROGRAMS)}, or `my_module:my_program` is right"

@@ -28,7 +28,7 @@ def most_connections() -> int:
 
 
 class OpenConnections(ServerState):
-    """What a server's connections share, with how many there are."""
+    """Holds what a server's connections share, and counts them."""
 
     def __init__(self, each: int, proxies: Iterable[str] = (), most: int | None = None) -> None:
         """each: the connections of one address. An address has no more than half of all, whatever `each` is.

@@ -108,7 +108,7 @@ class Roles:
     def _scheduler(self) -> Role:
         spec = self._config.scheduler_for(self._config.engines) or SchedulerSpec()
         gateway: str = self._inside.getsockname()
-        order = SchedulerOrder(spec=spec, gateway=gateway, secret=self.secret, folder=str(self._folder))
+        order = SchedulerOrder(spec=spec, gateway=gateway, secret=self.secret, sockets=str(self._folder))
         return Role(SCHEDULER, SCHEDULER_MODULE, order)
 
     @property

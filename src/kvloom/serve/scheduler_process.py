@@ -78,7 +78,7 @@ def _length(head: bytes) -> int:
 
 def main(parent: Parent) -> None:
     order = parent.next_order(SchedulerOrder)
-    parent.watch(Path(order.folder))
+    parent.watch(Path(order.sockets))
     asyncio.run(serve(parent, order))  # until SIGTERM, which may end it anywhere
 
 

@@ -22,7 +22,7 @@ _VARIABLES: Final = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
 
 class ServiceManager:
-    """Whoever has started this process, and may want to hear of it."""
+    """Tells whoever has started this process how it is, if they want to hear of it."""
 
     def __init__(self, address: str = "", interval: float | None = None) -> None:
         """address: of the socket at which it listens; it begins with @ if it is an abstract one, and is empty

@@ -37,7 +37,7 @@ class Turns:
 
     async def take(self, tenant: str) -> None:
         """Waits for a turn. Who is cancelled meanwhile has none. Raises QueueFull."""
-        if self.free > 0 and not self._lines:
+        if self.free > 0:  # then nobody waits
             self.free -= 1
             return
         line = self._lines.get(tenant, deque())

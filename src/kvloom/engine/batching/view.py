@@ -38,7 +38,7 @@ class ModelView:
     page_blocks: int
     last_prefill: int  # when a prefill last began or ended, counted in jobs of the unit
     last_decode: int
-    prefill_share: int = 0  # units of compute that a prefill takes beside others; 0: the policy is to say
+    prefill_share: int = 0  # parts of the device that a prefill takes beside others; 0: the policy is to say
     decode_share: int = 0
     outnumbered: bool = False  # whether a sequence of a tenant of whom more run is to give way to the head
     full: bool = False  # whether no more may run

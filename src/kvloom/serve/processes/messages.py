@@ -85,8 +85,8 @@ class SchedulerOrder(Struct, frozen=True, kw_only=True):
     """The path of the socket at which the gateway answers the fleet's own processes."""
     secret: str
     """What the gateway must be told."""
-    folder: str
-    """Of the engines' sockets."""
+    sockets: str
+    """The fleet's own folder, in which the engines' sockets are."""
 
 
 class RetireOrder(Struct, frozen=True, tag="retire"):

@@ -31,14 +31,12 @@ IMPORT_SECONDS: Final = 60.0
 PREPARING: Final = (
     8  # what prepares a process is the operator's, not a client's: it may take so many times more
 )
-
-
 FROM_OUTSIDE: Final = frozenset((signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
 """Signals by which no work ends its process."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What one call may take. Preparing a process may take `PREPARING` times as much."""
+    """Bounds what one call may take. Preparing a process may take `PREPARING` times as much."""
 
     seconds: float  # of CPU
     memory: int  # bytes of address space, beyond those that the process has when it is idle

@@ -80,7 +80,7 @@ class TextProcesses:
 
     async def _run(self, key: str, card: ModelCard, data: bytes, what: str, tenant: str) -> bytes:
         """Returns a process's answer. Raises BadRequest, QueueFull and Unavailable."""
-        turn = self._turns[key, len(data) > 2 * SHORT]
+        turn = self._turns[key, _is_long(data)]
         await turn.take(tenant)
         # What is under way cannot be cancelled without its process, so the turn ends with the work, and not
         # with who waits for it.
@@ -96,7 +96,7 @@ class TextProcesses:
     async def _called(
         self, key: str, card: ModelCard, data: bytes, what: str, tenant: str
     ) -> bytes | KvloomError:
-        now, long = asyncio.get_running_loop().time(), len(data) > 2 * SHORT
+        now, long = asyncio.get_running_loop().time(), _is_long(data)
         self._resting = {who: rest for who, rest in self._resting.items() if rest[0] > now}
         if (rest := self._resting.get((key, what, tenant))) is not None:
             return BadRequest(rest[1])
@@ -114,3 +114,8 @@ class TextProcesses:
             return error
         except OSError as error:
             return Unavailable(f"no process can be started for {what}: {error}", retry_after=1)
+
+
+def _is_long(data: bytes) -> bool:
+    """Returns whether a prompt, as a process gets it, is one of the long ones."""
+    return len(data) > 2 * SHORT
