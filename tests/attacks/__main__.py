@@ -20,11 +20,10 @@ from tests.attacks.attacks import (
     bad_requests_and_a_kill,
     stopped_gateway,
 )
-from tests.attacks.fleet import Fleet, Innocent, forget_peak, innocent, resident, serving
+from tests.attacks.fleet import Fleet, Seen, forget_peak, innocent, resident, serving
 from tests.attacks.strangers import STRANGERS, TENANTS
 from tests.sinks import closed_pipe, full_disk, unread_pipe
 
-WARM_SECONDS: Final = 2.0
 LONE_SECONDS: Final = 8.0
 AFTER_SECONDS: Final = 2.0
 ALL: Final = ATTACKS | STRANGERS
@@ -105,9 +104,6 @@ HEAD: Final = """\
 async def under(name: str, fleet: Fleet) -> Result:
     """Plays an attack on `sums` beside innocent clients of another model and of the same one."""
     async with innocent(fleet, "guide") as far, innocent(fleet, "sums") as near:
-        await asyncio.sleep(WARM_SECONDS)
-        far.seconds.clear()  # what is loaded with the first answers is no measure
-        near.seconds.clear()
         await asyncio.sleep(LONE_SECONDS)
     lone = far.p99(), near.p99()
     before, gateway = fleet.processes(), fleet.gateway()
@@ -125,7 +121,7 @@ async def under(name: str, fleet: Fleet) -> Result:
     return Result(name, said, _seen(far, lone[0]), _seen(near, lone[1]), memory, lost, reached)
 
 
-def _seen(client: Innocent, lone: float) -> Client:
+def _seen(client: Seen, lone: float) -> Client:
     return Client(lone, client.p99(), client.gap, client.wrong)
 
 

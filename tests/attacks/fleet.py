@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -33,8 +34,6 @@ units:
   - {{models: [sums, guide]}}
 {more}"""
 READY_SECONDS: Final = 60.0
-INNOCENT_ADDRESS: Final = "127.0.0.2"
-"""Attackers come from 127.0.0.1: without keys, it is addresses that are served in turn."""
 
 
 @dataclass(slots=True)
@@ -133,14 +132,9 @@ async def _answers(url: str) -> None:
 
 
 @dataclass(slots=True)
-class Innocent:
-    """A client of one model, at another address than the attackers, that asks one short question after the
-    other, each as a stream."""
+class Seen:
+    """What an innocent client has seen."""
 
-    url: str
-    model: str
-    headers: dict[str, str]
-    """Those that bring its key, if the fleet has keys."""
     seconds: list[float] = field(default_factory=list)
     """How long each answer took."""
     gap: float = 0.0
@@ -148,67 +142,30 @@ class Innocent:
     wrong: list[str] = field(default_factory=list)
     """Answers that were refused, cut short, or another text than the first one."""
 
-    async def ask_for_ever(self) -> None:
-        first: str | None = None
-        connector = aiohttp.TCPConnector(local_addr=(INNOCENT_ADDRESS, 0))
-        timeout = aiohttp.ClientTimeout(total=120)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-            while True:
-                begun = time.monotonic()
-                try:
-                    text = await self._ask(session)
-                except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError) as error:
-                    self.wrong.append(f"{type(error).__name__}: {error}"[:200])
-                    await asyncio.sleep(0.1)
-                    continue
-                self.seconds.append(time.monotonic() - begun)
-                first = first or text
-                if text != first:
-                    self.wrong.append(text[:200])
-                await asyncio.sleep(0.05)
-
-    async def _ask(self, session: aiohttp.ClientSession) -> str:
-        body = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": "What is 17 + 25?"}],
-            "temperature": 0,
-            "max_tokens": 12,
-            "stream": True,
-        }
-        pieces: list[bytes] = []
-        async with session.post(
-            f"{self.url}/v1/chat/completions", json=body, headers=self.headers
-        ) as response:
-            if response.status != 200:
-                raise ValueError(f"{response.status}: {await response.text()}")
-            last = None
-            async for data in response.content.iter_any():
-                now = time.monotonic()
-                if last is not None:
-                    self.gap = max(self.gap, now - last)
-                last = now
-                pieces.append(data)
-        stream = b"".join(pieces)
-        if b"data: [DONE]" not in stream:
-            raise ValueError(f"cut short: {stream[-200:]!r}")
-        return "".join(re.findall(r'"content":"((?:[^"\\]|\\.)*)"', stream.decode()))
-
     def p99(self) -> float:
         """Returns the 99th percentile of the answers' seconds; infinity without an answer."""
         return sorted(self.seconds)[int(0.99 * len(self.seconds))] if self.seconds else float("inf")
 
 
 @asynccontextmanager
-async def innocent(fleet: Fleet, model: str) -> AsyncIterator[Innocent]:
-    """Lets a client ask while the block runs; if the fleet has keys, with one named `innocent`."""
-    client = Innocent(fleet.url, model, fleet.headers("innocent"))
-    task = asyncio.create_task(client.ask_for_ever())
+async def innocent(fleet: Fleet, model: str) -> AsyncIterator[Seen]:
+    """Lets a client ask while the block runs; if the fleet has keys, with one named `innocent`. It is a
+    process of its own, lest the attacker's work holds up its clock. What it has seen is told when the block
+    ends, but for the time in which it warms up; the block begins when it has done so."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.attacks.innocent", fleet.url, model),
+        *fleet.headers("innocent").values(),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    seen = Seen()
     try:
-        yield client
+        await process.stdout.readline()
+        yield seen
     finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        told, _ = await process.communicate(b"")  # the end of its input ends it
+        seen.seconds, seen.gap, seen.wrong = json.loads(told)
 
 
 def resident(pid: int) -> float:
