@@ -282,6 +282,33 @@ def test_a_newcomer_who_takes_nobodys_place(waiting: list[StartGenerate], newcom
     serve(play(), engine, executor)
 
 
+def test_a_request_of_which_a_choice_was_aborted_gives_its_place() -> None:
+    executor = ModelledExecutor(160, models=(MODEL,))
+    engine = engine_over(executor, max_running=1)
+    several = replace(flood("loud", 64)[63], n=3)
+
+    async def play() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(ask(engine, flood("first", 1, tokens=90)[0]))
+            await until(lambda: bool(executor.jobs))
+            for body in flood("loud", 63):
+                group.create_task(ask(engine, body))
+            await waits(engine, 63)
+            refused = group.create_task(refusal(several))
+            await waits(engine, 64)
+            await engine.abort(several.request, choice=2)
+            group.create_task(ask(engine, flood("quiet", 1)[0]))
+            assert "gave its place" in await refused
+
+    async def refusal(body: StartGenerate) -> str:
+        with pytest.raises(QueueFull) as raised:
+            async for _ in engine.start_generate(body):
+                pass
+        return raised.value.message
+
+    serve(play(), engine, executor)
+
+
 def test_who_has_begun_keeps_its_place_in_a_full_queue() -> None:
     """A request that goes on from another unit comes in though the queue is full, and is not displaced."""
     executor = ModelledExecutor(160, models=(MODEL,))

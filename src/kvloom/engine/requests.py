@@ -323,7 +323,7 @@ class Requests:
         """Ends a request of which nothing was computed, as if it had not been let in."""
         queue = self._queues[stream.body.model]
         queue.stats.displaced += 1
-        for sequence in stream.sequences:
+        for sequence in stream.live:
             sequence.over = True
             queue.release(sequence, Status.ENDED)
         del self._streams[stream.id]
