@@ -87,12 +87,16 @@ class ProgramStream:
             if (failed := self._failed(error)) is None:
                 raise
             raise failed from error
-        if not isinstance(frame, list) or not all(isinstance(event, _EVENTS) for event in frame):
-            raise ProgramFailed(
-                f"the program {self._program} yielded what is no list of events; "
-                "the frames of `start_generate` are right"
-            )
-        return frame
+        if isinstance(frame, list):
+            for event in frame:  # A loop, because this runs for each token.
+                if not isinstance(event, _EVENTS):
+                    break
+            else:
+                return frame
+        raise ProgramFailed(
+            f"the program {self._program} yielded what is no list of events; "
+            "the frames of `start_generate` are right"
+        )
 
     async def aclose(self) -> None:
         """Closes the program. If it fails over that, nobody is left to be told but the log."""
