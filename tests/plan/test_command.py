@@ -47,9 +47,23 @@ def run(folder: Path, text: str, workload: Path | None = None, profile: Path | N
 def test_a_plan(tmp_path: Path) -> None:
     done = plan(tmp_path, PAIR, "-o", "plan.json")
     assert (done.returncode, done.stderr) == (0, "")
-    for part in ("unit-0", "node-0", "A100-80", "chat", "code", "8.5 of 8.5 requests/s are answered"):
+    for part in ("unit-0", "any", "A100-80", "chat", "code", "8.5 of 8.5 requests/s are answered"):
         assert part in done.stdout
-    assert read_plan(tmp_path / "plan.json").made_by == "kvloom plan"
+    found = read_plan(tmp_path / "plan.json")
+    assert found.made_by == "kvloom plan"
+    assert {unit.node for unit in found.units} == {""}
+
+
+def test_several_nodes_by_name(tmp_path: Path) -> None:
+    """Each unit is on one of them, on GPUs of its own, and has a rank for each."""
+    named = PAIR.replace("gpus: 4}", "gpus: 2, names: [left, right]}").replace("rate: 8", "rate: 30")
+    done = plan(tmp_path, named, "-o", "plan.json")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = read_plan(tmp_path / "plan.json")
+    check_plan(found)
+    assert {unit.node for unit in found.units} == {"left", "right"}
+    assert all(unit.tensor_parallel == unit.gpus for unit in found.units)
+    assert all(unit.index + unit.gpus <= 2 for unit in found.units)
 
 
 @pytest.mark.parametrize("baseline", ["spatial", "memory"])
@@ -81,6 +95,14 @@ def test_a_demand_that_is_too_much_is_explained(tmp_path: Path) -> None:
         ("nodes: [{device: a10, gpus: 1.5}]\n" + MODELS, (), "nodes.0.gpus: 1.5; a whole number"),
         ("nodes: [{device: a10, gpus: 4, cout: 2}]\n" + MODELS, (), "did you mean `count`?"),
         ("nodes: [{device: a10, gpus: 4, count: 2000}]\n" + MODELS, (), "8000 devices; 4096 at most"),
+        ("nodes: [{device: a10, gpus: 4, names: [a b]}]\n" + MODELS, (), "nodes.0.names.0: "),
+        ("nodes: [{device: a10, gpus: 4, names: []}]\n" + MODELS, (), "nodes.0.names: []; at least one"),
+        ("nodes: [{device: a10, gpus: 4, names: [a, a]}]\n" + MODELS, (), "nodes: 'a' names two machines"),
+        (
+            "nodes: [{device: a10, gpus: 4, count: 3, names: [a, b]}]\n" + MODELS,
+            (),
+            "count: 3 machines, but 2 names; a name for each, or no `count`, is right",
+        ),
         ("nodes: []\n" + MODELS, (), "nodes: []; at least one"),
         ("nodes: [5]\n" + MODELS, (), "nodes.0: 5; a mapping with `device` and `gpus`"),
         (NODES, (), "models: is missing"),

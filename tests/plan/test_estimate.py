@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvloom.lab.reproduce.muxserve.setup import multiplexed
 from kvloom.plan.cluster import CPU, Costs, MeshKind, Nodes, mesh_kinds
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import CostModel, Work
@@ -18,6 +20,7 @@ from kvloom.types.job import Phase
 from tests.plan.clusters import Crowded, demand, formula, nodes, roofline
 
 ONE, FOUR = (nodes("A100-80", 4).mesh(n) for n in (1, 4))
+MULTIPLEXED = replace(nodes("A100-80", 4), abilities=multiplexed)  # the paper's, whose ranks share compute
 SHAPES = ("llama-7b", "llama-13b", "llama3-8b")
 
 wanted = st.lists(st.tuples(st.sampled_from(SHAPES), st.floats(0.05, 20)), min_size=2, max_size=4)
@@ -95,7 +98,8 @@ def test_replicas_share_the_rate() -> None:
 def test_shares_grow_until_they_answer_the_demand_together() -> None:
     estimator = estimator_of([("llama-7b", 5.0), ("llama-7b", 5.0), ("llama-7b", 0.1)])
     items = [estimator.item(n, 1) for n in range(3)]
-    few, all_three = estimator.settled(FOUR, items[2:]), estimator.settled(FOUR, items)
+    four = MULTIPLEXED.mesh(4)
+    few, all_three = estimator.settled(four, items[2:]), estimator.settled(four, items)
     assert few[0].share == 0.3
     assert all(0.3 <= one.share <= 0.9 for one in all_three)
     crowd = estimator_of([("llama-7b", 100.0)] * 3)
@@ -134,7 +138,7 @@ def test_the_smallest_batch_that_answers(
 
 
 @pytest.mark.parametrize("rate", [0.5, 2.0, 6.0, 9.0, 50.0])
-@pytest.mark.parametrize("kind", mesh_kinds([nodes("A100-80", 4)]))
+@pytest.mark.parametrize("kind", mesh_kinds([MULTIPLEXED]))
 def test_the_smallest_share_that_answers(kind: MeshKind, rate: float) -> None:
     wanted = demand("a", "llama-7b", rate)
     catalog = CandidateCatalog([wanted], roofline)
@@ -179,6 +183,22 @@ def test_meshes_that_cannot_hold_it() -> None:
     cores = Nodes(CPU, 80 << 30, 3, 1)
     assert catalog.candidate(cores.mesh(3), odd, 1.0) is not None  # threads split no head
     assert cores.mesh(3).shares == (1 / 3, 2 / 3, 1.0)
+
+
+def test_jobs_of_several_gpus_take_turns_on_all_of_them() -> None:
+    wanted = demand("a", "llama-7b", 1.0)
+    catalog = CandidateCatalog([wanted], roofline)
+    found = catalog.candidate(FOUR, wanted, 1.0)
+    assert found is not None
+    assert (FOUR.shares, found.prefill_share, found.lean.share, found.full.share) == ((1.0,), 1.0, 1.0, 1.0)
+    assert found.full.occupied == (1.0,) * len(BATCHES)
+
+
+def test_ranks_share_kv_heads_evenly() -> None:
+    eight = demand("a", "llama3-8b", 1.0)  # 8 KV heads of 32
+    catalog = CandidateCatalog([eight], formula)
+    kinds = mesh_kinds([nodes("A100-80", 16)])
+    assert [kind.gpus for kind in kinds if catalog.candidate(kind, eight, 1.0)] == [1, 2, 4, 8]
 
 
 def test_what_decodes_occupy_is_what_a_crowd_of_them_takes() -> None:

@@ -34,7 +34,7 @@ from kvloom.plan.planner import make_plan
 from kvloom.types.errors import ConfigError
 from tests.plan.clusters import check_plan, demand, muxserve, nodes, roofline
 
-MACHINE = Machine(cores=4, memory=3 << 30)
+MACHINE = Machine(cores=4, memory=3 << 30, name="here")
 PLAN = make_plan([nodes("A100-80", 8)], muxserve(0.9, 5.0)[::4], roofline)
 
 
@@ -45,7 +45,7 @@ def model(name: str, path: str | None, **changes: Any) -> PlannedModel:
 
 
 def unit(name: str, *models: PlannedModel, **changes: Any) -> PlannedUnit:
-    fields: dict[str, Any] = {"node": "node-0", "device": "cpu", "gpus": 2, "kv_bytes": 1 << 26} | changes
+    fields: dict[str, Any] = {"node": "", "device": "cpu", "gpus": 2, "kv_bytes": 1 << 26} | changes
     return PlannedUnit(name=name, models=models, **fields)
 
 
@@ -99,11 +99,26 @@ def test_units_of_a_plan_become_the_fleets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("units", "part"),
     [
-        ((unit("a", model("m", str(DEMO / "guide")), device="H100"),), "a is planned for 2 × H100"),
+        (
+            (unit("a", model("m", str(DEMO / "guide")), device="H100", gpus=1, index=3),),
+            "units.0.device: there is no cuda:3 here, but no GPUs; a machine that has it, or `device: cpu`",
+        ),
+        (
+            (
+                unit(
+                    "a",
+                    model("m", "x/y", prefill_share=1.0, decode_share=1.0),
+                    device="H100",
+                    kv_bytes=1 << 40,
+                    tensor_parallel=2,
+                ),
+            ),
+            "units.0.device: there is no cuda:0 to cuda:1 here, but no GPUs",
+        ),
         ((unit("a", model("m", None)),), "a: no path of 'm'; plan with `path` for each model"),
         (
             (unit("a", model("m", "x/y")), unit("b", model("m", "x/y"), node="node-1")),
-            "units on 2 nodes; a plan for this machine alone is right",
+            "units.1.node: 'node-1', and this machine is 'here'; without --cluster units are served on this",
         ),
         ((unit("a", model("m", "x/y"), gpus=9),), "units.0.threads: 9 of 4 cores"),
         (
@@ -127,6 +142,9 @@ def _unit(**changes: Any) -> bytes:
     return changed(units=[first | changes, *others])
 
 
+TWICE = [msgspec.to_builtins(PLAN.units[0]) | {"name": f"unit-{n}"} for n in (0, 1)]
+
+
 def _model(**changes: Any) -> bytes:
     first, *others = msgspec.to_builtins(PLAN)["units"][0]["models"]
     return _unit(models=[first | changes, *others])
@@ -143,12 +161,19 @@ def _shape(**changes: Any) -> bytes:
         (msgspec.json.encode(PLAN)[:-200], "no plan"),
         (b"\xff\xfe", "no plan"),
         (b"{}", "missing required field `version`"),
-        (changed(version=2), "a plan of version 2; this kvloom reads version 1"),
+        (changed(version=1), "a plan of version 1; this kvloom reads version 2, which its own `kvloom plan`"),
         (changed(units=[]), "units with names of their own"),
         (changed(units=[msgspec.to_builtins(PLAN.units[0])] * 2), "units with names of their own"),
         (_unit(models=[]), "and with models"),
         (_unit(gpus=0), "$.units[0].gpus"),
         (_unit(gpus=10**9), "gpus"),
+        (_unit(index=-1), "index"),
+        (_unit(tensor_parallel=1), "unit-0: tensor_parallel 1 for 4 × A100-80; 4 is right"),
+        (_unit(gpus=3, tensor_parallel=3), "unit-0: 3 ranks cannot share the 32 KV heads of "),
+        (_model(prefill_share=0.5), "unit-0: shares of the compute for "),
+        (_unit(device="cpu", gpus=2, tensor_parallel=3), "unit-0: 3 ranks for 2 cores; a core for each"),
+        (_unit(device="cpu", index=1), "unit-0: index 1; cores have no number"),
+        (changed(units=TWICE), "unit-1: cuda:0 is unit-0's too; GPUs of its own are right"),
         (_unit(kv_bytes=-5), "kv_bytes"),
         (_unit(kv_bytes=10**18), "kv_bytes"),
         (_unit(name=""), "name"),

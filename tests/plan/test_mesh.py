@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import combinations_with_replacement
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.plan.cluster import CPU, Cut, Nodes, cuts, fits, groups, homes, mesh_kinds, meshes, worthwhile
+from kvloom.plan.cluster import (
+    CPU,
+    Cut,
+    Nodes,
+    cuts,
+    fits,
+    groups,
+    homes,
+    mesh_kinds,
+    meshes,
+    node_names,
+    worthwhile,
+)
 from tests.plan.clusters import nodes
 
 
@@ -62,11 +75,43 @@ def test_every_cut_fits_and_has_its_nodes(gpus: int, count: int) -> None:
         kinds = meshes([one], (cut,))
         used = Counter[str]()
         for kind, home in zip(kinds, homes([one], kinds), strict=True):
-            used[home] += kind.gpus
+            used[home.node] += kind.gpus
         assert max(used.values()) <= gpus
         assert sum(used.values()) == one.total  # with meshes of one device nothing stays idle
     more = ((one.sizes[0], count + 1),)
     assert not fits(one, more)
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.data())
+def test_meshes_of_a_node_share_no_device(gpus: int, count: int, data: st.DataObject) -> None:
+    one = nodes("A100-80", gpus, count)
+    kinds = meshes([one], (data.draw(st.sampled_from(list(cuts(one, one.sizes)))),))
+    taken = [
+        (home.node, home.first + n)
+        for kind, home in zip(kinds, homes([one], kinds), strict=True)
+        for n in range(kind.gpus)
+    ]
+    assert len(set(taken)) == len(taken) == one.total
+    assert max(number for _, number in taken) < gpus
+
+
+@pytest.mark.parametrize(
+    ("cluster", "names"),
+    [
+        ([nodes("A10", 2)], [""]),
+        ([nodes("A10", 2, 2)], ["node-0", "node-1"]),
+        ([replace(nodes("A10", 2), names=("a",))], ["a"]),
+        (
+            [nodes("A10", 2), replace(nodes("H100", 1, 2), names=("a", "b")), Nodes(CPU, 1 << 30, 4, 1)],
+            ["node-0", "a", "b", "node-3"],
+        ),
+    ],
+)
+def test_nodes_have_names_where_there_are_several(cluster: list[Nodes], names: list[str]) -> None:
+    assert node_names(cluster) == names
+    kinds = [kind for one in cluster for kind in [one.mesh(one.gpus)] * one.count]
+    assert sorted(home.node for home in homes(cluster, kinds)) == sorted(names)
+    assert {home.first for home in homes(cluster, kinds)} == {0}
 
 
 def test_a_cut_of_odd_nodes() -> None:

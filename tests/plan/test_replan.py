@@ -59,7 +59,14 @@ def planned(*units: str, kv_bytes: int = GIB, gpus: int = 1, **more: str) -> Pla
     where: dict[str, Any] = {"node": "here", "device": "cpu"} | more
     return PlacementPlan(
         units=tuple(
-            PlannedUnit(name=f"u{at}", gpus=gpus, kv_bytes=kv_bytes, models=tuple(map(model, names)), **where)
+            PlannedUnit(
+                name=f"u{at}",
+                gpus=gpus,
+                index=0 if where["device"] == "cpu" else at,
+                kv_bytes=kv_bytes,
+                models=tuple(map(model, names)),
+                **where,
+            )
             for at, names in enumerate(units)
         ),
         throughput=1.0,

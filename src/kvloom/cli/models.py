@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -136,7 +137,7 @@ def apply(
     the config sets."""
     with server.asked() as gateway:
         fleet = gateway.placement()  # with what its machine had when the fleet was started
-        machine = Machine(cores=fleet.cores, memory=fleet.memory, gpus=Machine.here().gpus)
+        machine = replace(Machine.here(), cores=fleet.cores, memory=fleet.memory)
         read = load_config(file, {}, {}, machine)
         wanted = Wanted(
             engines=read.engines, first=read.first, groups=dict(read.groups), program=read.program

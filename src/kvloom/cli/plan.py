@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, Self
 
 from cyclopts import App, Parameter
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
@@ -17,14 +17,14 @@ from rich.table import Table
 
 from kvloom.cli.app import interruptible
 from kvloom.cli.tables import console_for
-from kvloom.config.fields import ConfigSection, Size, Some, explain, nearest, no_bool
+from kvloom.config.fields import ConfigSection, NoNull, Size, Some, explain, nearest, no_bool
 from kvloom.config.file import read_yaml
 from kvloom.config.units import resolve_model
 from kvloom.lab.workload.make import open_workload
 from kvloom.lab.workload.summary import Traffic
 from kvloom.lab.workload.traces import NAMELESS
 from kvloom.plan.board import BoardPlacement
-from kvloom.plan.cluster import CPU, Demand, DeviceCosts, Nodes
+from kvloom.plan.cluster import CPU, Demand, DeviceCosts, Nodes, node_names
 from kvloom.plan.cost.devices import find_device
 from kvloom.plan.cost.profile import Profile, read_profile
 from kvloom.plan.cost.shapes import ModelShape, find_shape, read_shape
@@ -40,6 +40,7 @@ _CPU_ITEMSIZE: Final = 4  # kvloom computes in float32 on a CPU
 
 _Count = Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=MOST_DEVICES)]
 _Rate = Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1e9, allow_inf_nan=False)]
+_Name = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[^\x00-\x20]+$")]
 _Tokens = Annotated[float, BeforeValidator(no_bool), Field(ge=1, le=1e9)]
 
 
@@ -49,8 +50,23 @@ class NodesConfig(ConfigSection):
     device: str
     gpus: _Count
     count: _Count = 1
+    names: Annotated[Annotated[tuple[_Name, ...], Some] | None, NoNull] = None
+    """The name of each machine, of which there are as many as names."""
     memory: Size | None = None
     """Bytes of one device, or of a machine for its cores; None stands for what the device's sheet says."""
+
+    @model_validator(mode="after")
+    def _as_many_as_names(self) -> Self:
+        if self.names is not None and "count" in self.model_fields_set and self.count != len(self.names):
+            raise ValueError(
+                f"count: {self.count} machines, but {len(self.names)} names; a name for each, or no "
+                "`count`, is right"
+            )
+        return self
+
+    @property
+    def machines(self) -> int:
+        return self.count if self.names is None else len(self.names)
 
 
 class DemandConfig(ConfigSection):
@@ -72,7 +88,7 @@ class ClusterConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _not_too_many(self) -> ClusterConfig:
-        devices = sum(nodes.gpus * nodes.count for nodes in self.nodes)
+        devices = sum(nodes.gpus * nodes.machines for nodes in self.nodes)
         if devices > MOST_DEVICES:
             raise ValueError(f"nodes: {devices} devices; {MOST_DEVICES} at most are right")
         return self
@@ -93,6 +109,9 @@ def read_cluster(file: Path) -> Cluster:
     try:
         config = ClusterConfig.model_validate(settings)
         nodes = tuple(_nodes(f"nodes.{n}", one) for n, one in enumerate(config.nodes))
+        twice = [name for name, times in Counter(node_names(nodes)).items() if times > 1]
+        if twice:
+            raise ConfigError(f"nodes: {twice[0]!r} names two machines; a name of its own for each is right")
     except ValidationError as error:
         raise ConfigError(f"{file}: {explain(error, ClusterConfig, {})}") from error
     except ConfigError as error:
@@ -101,18 +120,19 @@ def read_cluster(file: Path) -> Cluster:
 
 
 def _nodes(key: str, config: NodesConfig) -> Nodes:
+    names = config.names or ()
     if config.device.lower() == CPU:
         if config.memory is None:
             raise ConfigError(
                 f"{key}.memory: is missing; what a machine has for models, as `64GiB`, is right"
             )
-        return Nodes(CPU, config.memory // config.gpus, config.gpus, config.count)
+        return Nodes(CPU, config.memory // config.gpus, config.gpus, config.machines, names)
     try:
         device = find_device(config.device)
     except ConfigError as error:
         raise ConfigError(f"{key}.device: {error.message}, and {CPU}") from error
     memory = device.memory if config.memory is None else config.memory
-    return Nodes(device.name, memory, config.gpus, config.count)
+    return Nodes(device.name, memory, config.gpus, config.machines, names)
 
 
 def read_demands(cluster: Cluster, traffic: Traffic | None, profile: Profile | None) -> list[Demand]:
@@ -191,7 +211,7 @@ EXAMPLE: Final = """\
 CLUSTER.yaml:
   nodes:
     - {device: A100-80, gpus: 8, count: 4}    # A100-40, A10, L40S, H100, H200
-    - {device: cpu, gpus: 16, memory: 64GiB}  # its cores; needs --profile
+    - {device: cpu, gpus: 16, memory: 64GiB, names: [front]}  # its cores; needs --profile
   models:    # with requests a second, and mean tokens
     chat: {shape: llama-7b, rate: 20, prompt: 161, output: 338}
     code: {path: /models/coder, rate: 2, prompt: 800, output: 250}
@@ -220,8 +240,8 @@ def plan_command(
     """Find out which models go together on which devices.
 
     They go together so that they answer as many requests as possible, and the table tells what each is
-    expected to answer (MuxServe). `kvloom simulate` takes the plan that it writes if that is for GPUs, and
-    `kvloom serve` if it is for this machine's cores."""
+    expected to answer (MuxServe). `kvloom serve` takes the plan that it writes if that is for this machine's
+    devices, and `kvloom simulate` any."""
     read = read_cluster(cluster)
     measured = None if profile is None else read_profile(profile)
     if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
@@ -281,7 +301,7 @@ def plan_table(plan: PlacementPlan) -> Table:
 
 
 def _rows(unit: PlannedUnit) -> Iterator[list[str]]:
-    where = [unit.name, unit.node, f"{unit.gpus} × {unit.device}"]
+    where = [unit.name, unit.node or "any", f"{unit.gpus} × {unit.device}"]
     pool = gigabytes(unit.kv_bytes)
     for model in unit.models:
         yield [

@@ -25,7 +25,7 @@ from kvloom.cli.bench import (
 from kvloom.cli.tables import console_for
 from kvloom.config.file import load_config
 from kvloom.config.machine import Machine
-from kvloom.config.units import ReschedulingConfig, refuse_moved_ranks
+from kvloom.config.units import ReschedulingConfig, refuse_moves
 from kvloom.lab.sim.fleet import Rescheduling, rescheduling
 from kvloom.lab.sim.run import check_models, scaled
 from kvloom.lab.sim.run import simulate as play
@@ -33,6 +33,7 @@ from kvloom.lab.sim.unit import SimulatedUnit, measured_hosting, measured_units,
 from kvloom.lab.workload.make import faster, open_workload
 from kvloom.lab.workload.request import Prompts, RequestResult, WorkloadRequest
 from kvloom.lab.workload.summary import Summary, Traffic
+from kvloom.plan.cluster import CPU
 from kvloom.plan.cost.measured import Hosting
 from kvloom.plan.cost.profile import read_profile
 from kvloom.plan.plan import read_plan
@@ -62,7 +63,7 @@ def simulate(
     /,
     *,
     workload: WorkloadFile,
-    profile: Annotated[Path | None, Parameter(help="of this machine, for a config")] = None,
+    profile: Annotated[Path | None, Parameter(help="of a config's machine, or of a plan's cores")] = None,
     client_here: Annotated[
         bool, Parameter(help="who asks, as `kvloom bench serve` does, shares the measured machine")
     ] = False,
@@ -81,8 +82,8 @@ def simulate(
     """Play a workload to a fleet in virtual time.
 
     The fleet is kvloom's own engines, batching policies, pool and router programs, over devices that take as
-    long as a cost model says. FLEET is a plan (`kvloom plan`), whose devices are known by their sheets, or a
-    config, for this machine as `kvloom profile` has measured it."""
+    long as a cost model says. FLEET is a plan (`kvloom plan`), whose GPUs are known by their sheets and
+    whose cores by what `kvloom profile` has measured, or a config, for the machine that was measured."""
     check_scales(rate_scale, slo_scale)
     check_outputs(json, html)
     sys.path.append(str(fleet.absolute().parent))  # where a program of one's own is looked for
@@ -94,7 +95,7 @@ def simulate(
         found = replace(found, program=ProgramSpec(program))
     try:
         for unit in found.units:
-            refuse_moved_ranks(unit.spec.unit, unit.spec.tensor_parallel, found.program.name)
+            refuse_moves(unit.spec.unit, unit.spec, found.program.name)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     asked = open_workload(workload)
@@ -135,13 +136,25 @@ def simulate(
 def _planned(path: Path, policy: Policy | None, profile: Path | None, client_here: bool) -> _Fleet:
     """Returns the fleet of a plan, whose requests move as they do if `kvloom serve` is given the plan. Raises
     ConfigError."""
-    for option, given in (("--client-here", client_here), ("--profile", profile)):
-        if given:
-            raise ConfigError(f"{option}: a plan's devices are not here; a config and its profile are right")
-    units = planned_units(read_plan(path), policy or "adbs")
+    plan = read_plan(path)
+    on_cores = [unit.device == CPU for unit in plan.units]
+    if profile is not None and not any(on_cores):
+        raise ConfigError("--profile: a plan's GPUs are known by their sheets; a plan for cores is right")
+    measured = None if profile is None else read_profile(profile)
+    try:
+        units = planned_units(plan, policy or "adbs", measured)
+    except ConfigError as error:
+        raise error if error.message.startswith("--") else ConfigError(f"{path}: {error.message}") from error
+    one_machine = all(on_cores) and len({unit.node for unit in plan.units}) == 1
+    hosting = measured_hosting(measured) if measured and one_machine else None
+    if client_here and hosting is None:
+        raise ConfigError(
+            "--client-here: the plan's machine was not measured; a plan for the cores of one machine, or a "
+            "config, and a profile with its own work are right"
+        )
     scheduler = ReschedulingConfig().scheduler([unit.spec for unit in units], {})
     moving = rescheduling(scheduler) if scheduler else None
-    return _Fleet(units, ProgramSpec("least_loaded"), rescheduling=moving)
+    return _Fleet(units, ProgramSpec("least_loaded"), hosting, moving)
 
 
 def _configured(path: Path, profile: Path | None, policy: Policy | None) -> _Fleet:

@@ -46,6 +46,7 @@ from kvloom.config.fields import (
 )
 from kvloom.config.keys import read_key_file
 from kvloom.config.machine import Machine
+from kvloom.config.sharing import check_nodes, check_ranks, share_devices, share_pools, share_threads
 from kvloom.config.tls import TlsConfig
 from kvloom.config.units import (
     ConfiguredEngine,
@@ -56,20 +57,25 @@ from kvloom.config.units import (
     ReschedulingConfig,
     UnitConfig,
     WeaveConfig,
+    check_abilities,
     check_name,
-    check_ranks,
     first,
     groups,
     list_engines,
-    share_devices,
-    share_pools,
-    share_threads,
     weave_units,
 )
 from kvloom.router.programs import name_problem
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import PATIENCE, GroupSpec
-from kvloom.types.spec import EngineSpec, Policy, ProgramSpec, SchedulerSpec, TransportName, WeaveSpec
+from kvloom.types.spec import (
+    EngineSpec,
+    Policy,
+    ProgramSpec,
+    SchedulerSpec,
+    TransportName,
+    WeaveSpec,
+    unit_abilities,
+)
 
 DEMO: Final = Path(__file__).resolve().parents[1] / "demo"
 DEMO_SETTINGS: Final = {"block_bytes": "4KiB", "kv_memory": "64MiB"}
@@ -184,10 +190,11 @@ class Config(ConfigSection):
         here = Surroundings.of(info)
         self._folder, self._machine = here.folder, here.machine
         engines = list_engines(self.units or (UnitConfig(models=tuple(self.models)),), self.models)
+        check_nodes(engines, here.machine.name)
         devices = share_devices(engines, self.device, here.machine)
         pools = share_pools(engines, devices, self.kv_memory, self.block_bytes, here.machine)
         cores = share_threads(engines, self.threads, here.machine)
-        check_ranks(engines, cores, self.program.name)
+        check_ranks(engines, cores)
         self._groups, self._first = groups(engines), first(engines)
         if self._groups and not self.rescheduling:
             raise ValueError(
@@ -197,15 +204,19 @@ class Config(ConfigSection):
         woven = weave_units(
             self.weave or (),
             {
-                engine.name: PairedUnit(len(engine.unit.models), device, engine.unit.tensor_parallel)
+                engine.name: PairedUnit(
+                    len(engine.unit.models),
+                    device,
+                    unit_abilities(device, engine.unit.tensor_parallel, self.transport),
+                )
                 for engine, device in zip(engines, devices, strict=True)
             },
-            self.transport,
         )
         self._engines = tuple(
             self._spec(engine, pool, threads, device, woven.get(engine.name))
             for engine, pool, threads, device in zip(engines, pools, cores, devices, strict=True)
         )
+        check_abilities(self._engines, engines, self.program.name)
         return self
 
     def _spec(

@@ -211,7 +211,8 @@ def _memory(value: Any, info: ValidationInfo) -> int | Auto:
     if value == "auto":
         return "auto"
     size, free = parse_size(value), Surroundings.of(info).machine.memory
-    if size > free and not Surroundings.of(info).machine.gpus:  # a GPU's memory is checked by its engine
+    on_gpus = Surroundings.of(info).machine.gpus or str(info.data.get("device")).startswith("cuda")
+    if size > free and not on_gpus:  # a GPU's memory is checked by its engine
         raise ValueError(
             f"{show_size(size)} is more than the {show_size(free)} available here; less, or `auto`, is right"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import yaml
 
@@ -13,7 +13,7 @@ from kvloom.config.fields import told_unread
 from kvloom.config.machine import Machine
 from kvloom.config.units import resolve_model
 from kvloom.plan.cluster import CPU
-from kvloom.plan.plan import PlannedUnit, is_plan, read_plan
+from kvloom.plan.plan import LEAST_RATE, PlannedUnit, is_plan, read_plan
 from kvloom.types.errors import ConfigError
 
 
@@ -104,37 +104,28 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_LEAST_RATE: Final = 1e-6  # a model that nobody asks for is served all the same
-
-
 def read_plan_settings(file: Path) -> dict[str, Any]:
-    """Returns a plan as the settings of a config, whose units are the plan's. Their devices are cores of this
-    machine. Raises ConfigError."""
+    """Returns a plan as the settings of a config, whose units are the plan's. Raises ConfigError."""
     plan = read_plan(file)
-    nodes = {unit.node for unit in plan.units}
-    if len(nodes) > 1:
-        raise ConfigError(f"{file}: units on {len(nodes)} nodes; a plan for this machine alone is right")
     models: dict[str, dict[str, Any]] = {}
     for unit in plan.units:
-        if unit.device != CPU:
-            raise ConfigError(
-                f"{file}: {unit.name} is planned for {unit.gpus} × {unit.device}; "
-                f"a plan for device {CPU} is right"
-            )
         for model in unit.models:
             if model.path is None:
                 raise ConfigError(
                     f"{file}: {unit.name}: no path of {model.name!r}; plan with `path` for each model"
                 )
-            models[model.name] = {"path": model.path, "rate": max(model.rate, _LEAST_RATE)}
+            models[model.name] = {"path": model.path, "rate": max(model.rate, LEAST_RATE)}
     return {"models": models, "units": [_unit(unit) for unit in plan.units]}
 
 
 def _unit(unit: PlannedUnit) -> dict[str, Any]:
     return {
         "models": [model.name for model in unit.models],
+        "node": unit.node,
+        "device": unit.place,
+        "tensor_parallel": unit.tensor_parallel,
         "kv_memory": unit.kv_bytes,
-        "threads": unit.gpus,
+        "threads": unit.gpus if unit.device == CPU else "auto",
         "shares": {
             model.name: {
                 "prefill": model.prefill_share,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +20,14 @@ class Machine:
     """Bytes that an arena may take now."""
     gpus: int = 0
     """NVIDIA's GPUs that CUDA would show to this process."""
+    name: str = ""
+    """The name of the node that it is; empty if nobody has to know."""
 
     @classmethod
     def here(cls) -> Machine:
-        return cls(cores=len(os.sched_getaffinity(0)), memory=_free_memory(), gpus=_gpus())
+        return cls(
+            cores=len(os.sched_getaffinity(0)), memory=_free_memory(), gpus=_gpus(), name=platform.node()
+        )
 
 
 def _gpus() -> int:

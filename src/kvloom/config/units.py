@@ -34,9 +34,7 @@ from kvloom.config.fields import (
     Threads,
     nearest,
     no_bool,
-    show_size,
 )
-from kvloom.config.machine import Machine
 from kvloom.engine.freeness import Thresholds
 from kvloom.router.programs import MOVING, PROGRAMS
 from kvloom.types.service import GroupSpec, Scale
@@ -48,7 +46,7 @@ from kvloom.types.spec import (
     Policy,
     SchedulerSpec,
     Splitting,
-    TransportName,
+    UnitAbilities,
     WeaveSpec,
 )
 
@@ -151,6 +149,15 @@ CUDA: Final = "cuda"
 Device = Literal["auto", "cpu", "cuda"]
 
 
+def _device(value: Any) -> str:
+    """Reads a unit's device, which may be one GPU by its number."""
+    if isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:(0|[1-9]\d{0,3}))?", value):
+        return value
+    raise ValueError(
+        f"{str(value)[:40]!r}; `auto`, `cpu`, `cuda` or a GPU by its number, as `cuda:1`, is right"
+    )
+
+
 class SharesConfig(ConfigSection):
     """A model's share of its unit: parts of the compute for a prefill job and for a decode job, and a part of
     the pool's blocks to begin with."""
@@ -166,10 +173,11 @@ class UnitConfig(ConfigSection):
 
     models: Annotated[tuple[str, ...], Some]
     replicas: Replicas = Field(default=1, validate_default=True)
+    node: str = ""
+    device: Annotated[str, PlainValidator(_device)] | None = None
     kv_memory: Memory = "auto"
     threads: Threads = "auto"
     policy: Policy | None = None
-    device: Device | None = None
     tensor_parallel: Annotated[int, BeforeValidator(no_bool), Field(ge=1)] = 1
     shares: dict[str, SharesConfig] | None = None
 
@@ -211,25 +219,26 @@ def first(engines: Sequence[ConfiguredEngine]) -> tuple[str, ...]:
     return tuple(engine.name for engine in engines if engine.number < engine.unit.replicas.first)
 
 
-def check_ranks(engines: Sequence[ConfiguredEngine], cores: Sequence[int], program: str) -> None:
-    """Raises ValueError if an engine has fewer cores than ranks, or the program wants of it what ranks do not
-    do."""
-    for engine, own in zip(engines, cores, strict=True):
-        ranks, key = engine.unit.tensor_parallel, f"{engine.key}.tensor_parallel"
-        if ranks > own:
-            raise ValueError(
-                f"{key}: {ranks} ranks, but {engine.name} has {own} core{'' if own == 1 else 's'}; "
-                f"{f'1 to {own}' if own > 1 else '1'} is right"
-            )
-        refuse_moved_ranks(key, ranks, program)
+def check_abilities(specs: Sequence[EngineSpec], engines: Sequence[ConfiguredEngine], program: str) -> None:
+    """Raises ValueError if the config wants of an engine, or the program of its unit, what a unit of its kind
+    does not do."""
+    for spec, engine in zip(specs, engines, strict=True):
+        refuse_moves(f"{engine.key}.tensor_parallel", spec, program)
+        for name, own in (engine.unit.shares or {}).items():
+            for what, share in (("prefill", own.prefill), ("decode", own.decode)):
+                if share is not None and share < 1.0 and not spec.abilities.shares:
+                    raise ValueError(
+                        f"{engine.key}.shares.{name}.{what}: {share:g}, but jobs of {spec.tensor_parallel} "
+                        "GPUs take turns; 1, or nothing, is right"
+                    )
 
 
-def refuse_moved_ranks(key: str, ranks: int, program: str) -> None:
-    """Raises ValueError if the program moves K and V of a unit with ranks."""
-    if ranks > 1 and program in MOVING:
+def refuse_moves(key: str, spec: EngineSpec, program: str) -> None:
+    """Raises ValueError if the program moves K and V of a unit that neither sends nor receives any."""
+    if program in MOVING and not spec.abilities.moves:
         raise ValueError(
-            f"{key}: {ranks} ranks, whose K and V are neither sent nor received, under the program "
-            f"{program}, which moves them; {', '.join(sorted(PROGRAMS.keys() - MOVING))} are right"
+            f"{key}: {spec.tensor_parallel} ranks, whose K and V are neither sent nor received, under the "
+            f"program {program}, which moves them; {', '.join(sorted(PROGRAMS.keys() - MOVING))} are right"
         )
 
 
@@ -251,109 +260,6 @@ def list_engines(units: Sequence[UnitConfig], models: Collection[str]) -> list[C
     if len(keys) > MOST_ENGINES:
         raise ValueError(f"units: {len(keys)} engines; {MOST_ENGINES} or less is right")
     return [ConfiguredEngine(key, f"unit-{number}", unit, n) for number, (key, unit, n) in enumerate(keys)]
-
-
-def share_devices(engines: Sequence[ConfiguredEngine], fleets: Device, machine: Machine) -> list[str]:
-    """Returns `cpu` or `cuda:N` for each engine; GPUs go round. In an engine with ranks the first one has GPU
-    N, and the others have the GPUs after it. Raises ValueError if there are fewer GPUs than ranks."""
-    found: list[str] = []
-    free, count = 0, max(1, machine.gpus)
-    for engine in engines:
-        ranks, wanted = engine.unit.tensor_parallel, engine.unit.device or fleets
-        if wanted == CPU or (wanted == "auto" and not machine.gpus):
-            found.append(CPU)
-            continue
-        if ranks > max(1, machine.gpus):
-            raise ValueError(
-                f"{engine.key}.tensor_parallel: {ranks} ranks for the {machine.gpus} GPUs here; "
-                "one GPU for each, or `device: cpu`, is right"
-            )
-        first = free if free + ranks <= count else 0
-        found.append(f"{CUDA}:{first}")
-        free = (first + ranks) % count
-    return found
-
-
-def _gpus(engine: ConfiguredEngine, device: str) -> set[int]:
-    """Returns the GPUs of all its ranks."""
-    if device == CPU:
-        return set()
-    first = int(device.partition(":")[2])
-    return set(range(first, first + engine.unit.tensor_parallel))
-
-
-def share_pools(
-    engines: Sequence[ConfiguredEngine],
-    devices: Sequence[str],
-    total: int | Auto,
-    block: int,
-    machine: Machine,
-) -> list[int]:
-    """Returns the bytes of each engine's pool, by `share_memory`. If `total` is open, a GPU's pool has its
-    own size, or 0 for what the weights leave. Raises ValueError."""
-    pairs = list(zip(engines, devices, strict=True))
-    hosted = [engine for engine, device in pairs if device == CPU or total != "auto"]
-    pools = iter(share_memory(hosted, total, block, machine) if hosted else [])
-    found: list[int] = []
-    for engine, device in pairs:
-        own = engine.unit.kv_memory
-        if device == CPU or total != "auto":
-            found.append(next(pools))
-        elif own != "auto" and own < block:
-            raise ValueError(
-                f"{engine.key}.kv_memory: {show_size(own)} is less than one block; "
-                f"at least {show_size(block)} is right"
-            )
-        elif own == "auto" and sum(bool(_gpus(*pair) & _gpus(engine, device)) for pair in pairs) > 1:
-            raise ValueError(
-                f"{engine.key}.kv_memory: several engines on {device} cannot each have what is left; "
-                "a size for each is right"
-            )
-        else:
-            found.append(0 if own == "auto" else own)
-    return found
-
-
-def share_memory(
-    engines: Sequence[ConfiguredEngine], total: int | Auto, block: int, machine: Machine
-) -> list[int]:
-    """Returns the bytes of each engine's pool: its own size, or an equal share of what the others leave of
-    `total`. Raises ValueError."""
-    fixed = [engine.unit.kv_memory for engine in engines if engine.unit.kv_memory != "auto"]
-    most, whose = (machine.memory, "available here") if total == "auto" else (total, "of `kv_memory`")
-    if sum(fixed) > most:
-        raise ValueError(
-            f"units: {show_size(sum(fixed))} of kv_memory for all engines is more than the "
-            f"{show_size(most)} {whose}; less is right"
-        )
-    left = (most - sum(fixed)) // 3 if total == "auto" else most - sum(fixed)
-    takers = len(engines) - len(fixed)
-    share = left // takers if takers else 0
-    if total == "auto":
-        share = max(share, block)
-    for engine in engines:
-        own = engine.unit.kv_memory
-        got, key = (share, "kv_memory") if own == "auto" else (own, f"{engine.key}.kv_memory")
-        if got < block:
-            what = f"{show_size(got)} for {engine.name}" if takers > 1 or fixed else show_size(got)
-            raise ValueError(f"{key}: {what} is less than one block; at least {show_size(block)} is right")
-    return [share if engine.unit.kv_memory == "auto" else engine.unit.kv_memory for engine in engines]
-
-
-def share_threads(engines: Sequence[ConfiguredEngine], total: int | Auto, machine: Machine) -> list[int]:
-    """Returns the cores of each engine: its own number, or an equal share of what the others leave of
-    `total`, and one at least. Raises ValueError."""
-    cores = machine.cores if total == "auto" else total
-    fixed = [engine.unit.threads for engine in engines if engine.unit.threads != "auto"]
-    if sum(fixed) > cores and max(fixed) > 1:
-        whose = "cores here" if total == "auto" else "of `threads`"
-        raise ValueError(
-            f"units: {sum(fixed)} threads for all engines are more than the {cores} {whose}; less is right"
-        )
-    takers = len(engines) - len(fixed)
-    left = max(0, cores - sum(fixed))
-    shares = iter([max(1, left // takers + (i < left % takers)) for i in range(takers)])
-    return [next(shares) if engine.unit.threads == "auto" else engine.unit.threads for engine in engines]
 
 
 def _share(value: Any) -> float | Auto:
@@ -386,12 +292,10 @@ class PairedUnit(NamedTuple):
 
     models: int
     device: str
-    ranks: int
+    abilities: UnitAbilities
 
 
-def weave_units(
-    relations: Sequence[WeaveConfig], units: Mapping[str, PairedUnit], transport: TransportName
-) -> dict[str, WeaveSpec]:
+def weave_units(relations: Sequence[WeaveConfig], units: Mapping[str, PairedUnit]) -> dict[str, WeaveSpec]:
     """Returns the relations by their hot unit. Raises ValueError if one cannot be."""
     for i, one in enumerate(relations):
         for key, name in (("hot", one.hot), ("cold", one.cold)):
@@ -399,7 +303,7 @@ def weave_units(
             if name not in units:
                 raise ValueError(f"{where}: no unit {name!r}; {nearest(name, list(units))}")
             unit = units[name]
-            if unit.ranks > 1 or transport != "shm":
+            if not unit.abilities.weaves:
                 raise ValueError(f"{where}: {name}; a unit of one rank, with the transport shm, is right")
             if sum(getattr(other, key) == name for other in relations) > 1:
                 raise ValueError(f"{where}: {name} is {key} twice; one loan at a time is right")
@@ -435,7 +339,7 @@ class ReschedulingConfig(ConfigSection):
     ) -> SchedulerSpec | None:
         """Returns None if no model is on two units that send and receive K and V, so that nothing can move,
         and no unit comes or goes."""
-        models = [model.name for engine in engines if engine.tensor_parallel == 1 for model in engine.models]
+        models = [model.name for engine in engines if engine.abilities.moves for model in engine.models]
         if len(set(models)) == len(models) and not groups:
             return None
         return SchedulerSpec(self.period, self.out, self.into)

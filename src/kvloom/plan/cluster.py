@@ -14,12 +14,15 @@ from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import CostModel
 from kvloom.types.errors import ConfigError
+from kvloom.types.spec import UnitAbilities, unit_abilities
 
 CPU: Final = "cpu"  # its `gpus` are cores: they share one memory, and split no head
 _TENTHS: Final = tuple(tenth / 10 for tenth in range(3, 11))  # MuxServe profiles 30 % to 100 % of the SMs
 
 Costs = Callable[[str, int, Mapping[str, ModelShape]], CostModel]
 """The cost model of so many devices of a name that work as one, with these models on them."""
+Abilities = Callable[[str, int], UnitAbilities]
+"""What a unit on such a device can do, by its ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,9 @@ class Nodes:
     """Bytes of one device."""
     gpus: int
     count: int
+    names: tuple[str, ...] = ()
+    """The name of each; nothing if they have none."""
+    abilities: Abilities = unit_abilities
 
     @property
     def total(self) -> int:
@@ -72,7 +78,14 @@ class Nodes:
         return tuple(sorted(powers | {self.gpus}, reverse=True))
 
     def mesh(self, gpus: int) -> MeshKind:
-        return MeshKind(self.device, self.memory, gpus)
+        return MeshKind(
+            self.device, self.memory, gpus, self.abilities(self.device, ranks_of(self.device, gpus))
+        )
+
+
+def ranks_of(device: str, gpus: int) -> int:
+    """Returns the ranks of a unit on so many devices: one for each GPU, and one for all cores."""
+    return 1 if device == CPU else gpus
 
 
 class MeshKind(NamedTuple):
@@ -82,10 +95,14 @@ class MeshKind(NamedTuple):
     memory: int
     """Bytes of each device."""
     gpus: int
+    abilities: UnitAbilities
+    """What a unit on it can do."""
 
     @property
     def shares(self) -> tuple[float, ...]:
         """Parts of the compute that a job may have, ascending."""
+        if not self.abilities.shares:
+            return (1.0,)
         if self.device == CPU:
             return tuple(core / self.gpus for core in range(1, self.gpus + 1))
         return _TENTHS
@@ -95,8 +112,9 @@ class MeshKind(NamedTuple):
         return self.gpus * self.memory
 
     def splits(self, shape: ModelShape) -> bool:
-        """Whether every device gets as many heads as the others."""
-        return self.device == CPU or shape.heads % self.gpus == 0
+        """Returns whether every device gets as many heads, and as many KV heads, as the others."""
+        ranks = ranks_of(self.device, self.gpus)
+        return shape.heads % ranks == 0 and shape.kv_heads % ranks == 0
 
     def __str__(self) -> str:
         return f"{self.gpus} × {self.device}"
@@ -235,16 +253,32 @@ def fullest(nodes: Sequence[Nodes], free: Sequence[int], kind: MeshKind) -> int 
     return min(rooms)[1] if rooms else None
 
 
-def homes(cluster: Sequence[Nodes], kinds: Sequence[MeshKind]) -> list[str]:
-    """Returns the node of each mesh of a group that the cluster can be cut into, `node-0` being the first.
-    The largest goes first, each to the fullest node that has room: sizes divide each other, so nothing is
-    wasted."""
-    nodes = each_node(cluster)
+class Home(NamedTuple):
+    """The place of a mesh."""
+
+    node: str
+    """The node's name; empty if any will do, because there is but one and it has no name."""
+    first: int
+    """The number of the mesh's first device there; those after it are its other ones. 0 for cores."""
+
+
+def node_names(cluster: Sequence[Nodes]) -> list[str]:
+    """Returns the name of every node: its own, or `node-N`, where N is its place among all. A single node
+    without one stays without."""
+    given = [name for nodes in cluster for name in nodes.names or [""] * nodes.count]
+    return given if len(given) == 1 else [name or f"node-{n}" for n, name in enumerate(given)]
+
+
+def homes(cluster: Sequence[Nodes], kinds: Sequence[MeshKind]) -> list[Home]:
+    """Returns the place of each mesh of a group that the cluster can be cut into. The largest goes first,
+    each to the fullest node that has room: sizes divide each other, so nothing is wasted."""
+    nodes, names = each_node(cluster), node_names(cluster)
     free = [one.gpus for one in nodes]
-    names = [""] * len(kinds)
+    found = [Home("", 0)] * len(kinds)
     for at in sorted(range(len(kinds)), key=lambda at: -kinds[at].gpus):
         number = fullest(nodes, free, kinds[at])
         assert number is not None
+        first = 0 if kinds[at].device == CPU else nodes[number].gpus - free[number]
         free[number] -= kinds[at].gpus
-        names[at] = f"node-{number}"
-    return names
+        found[at] = Home(names[number], first)
+    return found

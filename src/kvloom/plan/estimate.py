@@ -122,7 +122,11 @@ class CandidateCatalog:
             works = [Work.decode(demand.name, share, [context] * batch) for batch in BATCHES]
             steps = [cost.seconds(work) for work in works]
             probed = range(0, len(works), _PROBED)
-            crowded = [cost.seconds(works[n], [works[n]] * (_CROWD - 1)) / steps[n] / _CROWD for n in probed]
+            if kind.abilities.shares:
+                beside = [cost.seconds(works[n], [works[n]] * (_CROWD - 1)) for n in probed]
+                crowded = [seconds / steps[n] / _CROWD for n, seconds in zip(probed, beside, strict=True)]
+            else:  # Jobs take turns, and each has the whole device.
+                crowded = [1.0] * len(probed)
             found = Decoding(
                 share,
                 tuple(demand.output * step for step in steps),

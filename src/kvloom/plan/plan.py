@@ -9,17 +9,21 @@ from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from kvloom.plan.cluster import CPU, Demand, MeshKind
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.growth import MAX_BATCH
 from kvloom.types.errors import ConfigError
+from kvloom.types.spec import ModelSpec, UnitAbilities, unit_abilities
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
+LEAST_RATE: Final = 1e-6  # a model that nobody asks for is served all the same
 
 _Share = Annotated[float, Meta(gt=0.0, le=1.0)]
 _Rate = Annotated[float, Meta(ge=0.0)]
 _Name = Annotated[str, Meta(min_length=1, pattern=r"^[^\x00-\x1f]+$")]
+_Node = Annotated[str, Meta(pattern=r"^[^\x00-\x1f]*$")]
 
 
 class PlannedModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,17 +46,64 @@ class PlannedModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     throughput: _Rate
     """Requests a second that it could answer, if so many came."""
 
+    def share_of(self, known: ModelSpec) -> ModelSpec:
+        """Returns a model as this unit is to serve it, and else as it is known."""
+        return replace(
+            known,
+            rate=max(self.rate, LEAST_RATE),
+            prefill_share=self.prefill_share,
+            decode_share=self.decode_share,
+            quota=self.quota,
+        )
+
 
 class PlannedUnit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A unit: `gpus` devices of kind `device` on one node that work as one."""
+    """A unit: `gpus` devices of kind `device` on one node that work as one. A CPU's are its cores."""
 
     name: _Name
-    node: str
+    node: _Node
+    """The name of the machine; empty if any will do."""
     device: str
     gpus: Annotated[int, Meta(ge=1, le=4096)]
+    index: Annotated[int, Meta(ge=0, le=4095)] = 0
+    """The number of the first GPU on its node; those after it are the others. 0 for cores."""
+    tensor_parallel: Annotated[int, Meta(ge=1, le=4096)] = 1
+    """The ranks: one for each GPU; cores need but one."""
     kv_bytes: Annotated[int, Meta(ge=1, le=2**42)]
     """Its pool, over all devices."""
     models: tuple[PlannedModel, ...]
+
+    @property
+    def place(self) -> str:
+        """Returns the device as an engine knows it: `cpu`, or `cuda:N`, its first GPU."""
+        return CPU if self.device == CPU else f"cuda:{self.index}"
+
+    @property
+    def abilities(self) -> UnitAbilities:
+        return unit_abilities(self.device, self.tensor_parallel)
+
+    def check(self) -> None:
+        """Raises ConfigError if a unit of its kind cannot do what it is to do."""
+        ranks = self.tensor_parallel
+        if self.device == CPU and ranks > self.gpus:
+            raise ConfigError(f"{self.name}: {ranks} ranks for {self.gpus} cores; a core for each is right")
+        if self.device == CPU and self.index:
+            raise ConfigError(f"{self.name}: index {self.index}; cores have no number, so 0 is right")
+        if self.device != CPU and ranks != self.gpus:
+            raise ConfigError(
+                f"{self.name}: tensor_parallel {ranks} for {self.gpus} × {self.device}; {self.gpus} is right"
+            )
+        for model in self.models:
+            if model.shape.kv_heads % ranks:
+                raise ConfigError(
+                    f"{self.name}: {ranks} ranks cannot share the {model.shape.kv_heads} KV heads of "
+                    f"{model.name} evenly"
+                )
+            if not self.abilities.shares and min(model.prefill_share, model.decode_share) < 1.0:
+                raise ConfigError(
+                    f"{self.name}: shares of the compute for {model.name}; jobs of {ranks} GPUs take turns, "
+                    "so 1 is right"
+                )
 
     def check_pool(self, block_bytes: int) -> None:
         """Raises ConfigError if the pool, in blocks of so many bytes, holds no page of a model."""
@@ -102,7 +153,8 @@ def read_plan(file: Path) -> PlacementPlan:
         version = msgspec.json.decode(text, type=_Head).version
         if version != PLAN_VERSION:
             raise ConfigError(
-                f"{file}: a plan of version {version}; this kvloom reads version {PLAN_VERSION}"
+                f"{file}: a plan of version {version}; this kvloom reads version {PLAN_VERSION}, which its "
+                "own `kvloom plan` writes"
             )
         plan = msgspec.json.decode(text, type=PlacementPlan)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -114,7 +166,25 @@ def read_plan(file: Path) -> PlacementPlan:
         models = [model.name for model in unit.models]
         if len(set(models)) < len(models):
             raise ConfigError(f"{file}: {unit.name} has two models of one name ({', '.join(models)})")
+    try:
+        _check_units(plan.units)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error.message}") from error
     return plan
+
+
+def _check_units(units: Iterable[PlannedUnit]) -> None:
+    """Raises ConfigError if a unit cannot be, or two of them have the same GPU."""
+    taken: dict[tuple[str, int], str] = {}
+    for unit in units:
+        unit.check()
+        for number in range(unit.index, unit.index + unit.gpus) if unit.device != CPU else ():
+            other = taken.setdefault((unit.node, number), unit.name)
+            if other != unit.name:
+                where = f" of {unit.node}" if unit.node else ""
+                raise ConfigError(
+                    f"{unit.name}: cuda:{number}{where} is {other}'s too; GPUs of its own are right"
+                )
 
 
 def write_plan(file: Path, plan: PlacementPlan) -> None:

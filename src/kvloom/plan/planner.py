@@ -8,7 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from msgspec.structs import replace
 
 from kvloom.plan.board import Board, BoardPlacement
-from kvloom.plan.cluster import Costs, Demand, MeshKind, Nodes, each_node, fullest, homes, mesh_kinds, meshes
+from kvloom.plan.cluster import (
+    Costs,
+    Demand,
+    MeshKind,
+    Nodes,
+    each_node,
+    fullest,
+    homes,
+    mesh_kinds,
+    meshes,
+    ranks_of,
+)
 from kvloom.plan.estimate import Estimator, Item
 from kvloom.plan.explain import check_each, check_left
 from kvloom.plan.plan import PlacementPlan, PlannedModel, PlannedUnit, quotas
@@ -41,17 +52,19 @@ def write_down(
 ) -> PlacementPlan:
     """Returns the placement as a plan. Meshes without models are left out."""
     units: list[PlannedUnit] = []
-    names = homes(cluster, placement.kinds)
-    for kind, unit, node in zip(placement.kinds, placement.units, names, strict=True):
+    places = homes(cluster, placement.kinds)
+    for kind, unit, home in zip(placement.kinds, placement.units, places, strict=True):
         if not unit:
             continue
         items = sorted(unit)
         units.append(
             PlannedUnit(
                 name=f"unit-{len(units)}",
-                node=node,
+                node=home.node,
                 device=kind.device,
                 gpus=kind.gpus,
+                index=home.first,
+                tensor_parallel=ranks_of(kind.device, kind.gpus),
                 kv_bytes=estimator.pool(kind, items),
                 models=tuple(_models(estimator, kind, items)),
             )

@@ -11,14 +11,13 @@ from msgspec.structs import replace
 
 from kvloom.plan.cluster import CPU
 from kvloom.plan.cost.shapes import ModelShape
-from kvloom.plan.plan import PlacementPlan, PlannedModel, PlannedUnit
+from kvloom.plan.plan import PlacementPlan, PlannedUnit
 from kvloom.plan.repair import Placed
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import Placement
 from kvloom.types.spec import EngineSpec, ModelSpec
 
 PROCESS_BYTES: Final = 512 << 20  # of an engine without models: torch, numba's code, Python
-LEAST_RATE: Final = 1e-6  # a model that nobody asks for is served all the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +94,10 @@ def _spec(file: Path, unit: PlannedUnit, known: dict[str, ModelSpec], like: Engi
     return replace(
         like,
         unit="",
-        models=tuple(_model(model, known[model.name]) for model in unit.models),
+        models=tuple(model.share_of(known[model.name]) for model in unit.models),
         kv_bytes=unit.kv_bytes,
         threads=unit.gpus,
-        tensor_parallel=1,
+        tensor_parallel=unit.tensor_parallel,
     )
 
 
@@ -107,16 +106,6 @@ def _are_unlike(planned: str | None, served: str) -> bool:
     if planned is None or not (Path(planned).is_absolute() and Path(served).is_absolute()):
         return False
     return Path(planned).resolve() != Path(served).resolve()
-
-
-def _model(planned: PlannedModel, known: ModelSpec) -> ModelSpec:
-    return replace(
-        known,
-        rate=max(planned.rate, LEAST_RATE),
-        prefill_share=planned.prefill_share,
-        decode_share=planned.decode_share,
-        quota=planned.quota,
-    )
 
 
 def _placed(spec: EngineSpec, shapes: dict[str, ModelShape]) -> Placed:

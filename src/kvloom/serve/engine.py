@@ -72,7 +72,7 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
     transport = open_transport(spec, executor.arena)
     clock = WallClock()
     sandbox = Sandbox("grammars", TRIALS, TRIAL_LIMITS)
-    offload = open_offload(executor, transport)
+    offload = open_offload(spec, executor, transport)
     engine = Engine(executor, transport, spec, clock, offload, grammar_trial(sandbox))
     cards = await engine.models()
     keep_cards(folder, spec.unit, cards)
@@ -153,9 +153,10 @@ async def _borrow(
         await LoanKeeper(engine.borrower, spec.models[0].name, weave, lender, clock).run()
 
 
-def open_offload(executor: UnitExecutor, transport: Transport) -> OffloadBackend | None:
-    """Returns the unit's part in lending and borrowing; None if its device, its ranks or its transport have
-    none."""
+def open_offload(spec: EngineSpec, executor: UnitExecutor, transport: Transport) -> OffloadBackend | None:
+    """Returns the unit's part in lending and borrowing; None if a unit of its kind has none."""
+    if not spec.abilities.weaves:
+        return None
     if isinstance(executor, TorchExecutor):
         return CpuOffloadBackend(executor, transport) if isinstance(transport, ShmTransport) else None
     from kvloom.exec.cuda.executor import GpuExecutor  # noqa: PLC0415
@@ -175,7 +176,7 @@ async def _end_when_lost(executor: UnitExecutor) -> None:
 
 def open_transport(spec: EngineSpec, arena: ArenaMemory) -> Transport:
     """Returns the unit's transport for K and V, as the config chooses. Raises ConfigError."""
-    if spec.tensor_parallel > 1:
+    if not spec.abilities.moves:
         return NoTransport(spec.unit)
     if spec.transport == "nixl":
         from kvloom.transfer.nixl import NixlTransport  # noqa: PLC0415

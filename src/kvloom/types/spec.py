@@ -44,6 +44,28 @@ class WeaveSpec(Struct, frozen=True):
     waits: float = 0.05  # part of a step of this unit by which tasks are expected to hold it up, at most
 
 
+class UnitAbilities(Struct, frozen=True, cache_hash=True):
+    """What a unit of one kind can do. Planner, config, engine and simulator ask this record, and have no rule
+    of their own."""
+
+    moves: bool
+    """K and V are sent and received, so that its requests move and programs may split them over units."""
+    shares: bool
+    """Jobs run side by side, each on a share of the compute. Without it they take turns, and each has all."""
+    weaves: bool
+    """It lends blocks and attention to other units, and borrows theirs."""
+
+
+def unit_abilities(device: str, ranks: int, transport: TransportName = "shm") -> UnitAbilities:
+    """Returns what a unit of so many ranks can do. device: `cpu`; anything else is a GPU.
+
+    The K and V of several ranks lie in as many arenas, which no transport joins yet. The ranks of a CPU have
+    a channel for each job that runs at the same time; those of GPUs have one lane. Loans are memory that both
+    units map, so they need the transport of one host."""
+    alone = ranks == 1
+    return UnitAbilities(moves=alone, shares=alone or device == "cpu", weaves=alone and transport == "shm")
+
+
 class EngineSpec(Struct, frozen=True, kw_only=True):
     """One unit: its models, its pool, and how they are scheduled."""
 
@@ -64,6 +86,11 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     tensor_parallel: int = 1  # ranks, each a process with its heads of all models
     device: str = "cpu"  # or `cuda:N`; of several ranks N is the first one's GPU, and the others follow it
     weave: WeaveSpec | None = None  # the loan that this unit asks for
+
+    @property
+    def abilities(self) -> UnitAbilities:
+        """Returns what the unit can do, by its kind."""
+        return unit_abilities(self.device, self.tensor_parallel, self.transport)
 
 
 class SchedulerSpec(Struct, frozen=True):

@@ -56,7 +56,7 @@ async def weaving_on_gpu(spec: EngineSpec) -> AsyncIterator[Engine]:
     """The same on a device, put together as a unit's process does it."""
     executor = load_unit(spec, Path(), lambda _: None)
     transport = open_transport(spec, executor.arena)
-    async with running_over(spec, executor, transport, open_offload(executor, transport)) as engine:
+    async with running_over(spec, executor, transport, open_offload(spec, executor, transport)) as engine:
         yield engine
 
 

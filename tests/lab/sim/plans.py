@@ -35,7 +35,7 @@ def planned_model(name: str) -> PlannedModel:
 def make_plan(
     units: int = 2, models: Sequence[str] = ("a", "b"), device: str = "A10", *, gpus: int = 1
 ) -> PlacementPlan:
-    """Every model on every unit of so many devices."""
+    """Every model on every unit of so many devices; jobs of several take turns."""
     return PlacementPlan(
         units=tuple(
             PlannedUnit(
@@ -43,8 +43,13 @@ def make_plan(
                 node="node-0",
                 device=device,
                 gpus=gpus,
+                index=0 if device == "cpu" else i * gpus,
+                tensor_parallel=1 if device == "cpu" else gpus,
                 kv_bytes=64 << 20,
-                models=tuple(planned_model(name) for name in models),
+                models=tuple(
+                    planned_model(name) if gpus == 1 else replace(planned_model(name), decode_share=1.0)
+                    for name in models
+                ),
             )
             for i in range(units)
         ),
@@ -103,6 +108,9 @@ def write_files(folder: Path) -> None:
     write_plan(folder / "plan.json", make_plan())
     write_plan(folder / "sharded.json", make_plan(gpus=2))
     write_plan(folder / "abacus.json", make_plan(device="abacus"))
+    write_plan(folder / "cores.json", make_plan(models=("one", "two"), device="cpu"))
+    write_plan(folder / "many.json", make_plan(models=("one", "two"), device="cpu", gpus=3))
+    write_plan(folder / "unmeasured.json", make_plan(models=("one", "six"), device="cpu"))
     plan = (folder / "plan.json").read_text()
     (folder / "cut.json").write_text(plan[: len(plan) // 2])
     (folder / "later.json").write_text(json.dumps(json.loads(plan) | {"version": 99}))

@@ -33,8 +33,13 @@ BAD = [
     (("plan.json", "--seed", "x"), ["--seed"]),
     (("plan.json", "--json", "no/x.json"), ["no/x.json: no such folder"]),
     (("plan.json", "--html", "no/x.html"), ["no/x.html: no such folder"]),
-    (("plan.json", "--profile", "profile.json"), ["--profile: a plan's devices are not here"]),
-    (("plan.json", "--client-here"), ["--client-here: a plan's devices are not here"]),
+    (("plan.json", "--profile", "profile.json"), ["--profile: a plan's GPUs are known by their sheets"]),
+    (("plan.json", "--client-here"), ["--client-here: the plan's machine was not measured"]),
+    (("cores.json",), ["--profile: is missing; unit-0 is on device cpu"]),
+    (("cores.json", "--profile", "plan.json"), ["plan.json: no profile"]),
+    (("cores.json", "--profile", "profile.json", "--client-here"), ["--client-here: the plan's machine"]),
+    (("many.json", "--profile", "profile.json"), ["measured on 4 cores, and node-0 has units of 6"]),
+    (("unmeasured.json", "--profile", "profile.json"), ["unmeasured.json: the profile has no six"]),
     (("config.yaml",), ["config.yaml: --profile FILE is needed"]),
     (("nowhere.yaml",), ["nowhere.yaml: No such file"]),
     (("config.yaml", "--profile", "plan.json"), ["plan.json: no profile"]),
@@ -94,6 +99,19 @@ def test_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_units_of_a_plan_that_have_ranks_answer_and_move_nothing() -> None:
     check_all(simulated("sharded.json"))
+
+
+def test_a_plan_for_cores_is_played_by_what_was_measured() -> None:
+    bare = simulated("cores.json", "--profile", "profile.json", workload="measured.yaml")
+    hosted = simulated("cores.json", "--profile", "hosted.json", workload="measured.yaml")
+    beside = simulated("cores.json", "--profile", "hosted.json", "--client-here", workload="measured.yaml")
+    means = []
+    for results in (bare, hosted, beside):
+        check_all(results, "measured.yaml")
+        assert results.total.first is not None
+        means.append(results.total.first.mean)
+    assert means[0] + 0.002 < means[1]
+    assert means[1] + 0.004 < means[2]
 
 
 def test_what_a_config_says_of_moves_and_replicas_holds_here(capsys: pytest.CaptureFixture[str]) -> None:

@@ -310,7 +310,7 @@ class OffloadingUnits:
         """Returns the backend of a unit; None if it takes no part. Raises ConfigError if its costs cannot be
         known."""
         name = unit.spec.unit
-        if name not in self._units:
+        if name not in self._units or not unit.spec.abilities.weaves:
             return None
         if not isinstance(unit.cost, Operated):
             raise ConfigError(

@@ -135,7 +135,7 @@ class UnitHost:
         executor = self._executor(hosted)
         transport = around.plane.join(self.name, executor.blocks, around.link(unit))
         backend = around.offloading.backend(unit, executor, transport)
-        plane = transport if spec.tensor_parallel == 1 else NoTransport(self.name)
+        plane = transport if spec.abilities.moves else NoTransport(self.name)
         engine = Engine(executor, plane, spec, around.clock, backend)
         tasks, over = ProcessTasks(around.crashed), asyncio.get_running_loop().create_future()
         running = tasks.spawn(engine.run())

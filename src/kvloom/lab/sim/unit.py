@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -10,6 +11,7 @@ from kvloom.config.config import Config
 from kvloom.lab.sim.executor import Content, ModelledExecutor
 from kvloom.lab.sim.hosting import HostedUnit
 from kvloom.lab.sim.links import Link, TimedLink
+from kvloom.plan.cluster import CPU, Abilities
 from kvloom.plan.cost.devices import find_device
 from kvloom.plan.cost.measured import Hosting, Measured
 from kvloom.plan.cost.profile import Profile
@@ -19,7 +21,7 @@ from kvloom.plan.cost.work import CostModel
 from kvloom.plan.plan import PlacementPlan, PlannedUnit
 from kvloom.types.errors import ConfigError
 from kvloom.types.request import ModelCard
-from kvloom.types.spec import EngineSpec, ModelSpec, Policy
+from kvloom.types.spec import EngineSpec, ModelSpec, Policy, unit_abilities
 
 CONTEXT = 8192  # tokens, of a model whose spec sets none
 DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}  # by the bytes of a number
@@ -108,40 +110,65 @@ MAX_RUNNING: Final = 256
 MAX_WAITING: Final = 1 << 20  # nobody is turned away
 
 
-def planned_units(plan: PlacementPlan, policy: Policy = "adbs") -> list[SimulatedUnit]:
-    """Raises ConfigError for a device that is not known."""
-    return [_planned(unit, policy) for unit in plan.units]
+CPU_CHUNK_TOKENS: Final = 512
+"""Of a prefill job on cores, as `kvloom serve` has it by default."""
 
 
-def _planned(unit: PlannedUnit, policy: Policy) -> SimulatedUnit:
-    shapes = {model.name: model.shape for model in unit.models}
+def planned_units(
+    plan: PlacementPlan,
+    policy: Policy = "adbs",
+    profile: Profile | None = None,
+    abilities: Abilities = unit_abilities,
+) -> list[SimulatedUnit]:
+    """Returns the plan's units: GPUs by their sheets, cores by what `profile` says. abilities: what units of
+    GPUs can do. Raises ConfigError for a device that is not known or was not measured."""
+    units = [_planned(unit, policy, profile, abilities) for unit in plan.units]
+    cores = Counter[str]()
+    for unit in plan.units:
+        cores[unit.node] += unit.gpus if unit.device == CPU else 0
+    for node, count in cores.items():
+        if profile is not None and count > profile.cores:
+            raise ConfigError(
+                f"--profile: was measured on {profile.cores} cores, and {node or 'the plan'} has units of "
+                f"{count}; one of a machine like it is right"
+            )
+    return units
+
+
+def _planned(
+    unit: PlannedUnit, policy: Policy, profile: Profile | None, abilities: Abilities
+) -> SimulatedUnit:
     unit.check_pool(BLOCK_BYTES)
     spec = EngineSpec(
         models=tuple(
-            ModelSpec(
-                name=model.name,
-                path=model.path or "",
-                rate=max(model.rate, 1e-9),
-                prefill_share=model.prefill_share,
-                decode_share=model.decode_share,
-                quota=model.quota,
-            )
-            for model in unit.models
+            model.share_of(ModelSpec(name=model.name, path=model.path or "")) for model in unit.models
         ),
         kv_bytes=unit.kv_bytes,
         block_bytes=BLOCK_BYTES,
         policy=policy,
         max_running=MAX_RUNNING,
         max_waiting=MAX_WAITING,
-        chunk_tokens=CHUNK_TOKENS,
-        threads=PARTS,
+        chunk_tokens=CPU_CHUNK_TOKENS if unit.device == CPU else CHUNK_TOKENS,
+        threads=unit.gpus if unit.device == CPU else PARTS,
         unit=unit.name,
-        overload=OVERLOAD,
-        tensor_parallel=unit.gpus,
+        overload=0.0 if unit.device == CPU else OVERLOAD,
+        device=unit.place,
+        tensor_parallel=unit.tensor_parallel,
     )
-    device = find_device(unit.device)
+    if unit.device == CPU:
+        if profile is None:
+            raise ConfigError(
+                f"--profile: is missing; {unit.name} is on device {CPU}, for which what `kvloom profile` "
+                "wrote is right"
+            )
+        return _measured(spec, profile)
+    shapes = {model.name: model.shape for model in unit.models}
+    device, parts = (
+        find_device(unit.device),
+        PARTS if abilities(unit.device, unit.tensor_parallel).shares else 1,
+    )
     cost, start = Roofline(device, unit.gpus, shapes), start_seconds(shapes.values())
-    return SimulatedUnit(spec, shapes, PARTS, cost, bandwidth=device.host, start=start)
+    return SimulatedUnit(spec, shapes, parts, cost, bandwidth=device.host, start=start)
 
 
 def measured_units(config: Config, profile: Profile) -> list[SimulatedUnit]:

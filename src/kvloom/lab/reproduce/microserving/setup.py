@@ -20,7 +20,7 @@ from kvloom.lab.workload.lengths import LogNormal, Normal, Sides
 from kvloom.lab.workload.request import Prompts, RequestResult, WorkloadRequest
 from kvloom.lab.workload.results import Latency
 from kvloom.lab.workload.summary import Summary
-from kvloom.plan.cluster import MeshKind
+from kvloom.plan.cluster import Nodes
 from kvloom.plan.cost.devices import find_device
 from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import find_shape
@@ -78,7 +78,7 @@ def units(count: int) -> list[SimulatedUnit]:
     """Returns units of one GPU each. Jobs run one at a time on the whole of it, as the paper's engine runs
     them."""
     device, shapes = find_device(DEVICE), {MODEL: find_shape(MODEL)}
-    kv_bytes = pool_bytes(MeshKind(DEVICE, device.memory, 1), shapes.values())
+    kv_bytes = pool_bytes(Nodes(DEVICE, device.memory, 1, 1).mesh(1), shapes.values())
     cost, models = Roofline(device, 1, shapes), [ModelSpec(name=MODEL, path="")]
     return [
         SimulatedUnit(

@@ -37,7 +37,7 @@ from kvloom.plan.plan import PlacementPlan
 from kvloom.plan.planner import memory_greedy, plan_placement, spatial, write_down, write_spatial
 from kvloom.plan.search import SearchEffort
 from kvloom.types.geometry import I64
-from kvloom.types.spec import EngineSpec, Policy, Quotas
+from kvloom.types.spec import EngineSpec, Policy, Quotas, UnitAbilities, unit_abilities
 
 DEVICE: Final = "A100-80"
 HOST: Final[Mapping[str, float]] = {"7b": 0.10e-3, "13b": 0.08e-3, "30b": 0.07e-3, "65b": 0.07e-3}
@@ -120,7 +120,12 @@ def falling(sizes: Sequence[str], alpha: float, top: float) -> tuple[Served, ...
 def cluster(gpus: int) -> list[Nodes]:
     """Nodes of eight, or a smaller one."""
     each = min(gpus, 8)
-    return [Nodes(DEVICE, find_device(DEVICE).memory, each, gpus // each)]
+    return [Nodes(DEVICE, find_device(DEVICE).memory, each, gpus // each, abilities=multiplexed)]
+
+
+def multiplexed(device: str, ranks: int) -> UnitAbilities:
+    """Returns what the paper's units can do: under MPS those of several GPUs share out their compute, too."""
+    return structs.replace(unit_abilities(device, ranks), shares=True)
 
 
 def requests(models: Sequence[Served], seconds: float, seed: int = 0) -> Iterator[WorkloadRequest]:
@@ -230,7 +235,9 @@ def make_units(system: System, models: Sequence[Served], gpus: int) -> list[Simu
     if system.runtime == "MuxServe":
         costs = _hosted(costs, sizes)
     plan = system.place(models, Estimator(demands, costs), nodes)
-    return [_configured(system, unit, sizes) for unit in planned_units(plan, system.policy)]
+    return [
+        _configured(system, unit, sizes) for unit in planned_units(plan, system.policy, abilities=multiplexed)
+    ]
 
 
 def _configured(system: System, unit: SimulatedUnit, sizes: Mapping[str, str]) -> SimulatedUnit:

@@ -1,0 +1,144 @@
+"""Each engine's share of the machine: its devices, its pool and its cores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvloom.config.fields import Auto, show_size
+from kvloom.config.machine import Machine
+from kvloom.config.units import CPU, CUDA, ConfiguredEngine, Device
+
+
+def check_nodes(engines: Sequence[ConfiguredEngine], here: str) -> None:
+    """Raises ValueError if a unit is to be on another machine than this one, whose name is `here`."""
+    for engine in engines:
+        if engine.unit.node not in ("", here):
+            raise ValueError(
+                f"{engine.key}.node: {engine.unit.node!r}, and this machine is {here!r}; without --cluster "
+                "units are served on this machine alone"
+            )
+
+
+def check_ranks(engines: Sequence[ConfiguredEngine], cores: Sequence[int]) -> None:
+    """Raises ValueError if an engine has fewer cores than ranks."""
+    for engine, own in zip(engines, cores, strict=True):
+        ranks, key = engine.unit.tensor_parallel, f"{engine.key}.tensor_parallel"
+        if ranks > own:
+            raise ValueError(
+                f"{key}: {ranks} ranks, but {engine.name} has {own} core{'' if own == 1 else 's'}; "
+                f"{f'1 to {own}' if own > 1 else '1'} is right"
+            )
+
+
+def share_devices(engines: Sequence[ConfiguredEngine], fleets: Device, machine: Machine) -> list[str]:
+    """Returns `cpu` or `cuda:N` for each engine; GPUs go round. In an engine with ranks the first one has GPU
+    N, and the others have the GPUs after it. Raises ValueError if there are fewer GPUs than ranks."""
+    found: list[str] = []
+    free, count = 0, max(1, machine.gpus)
+    for engine in engines:
+        ranks, wanted = engine.unit.tensor_parallel, engine.unit.device or fleets
+        if wanted == CPU or (wanted == "auto" and not machine.gpus):
+            found.append(CPU)
+            continue
+        if ":" in wanted:
+            number = int(wanted.partition(":")[2])
+            if number + ranks > machine.gpus:
+                last = "" if ranks == 1 else f" to cuda:{number + ranks - 1}"
+                there = f"{machine.gpus or 'no'} GPU{'' if machine.gpus == 1 else 's'}"
+                raise ValueError(
+                    f"{engine.key}.device: there is no {wanted}{last} here, but {there}; a machine that has "
+                    "it, or `device: cpu`, is right"
+                )
+            found.append(wanted)
+            continue
+        if ranks > max(1, machine.gpus):
+            raise ValueError(
+                f"{engine.key}.tensor_parallel: {ranks} ranks for the {machine.gpus} GPUs here; "
+                "one GPU for each, or `device: cpu`, is right"
+            )
+        first = free if free + ranks <= count else 0
+        found.append(f"{CUDA}:{first}")
+        free = (first + ranks) % count
+    return found
+
+
+def _gpus(engine: ConfiguredEngine, device: str) -> set[int]:
+    """Returns the GPUs of all its ranks."""
+    if device == CPU:
+        return set()
+    first = int(device.partition(":")[2])
+    return set(range(first, first + engine.unit.tensor_parallel))
+
+
+def share_pools(
+    engines: Sequence[ConfiguredEngine],
+    devices: Sequence[str],
+    total: int | Auto,
+    block: int,
+    machine: Machine,
+) -> list[int]:
+    """Returns the bytes of each engine's pool, by `share_memory`. If `total` is open, a GPU's pool has its
+    own size, or 0 for what the weights leave. Raises ValueError."""
+    pairs = list(zip(engines, devices, strict=True))
+    hosted = [engine for engine, device in pairs if device == CPU or total != "auto"]
+    pools = iter(share_memory(hosted, total, block, machine) if hosted else [])
+    found: list[int] = []
+    for engine, device in pairs:
+        own = engine.unit.kv_memory
+        if device == CPU or total != "auto":
+            found.append(next(pools))
+        elif own != "auto" and own < block:
+            raise ValueError(
+                f"{engine.key}.kv_memory: {show_size(own)} is less than one block; "
+                f"at least {show_size(block)} is right"
+            )
+        elif own == "auto" and sum(bool(_gpus(*pair) & _gpus(engine, device)) for pair in pairs) > 1:
+            raise ValueError(
+                f"{engine.key}.kv_memory: several engines on {device} cannot each have what is left; "
+                "a size for each is right"
+            )
+        else:
+            found.append(0 if own == "auto" else own)
+    return found
+
+
+def share_memory(
+    engines: Sequence[ConfiguredEngine], total: int | Auto, block: int, machine: Machine
+) -> list[int]:
+    """Returns the bytes of each engine's pool: its own size, or an equal share of what the others leave of
+    `total`. Raises ValueError."""
+    fixed = [engine.unit.kv_memory for engine in engines if engine.unit.kv_memory != "auto"]
+    most, whose = (machine.memory, "available here") if total == "auto" else (total, "of `kv_memory`")
+    if sum(fixed) > most:
+        raise ValueError(
+            f"units: {show_size(sum(fixed))} of kv_memory for all engines is more than the "
+            f"{show_size(most)} {whose}; less is right"
+        )
+    left = (most - sum(fixed)) // 3 if total == "auto" else most - sum(fixed)
+    takers = len(engines) - len(fixed)
+    share = left // takers if takers else 0
+    if total == "auto":
+        share = max(share, block)
+    for engine in engines:
+        own = engine.unit.kv_memory
+        got, key = (share, "kv_memory") if own == "auto" else (own, f"{engine.key}.kv_memory")
+        if got < block:
+            what = f"{show_size(got)} for {engine.name}" if takers > 1 or fixed else show_size(got)
+            raise ValueError(f"{key}: {what} is less than one block; at least {show_size(block)} is right")
+    return [share if engine.unit.kv_memory == "auto" else engine.unit.kv_memory for engine in engines]
+
+
+def share_threads(engines: Sequence[ConfiguredEngine], total: int | Auto, machine: Machine) -> list[int]:
+    """Returns the cores of each engine: its own number, or an equal share of what the others leave of
+    `total`, and one at least. Raises ValueError."""
+    cores = machine.cores if total == "auto" else total
+    fixed = [engine.unit.threads for engine in engines if engine.unit.threads != "auto"]
+    if sum(fixed) > cores and max(fixed) > 1:
+        whose = "cores here" if total == "auto" else "of `threads`"
+        raise ValueError(
+            f"units: {sum(fixed)} threads for all engines are more than the {cores} {whose}; less is right"
+        )
+    takers = len(engines) - len(fixed)
+    left = max(0, cores - sum(fixed))
+    shares = iter([max(1, left // takers + (i < left % takers)) for i in range(takers)])
+    return [next(shares) if engine.unit.threads == "auto" else engine.unit.threads for engine in engines]
