@@ -289,7 +289,7 @@ def _estimator(console: Console, demands: Sequence[Demand], costs: DeviceCosts) 
 def plan_table(plan: PlacementPlan) -> Table:
     """Returns a plan as a table, with a row for each model on each unit."""
     table = Table(title=plan.made_by, title_justify="left")
-    for head in ("unit", "node", "devices", "model"):
+    for head in ("unit", "node", "devices", "GPUs", "model"):
         table.add_column(head)
     for head in ("requests/s", "could be", "prefill", "decode", "quota", "KV pool"):
         table.add_column(head, justify="right")
@@ -301,7 +301,9 @@ def plan_table(plan: PlacementPlan) -> Table:
 
 
 def _rows(unit: PlannedUnit) -> Iterator[list[str]]:
-    where = [unit.name, unit.node or "any", f"{unit.gpus} × {unit.device}"]
+    last = unit.index + unit.gpus - 1
+    numbers = "" if unit.device == CPU else f"{unit.index}" if unit.gpus == 1 else f"{unit.index}-{last}"
+    where = [unit.name, unit.node or "any", f"{unit.gpus} × {unit.device}", numbers]
     pool = gigabytes(unit.kv_bytes)
     for model in unit.models:
         yield [
@@ -314,7 +316,7 @@ def _rows(unit: PlannedUnit) -> Iterator[list[str]]:
             f"{model.quota:.1%}",
             pool,
         ]
-        where, pool = ["", "", ""], ""
+        where, pool = [""] * len(where), ""
 
 
 def summary(plan: PlacementPlan, devices: Mapping[str, int], missing: Sequence[Shortfall]) -> Iterator[str]:

@@ -121,7 +121,7 @@ def read_plan_settings(file: Path) -> dict[str, Any]:
 def _unit(unit: PlannedUnit) -> dict[str, Any]:
     return {
         "models": [model.name for model in unit.models],
-        "node": unit.node,
+        "node": unit.node or None,
         "device": unit.place,
         "tensor_parallel": unit.tensor_parallel,
         "kv_memory": unit.kv_bytes,

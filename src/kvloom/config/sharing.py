@@ -12,7 +12,7 @@ from kvloom.config.units import CPU, CUDA, ConfiguredEngine, Device
 def check_nodes(engines: Sequence[ConfiguredEngine], here: str) -> None:
     """Raises ValueError if a unit is to be on another machine than this one, whose name is `here`."""
     for engine in engines:
-        if engine.unit.node not in ("", here):
+        if engine.unit.node not in (None, here):
             raise ValueError(
                 f"{engine.key}.node: {engine.unit.node!r}, and this machine is {here!r}; without --cluster "
                 "units are served on this machine alone"

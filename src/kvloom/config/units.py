@@ -173,7 +173,7 @@ class UnitConfig(ConfigSection):
 
     models: Annotated[tuple[str, ...], Some]
     replicas: Replicas = Field(default=1, validate_default=True)
-    node: str = ""
+    node: Annotated[str, Field(min_length=1)] | None = None
     device: Annotated[str, PlainValidator(_device)] | None = None
     kv_memory: Memory = "auto"
     threads: Threads = "auto"
