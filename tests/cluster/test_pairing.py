@@ -47,6 +47,18 @@ def test_what_starts_up_takes_and_what_drains_gives() -> None:
     assert paired({"new": unit(model()), "old": unit(model(), draining=True)}) == ()  # nothing runs there
 
 
+def test_units_that_do_not_move_requests_are_in_no_pair() -> None:
+    """As those of several ranks, which stay out although they have the least and the most room."""
+    loads = {
+        "least": replace(at(1), moves=False),
+        "a": at(20),
+        "b": at(60),
+        "most": replace(at(90), moves=False),
+    }
+    assert paired(loads) == (Pair("a", "b"),)
+    assert paired(loads, Pair("least", "most"), Pair("a", "most")) == (Pair("a", "b"),)
+
+
 def test_a_model_that_only_waits_gives_too() -> None:
     """Another one's requests have filled the pool, and the destination does not serve that one."""
     full = unit(model(4, used_blocks=990), model(waiting=1, head_blocks=20, waiting_blocks=20))

@@ -34,6 +34,14 @@ def test_cuda_is_left_to_the_engine_to_find(folder: Path) -> None:
     assert found(folder, AB + "device: cuda", MACHINE) == [("cuda:0", 0)]
 
 
+def test_a_unit_may_name_its_gpu(folder: Path) -> None:
+    """The others go round as if it were not there."""
+    text = UNITS.replace("[a]", "[a], device: 'cuda:1', kv_memory: 2GiB, node: big")
+    machine = Machine(cores=4, memory=1 << 30, gpus=2, name="big")
+    placed = found(folder, text.replace("replicas: 2", "kv_memory: 1GiB") + "device: cuda", machine)
+    assert placed == [("cuda:1", 2 << 30), ("cuda:0", 1 << 30)]
+
+
 def test_gpus_go_round_and_units_may_differ(folder: Path) -> None:
     sized = UNITS.replace("[a]", "[a], device: cpu").replace("replicas: 2", "replicas: 3, kv_memory: 40GiB")
     assert found(folder, sized + "device: cuda") == [
@@ -62,6 +70,30 @@ def test_ranks_have_gpus_one_after_the_other(folder: Path) -> None:
     ("text", "words"),
     [
         (AB + "device: gpu", "device: .*'auto', 'cpu' or 'cuda'"),
+        (AB + "device: cuda:1", "device: .*'auto', 'cpu' or 'cuda'"),
+        (
+            UNITS.replace("[a]", "[a], device: gpu"),
+            "units.0.device: 'gpu'; `auto`, `cpu`, `cuda` or a GPU by",
+        ),
+        (UNITS.replace("[a]", "[a], device: 'cuda:01'"), "units.0.device: 'cuda:01'; `auto`"),
+        (
+            UNITS.replace("[a]", "[a], device: 'cuda:2'"),
+            "units.0.device: there is no cuda:2 here, but 2 GPUs",
+        ),
+        (
+            UNITS.replace("[a]", "[a], device: 'cuda:1', tensor_parallel: 2, threads: 2"),
+            "units.0.device: there is no cuda:1 to cuda:2 here, but 2 GPUs; a machine that has it, or",
+        ),
+        (
+            UNITS.replace(
+                "[a]",
+                "[a], device: cuda, tensor_parallel: 2, threads: 2, kv_memory: 1GiB, "
+                "shares: {a: {decode: 0.5}}",
+            ),
+            "units.0.shares.a.decode: 0.5, but jobs of 2 GPUs take turns; 1, or nothing, is right",
+        ),
+        (UNITS.replace("[a]", "[a], node: other"), "units.0.node: 'other', and this machine is ''"),
+        (UNITS.replace("[a]", "[a], node: ''"), "units.0.node: "),
         (UNITS + "device: cuda", "units.0.kv_memory: several engines on cuda:0 cannot each"),
         (
             UNITS.replace("[a]", "[a], tensor_parallel: 3, device: cuda, threads: 3"),

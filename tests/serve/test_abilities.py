@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from kvloom.engine.engine import Engine
 from kvloom.exec.cpu.executor import load_executor
 from kvloom.lab.sim.fleet import simulated
+from kvloom.lab.sim.unit import PARTS, planned_units
 from kvloom.router.program import load_program
 from kvloom.serve.engine import open_offload, open_transport
 from kvloom.types.errors import BadRequest
@@ -20,6 +21,7 @@ from kvloom.types.verbs import PrepRecv
 from tests.checkpoints import make_checkpoint
 from tests.engines import running_over, spec_of
 from tests.lab.sim.fleets import unit, virtually
+from tests.lab.sim.plans import make_plan
 
 ALL = UnitAbilities(moves=True, shares=True, weaves=True)
 NIXL = pytest.mark.skipif(find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed")
@@ -77,3 +79,11 @@ async def test_a_simulated_unit_does_what_the_record_says(ranks: int) -> None:
     async with simulated([made], load_program("data_parallel")) as fleet:
         (engine,) = fleet.engines.values()
         assert await takes(engine, "small") == made.spec.abilities.moves == (ranks == 1)
+        assert (await engine.load()).moves == made.spec.abilities.moves
+
+
+@pytest.mark.parametrize(("gpus", "parts"), [(1, PARTS), (2, 1)])
+def test_jobs_of_a_simulated_unit_of_gpus_share_them_out_or_take_turns(gpus: int, parts: int) -> None:
+    found = planned_units(make_plan(1, gpus=gpus))
+    assert [one.compute for one in found] == [parts]
+    assert [one.spec.abilities.shares for one in found] == [parts > 1]

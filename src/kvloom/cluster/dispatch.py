@@ -59,11 +59,12 @@ def pair(
     source as long as something runs there, and one that has just started is a destination; standing: the
     pairs of this period, which stay until one side has recovered.
 
-    A unit is in one pair at most, and shares with its peer a model that runs or waits at the source. The time
-    is O(n log n) for n models on all units together.
+    Both units of a pair send and receive K and V. A unit is in one pair at most, and shares with its peer a
+    model that runs or waits at the source. The time is O(n log n) for n models on all units together.
     """
-    sources = {name for name in loads if free[name] < thresholds.out}
-    targets = {name for name in loads if free[name] > thresholds.into}
+    movers = [name for name, load in loads.items() if load.moves]
+    sources = {name for name in movers if free[name] < thresholds.out}
+    targets = {name for name in movers if free[name] > thresholds.into}
     pairs = [one for one in standing if _stays(one, loads, sources, targets)]
     for one in pairs:
         sources.discard(one.source)

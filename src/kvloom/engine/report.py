@@ -23,6 +23,7 @@ def unit_load(
         block_bytes=spec.block_bytes,
         policy=spec.policy,
         models={name: model_load(queue, spec.priorities) for name, queue in queues.items()},
+        moves=spec.abilities.moves,
         draining=draining,
         lent_blocks=pool.lent,
         waits=waits,
