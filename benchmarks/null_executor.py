@@ -108,7 +108,7 @@ class NullTransport:
 
     endpoint = Endpoint(unit="null", kind="modelled", where=b"")
 
-    def open(self, begin: int, digest: int) -> Ticket:
+    def open(self, begin: int, digest: int, blocks: bytes = b"") -> Ticket:
         raise Unavailable("a null engine has nowhere to receive")
 
     def received(self, ticket: Ticket) -> int:

@@ -244,7 +244,7 @@ class FencedTransport(ABC, Generic[Peer]):
         self, peer: Peer, target: WriteTarget, address: KVAddress, begin: int, end: int
     ) -> FencedTransfer: ...
 
-    def open(self, begin: int, digest: int) -> Ticket:
+    def open(self, begin: int, digest: int, blocks: bytes = b"") -> Ticket:
         return self._ledger.open(begin, digest)
 
     def received(self, ticket: Ticket) -> int:

@@ -46,7 +46,7 @@ class NixlTransport:
         self._plane = NixlPlane(agent, place, address, self._grants, grant, clock)
         self._agents: dict[str, str] = {}  # by unit
 
-    def open(self, begin: int, digest: int) -> Ticket:
+    def open(self, begin: int, digest: int, blocks: bytes = b"") -> Ticket:
         self._plane.refuse_over()
         return self._grants.open(begin, digest)
 

@@ -9,7 +9,6 @@ from queue import Empty
 from typing import get_args
 
 import msgspec
-import numpy as np
 
 from kvloom.transfer.grants import (
     ClaimRefused,
@@ -99,6 +98,8 @@ class NixlTransfer(PlaneTransfer):
             self.target.check(copies)
         except BadRequest as error:
             self.fail(error)
+            return
+        copies = copies.in_order()
         rows = max(1, self._place.piece // self.target.block_bytes)
         self.pieces.extend(copies.part(slice(at, at + rows)) for at in range(0, len(copies.own), rows))
 
@@ -114,23 +115,13 @@ class NixlTransfer(PlaneTransfer):
             return False
 
     def spans(self, piece: BlockCopies, address: int) -> tuple[Spans, Spans]:
-        """Returns own and peer's spans: a whole block is one, a run of tokens two. address: the beginning of
-        the own arena."""
-        target = self.target
-        whole = piece.counts == target.page_tokens
-        at = np.where(whole, 0, piece.offsets.astype(np.int64) * target.token_bytes)
-        size = np.where(whole, target.block_bytes, piece.counts.astype(np.int64) * target.token_bytes)
-        part = ~whole & (size > 0)
-        half = target.page_tokens * target.token_bytes
-        sides = []
-        for base, blocks, index in (
-            (address, piece.own, self._place.index),
-            (self.where.address, piece.peer, self.where.index),
-        ):
-            starts = base + blocks.astype(np.int64) * target.block_bytes + at
-            starts = np.concatenate((starts[size > 0], starts[part] + half))
-            sides.append(spans(starts, np.concatenate((size[size > 0], size[part])), index))
-        return sides[0], sides[1]
+        """Returns own and peer's descriptors, one for each run of bytes that is one in both arenas. address:
+        the beginning of the own arena."""
+        own, peer, sizes = self.target.spans(piece)
+        return (
+            spans(address + own, sizes, self._place.index),
+            spans(self.where.address + peer, sizes, self.where.index),
+        )
 
 
 Order = list[Letter] | NixlTransfer | str  # letters to send, a transfer that begins, or an agent to part from

@@ -127,6 +127,14 @@ class BlockCopies:
     def part(self, rows: slice) -> BlockCopies:
         return BlockCopies(self.own[rows], self.peer[rows], self.offsets[rows], self.counts[rows], self.after)
 
+    def in_order(self) -> BlockCopies:
+        """Returns the same copies by the peer's blocks, so that those that lie beside each other follow each
+        other."""
+        order = np.argsort(self.peer, kind="stable")
+        return BlockCopies(
+            self.own[order], self.peer[order], self.offsets[order], self.counts[order], self.after
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PageCopies:
@@ -175,10 +183,11 @@ class Transport(Protocol):
 
     # receiving
 
-    def open(self, begin: int, digest: int) -> Ticket:
+    def open(self, begin: int, digest: int, blocks: bytes = b"") -> Ticket:
         """Begins a reservation in which nothing has arrived past token `begin`, for whoever shows `digest`,
-        that of its address, this endpoint and the prompt. Raises QueueFull if there are too many, Unavailable
-        if nothing can arrive any more."""
+        that of its address, this endpoint and the prompt. blocks: those of the address, as it tells them; a
+        transport whose receiver writes writes into no others. Raises QueueFull if there are too many,
+        Unavailable if nothing can arrive any more."""
 
     def received(self, ticket: Ticket) -> int:
         """Returns the position up to which everything has arrived. Raises BadRequest if the ticket is
@@ -213,7 +222,7 @@ class NoTransport:
     def __init__(self, unit: str) -> None:
         self.endpoint = Endpoint(unit=unit, kind="shm", where=b"")
 
-    def open(self, begin: int, digest: int) -> Ticket:
+    def open(self, begin: int, digest: int, blocks: bytes = b"") -> Ticket:
         raise self._refusal()
 
     def received(self, ticket: Ticket) -> int:

@@ -101,7 +101,7 @@ class ModelledTransport:
         self._slots = range(slots)
         self._generations = itertools.count(1)
 
-    def open(self, begin: int, digest: int) -> Ticket:
+    def open(self, begin: int, digest: int, blocks: bytes = b"") -> Ticket:
         free = next((slot for slot in self._slots if slot not in self.ledger), None)
         if free is None:
             raise QueueFull("too many reservations")
