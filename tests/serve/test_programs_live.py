@@ -27,10 +27,10 @@ units: [{{models: [guide, sums], replicas: 2}}]
 PROMPT = list(range(40, 90))
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@pytest.fixture(scope="module", params=["shm", "tcp"])
+def url(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[str]:
     file = tmp_path_factory.mktemp("fleet") / "fleet.yaml"
-    file.write_text(CONFIG)
+    file.write_text(f"{CONFIG}transport: {request.param}\n")
     with fleet(str(file)) as running:
         yield running.wait_until_ready()
 

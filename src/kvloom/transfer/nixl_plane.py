@@ -75,6 +75,8 @@ class NixlTransfer(PlaneTransfer):
         """NIXL's, of the write that is under way."""
         self.writing = False
         """Whether a write has begun that is not known to have ended."""
+        self.written = 0
+        """The bytes of that write."""
         self.asked: float | None = None
         """When it asked the peer whether it may write, while the answer is out."""
         self.deadline = 0.0
@@ -256,6 +258,7 @@ class NixlPlane(TransferWorker[Order]):
         if not self._agent.written(transfer.where.agent, handle):
             return not self._place.progress  # to look is then what moves it on
         self._agent.drop(handle)
+        self.meter.end(transfer.written)
         transfer.handle, transfer.writing = None, False
         return True
 
@@ -306,6 +309,8 @@ class NixlPlane(TransferWorker[Order]):
                 transfer.become(TransferState.COPYING)
             transfer.writing = True  # even if it fails: part of it may be on its way
             transfer.handle = self._agent.write(transfer.where.agent, own, peer)
+            transfer.written = transfer.target.size(piece)
+            self.meter.begin()
 
     def _give_up(self, transfer: NixlTransfer) -> None:
         """Gives what it claimed back to the receiver; nothing of it is being written."""
@@ -321,6 +326,7 @@ class NixlPlane(TransferWorker[Order]):
         if transfer.writing:
             if transfer.handle is not None:
                 self._agent.drop(transfer.handle)
+                self.meter.end(0)
             self._settle(transfer, transfer.failure)
         else:
             self._give_up(transfer)

@@ -78,6 +78,10 @@ class WriteTarget:
         if not inside:
             raise BadRequest("copies: blocks or tokens outside the address")
 
+    def size(self, copies: BlockCopies) -> int:
+        """Returns the bytes of K and V of these copies."""
+        return 2 * self.token_bytes * int(copies.counts.sum())
+
     def spans(self, copies: BlockCopies) -> tuple[I64, I64, I64]:
         """Returns the bytes of the own and of the peer's arena at which runs of bytes begin that are to be
         copied, and their sizes; all [n], by the peer's. A whole block is one, tokens of a part are two. Those

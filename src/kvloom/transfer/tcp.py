@@ -46,7 +46,7 @@ from kvloom.transfer.tcp_receiver import Reservations, TcpReceiver
 from kvloom.types.address import Endpoint, KVAddress, Ticket
 from kvloom.types.errors import BadRequest, KvloomError, Unavailable
 from kvloom.types.geometry import I64
-from kvloom.types.transfer import BlockCopies, TransferState
+from kvloom.types.transfer import BlockCopies, TransferMeter, TransferState
 
 LINKS = 4  # connections for pieces to one peer: one core fills none of today's networks
 
@@ -384,7 +384,8 @@ class TcpPlane(TransferWorker[Order]):
             sent = piece.transfer.failure is None
             try:
                 if sent:
-                    self._send_piece(sock, piece)
+                    with self.meter.copying(int(piece.sizes.sum())):
+                        self._send_piece(sock, piece)
             except (LinkError, OSError) as error:
                 self.order(_Lost(session, reason_of(error)))  # before the piece counts as handled
                 sent = False
@@ -418,6 +419,10 @@ class TcpTransport:
         where = TcpEndpoint(*self._receiver.address, self._receiver.identity, arena.blocks, arena.block_bytes)
         self.endpoint = Endpoint(unit=unit, kind="tcp", where=msgspec.msgpack.encode(where))
         self._plane = TcpPlane(memory, secret, links)
+
+    @property
+    def meter(self) -> TransferMeter:
+        return self._plane.meter
 
     def open(self, begin: int, digest: int, blocks: bytes = b"") -> Ticket:
         return self._reservations.open(begin, digest, blocks)

@@ -107,12 +107,16 @@ class Gone(Struct, frozen=True, array_like=True, tag=True):
 FromSender = Claim | Done | Quit
 FromReceiver = Granted | ClaimRefused | Delivered | Gone
 Message = TypeVar("Message")
-FROM_SENDER: Final = msgspec.msgpack.Decoder[FromSender](FromSender)
-FROM_RECEIVER: Final = msgspec.msgpack.Decoder[FromReceiver](FromReceiver)
+FROM_SENDER: Final[msgspec.msgpack.Decoder[FromSender]] = msgspec.msgpack.Decoder(FromSender)
+FROM_RECEIVER: Final[msgspec.msgpack.Decoder[FromReceiver]] = msgspec.msgpack.Decoder(FromReceiver)
 
 
 class LinkError(Exception):
     """A connection cannot be used. The message says why."""
+
+
+class LinkEnded(LinkError):
+    """The other end has hung up."""
 
 
 def prepare(sock: socket.socket) -> None:
@@ -219,7 +223,7 @@ def receive_into(sock: socket.socket, view: memoryview) -> None:
         except BlockingIOError as error:
             raise LinkError(f"it has said nothing for {PATIENCE:g} s") from error
         if not count:
-            raise LinkError("it has closed the connection")
+            raise LinkEnded("it has closed the connection")
         view = view[count:]
 
 
@@ -300,7 +304,7 @@ def receive_piece(
                 left = sum(map(len, views))
                 count = sock.recv_into(scratch[:left], 0, socket.MSG_DONTWAIT)
             if not count:
-                raise LinkError("it has closed the connection in the middle of a piece")
+                raise LinkEnded("it has closed the connection in the middle of a piece")
             views = behind(views, count)
 
 

@@ -30,6 +30,7 @@ from kvloom.transfer.tcp_link import (
     FromSender,
     Gone,
     Introduced,
+    LinkEnded,
     LinkError,
     Purpose,
     Quit,
@@ -380,14 +381,16 @@ class TcpReceiver:
                     self._control(sock, introduced)
                 else:
                     self._data(sock, introduced)
-        except (LinkError, OSError) as error:
-            self._tell_refused(address, reason_of(error))
+        except (LinkEnded, OSError) as error:
+            _log.debug("a connection of %s has ended: %s", address, reason_of(error))
+        except LinkError as error:
+            self._tell_refused(address, str(error))
         finally:
             with self._lock:
                 self._threads.discard(threading.current_thread())
 
     def _tell_refused(self, address: str, reason: str) -> None:
-        """Logs why a connection ended, once for each that says the same."""
+        """Logs why this end has ended a connection, once while the reason stays the same."""
         if self._closing or self._refused == (address, reason):
             return
         self._refused = address, reason
