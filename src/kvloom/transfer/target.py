@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -105,6 +107,21 @@ class WriteTarget:
         firsts = np.concatenate(([0], apart)).astype(np.int64)[: len(size)]
         fused: I64 = np.add.reduceat(size, firsts) if len(size) else size
         return own[firsts], peer[firsts], fused
+
+    def pieces(self, copies: BlockCopies, size: int, most: int) -> Iterator[tuple[I64, I64, I64]]:
+        """Yields the same spans in pieces of about `size` bytes, and less than twice as many, and of `most`
+        spans at most."""
+        own, peer, sizes = self.spans(copies)
+        parts = -(-sizes // size)  # of each span
+        span = np.repeat(np.arange(len(sizes)), parts)
+        skipped = (np.arange(len(span)) - np.repeat(np.cumsum(parts) - parts, parts)) * size
+        own, peer, sizes = own[span] + skipped, peer[span] + skipped, sizes[span] - skipped
+        sizes = np.minimum(sizes, size)
+        edges = np.flatnonzero(np.diff((np.cumsum(sizes) - sizes) // size)) + 1
+        for first, behind in pairwise((0, *edges.tolist(), len(sizes))):
+            for at in range(first, behind, most):
+                some = slice(at, min(behind, at + most))
+                yield own[some], peer[some], sizes[some]
 
 
 def _blocks(address: KVAddress, peer_blocks: int) -> I32:

@@ -7,7 +7,6 @@ import secrets
 import socket
 import threading
 from collections import deque
-from collections.abc import Iterator
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Annotated, NamedTuple
@@ -116,15 +115,7 @@ class TcpTransfer(PlaneTransfer):
         except BadRequest as error:
             self.fail(error)
             return
-        self.pieces.extend(self._cut(copies))
-
-    def _cut(self, copies: BlockCopies) -> Iterator[Piece]:
-        rows = min(max(1, PIECE // self.target.block_bytes), MOST_SPANS // 2)
-        copies = copies.in_order()
-        for at in range(0, len(copies.own), rows):
-            own, there, sizes = self.target.spans(copies.part(slice(at, at + rows)))
-            if len(sizes):
-                yield Piece(self, own, there, sizes)
+        self.pieces.extend(Piece(self, *spans) for spans in self.target.pieces(copies, PIECE, MOST_SPANS))
 
 
 class SenderSession:
