@@ -61,6 +61,7 @@ def test_ranks_have_gpus_one_after_the_other(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        (AB + "device: cuda\ntransport: tcp", "transport: tcp carries K and V of CPU units; nixl or shm"),
         (AB + "device: gpu", "device: .*'auto', 'cpu' or 'cuda'"),
         (UNITS + "device: cuda", "units.0.kv_memory: several engines on cuda:0 cannot each"),
         (
