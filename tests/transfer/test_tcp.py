@@ -22,7 +22,7 @@ from kvloom.kv.arena import Arena
 from kvloom.transfer import tcp_link
 from kvloom.transfer.grants import ClaimRefused, Delivered, Granted
 from kvloom.transfer.tcp import TcpEndpoint, TcpTransport
-from kvloom.transfer.tcp_link import Claim, Done, Gone, LinkError, Purpose, Quit
+from kvloom.transfer.tcp_link import Claim, Done, Gone, LinkError, Purpose, Quit, Verdict
 from kvloom.types.address import Endpoint, KVAddress, KVForm, Ticket, other_address
 from kvloom.types.errors import BadRequest, ConfigError, Unavailable
 from kvloom.types.transfer import BlockCopies
@@ -144,6 +144,16 @@ def test_who_has_another_secret_sends_nothing(receiver: Receiver) -> None:
     assert not receiver.written()
     assert _send(receiver) == "arrived"
     assert receiver.written() == [7, 8]
+
+
+def test_a_caller_without_the_secret_is_hung_up_on(receiver: Receiver) -> None:
+    """Also one that does not care what the receiver proves."""
+    with socket.create_connection((receiver.where.host, receiver.where.port)) as sock:
+        sock.sendall(GREETING.pack(b"kvloom-kv", tcp_link.VERSION, bytes(32)))
+        tcp_link.receive(sock, GREETING.size)
+        sock.sendall(receiver.where.identity + bytes(16) + bytes([Purpose.CONTROL]) + bytes(32))
+        assert tcp_link.receive(sock, 33) == bytes([Verdict.OTHER_SECRET]) + bytes(32)
+        assert not sock.recv(1)
 
 
 def test_whoever_answers_without_the_secret_is_sent_nothing(receiver: Receiver) -> None:
@@ -328,6 +338,19 @@ def test_tokens_count_once_all_their_pieces_have_come(receiver: Receiver, raw: R
         raw.announce(1, block * BLOCK_BYTES, BLOCK_BYTES)
         raw.data.sendall(b"x" * BLOCK_BYTES)
     assert raw.hear() == Delivered(1)
+    assert receiver.transport.received(receiver.ticket) == 64
+
+
+def test_tokens_count_after_those_before_them(receiver: Receiver, raw: RawSender) -> None:
+    """The second claim is complete first."""
+    assert raw.claim(receiver.ticket, 1, 0, 32) == Granted(1)
+    assert raw.claim(receiver.ticket, 2, 32, 64) == Granted(2)
+    tcp_link.tell(raw.control, Done(1, 1))
+    tcp_link.tell(raw.control, Done(2, 0))
+    assert raw.ask(Quit(3, 0)) == Gone(3)  # nothing was delivered before
+    raw.announce(1, 7 * BLOCK_BYTES, BLOCK_BYTES)
+    raw.data.sendall(b"x" * BLOCK_BYTES)
+    assert [raw.hear(), raw.hear()] == [Delivered(1), Delivered(2)]
     assert receiver.transport.received(receiver.ticket) == 64
 
 
