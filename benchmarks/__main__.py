@@ -12,6 +12,7 @@ benchmark starts both sides itself. Some two hours in full; --quick proves that 
   scaling        how own work grows with models, requests, units and contexts
   memory-start   memory, and the time to ready
   transfer       the KV plane's rate against memcpy's
+  tcp-plane      the rate of the KV plane over TCP against plain sockets
   streaming      what the gateway adds, and how many tokens it streams
   shared-prefix  prompts with common beginnings over two engines; with --trace FILE also those of a trace
   migration      a context moved against computed again
@@ -46,6 +47,7 @@ from benchmarks import (
     shared_prefix,
     simulator,
     streaming,
+    tcp_plane,
     throughput,
     transfer,
     truth,
@@ -88,6 +90,7 @@ def alone(options: argparse.Namespace, console: Console) -> dict[str, Measure]:
         ),
         "memory-start": lambda: memory_start.measure(1 if quick else 3, console),
         "transfer": lambda: asyncio.to_thread(transfer.measure, 2 if quick else 30),
+        "tcp-plane": lambda: asyncio.to_thread(tcp_plane.measure, 2 if quick else 30),
         "streaming": lambda: streaming.measure(streams, console),
         "shared-prefix": lambda: shared_prefix.measure(options.trace, console, talks),
         "migration": lambda: migration.measure(rounds, console, [500] if quick else [*migration.WANTED]),

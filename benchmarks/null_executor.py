@@ -15,7 +15,7 @@ from kvloom.types.geometry import Geometry
 from kvloom.types.job import Job, JobResult, Phase
 from kvloom.types.request import ModelCard
 from kvloom.types.spec import EngineSpec, ModelSpec, Policy
-from kvloom.types.transfer import Transfer
+from kvloom.types.transfer import Transfer, TransferMeter
 
 BLOCK_BYTES = 16 << 10
 CATCH_UP = 0.5  # seconds
@@ -107,8 +107,9 @@ class NullTransport:
     """A plane on which nobody can be reached."""
 
     endpoint = Endpoint(unit="null", kind="modelled", where=b"")
+    meter = TransferMeter()
 
-    def open(self, begin: int, digest: int) -> Ticket:
+    def open(self, begin: int, digest: int, blocks: bytes = b"") -> Ticket:
         raise Unavailable("a null engine has nowhere to receive")
 
     def received(self, ticket: Ticket) -> int:

@@ -56,7 +56,7 @@ def test_defaults_and_short_form(folder: Path) -> None:
     assert (config.host, config.port, config.policy) == ("127.0.0.1", 8000, "adbs")
     (engine,) = config.engines
     assert (engine.unit, engine.kv_bytes, engine.threads, engine.block_bytes) == ("unit-0", GIB, 4, 16384)
-    assert (engine.transport, engine.lease) == ("shm", 30.0)
+    assert (engine.transport, engine.transport_host, engine.lease) == ("shm", "127.0.0.1", 30.0)
     assert config.program == ProgramSpec("data_parallel")
     assert config.models["a"].path == str(folder / "model")
     assert not config.api_keys()
@@ -249,7 +249,9 @@ def test_what_units_cannot_be(folder: Path, text: str, message: str) -> None:
         (M + "threads: 9", ["threads", "9 of 4 cores", "`auto`"]),
         (M + "threads: 0", ["threads", "0 of 4 cores"]),
         (M + "threads: few", ["threads", "few of 4 cores"]),
-        (M + "transport: tcp", ["transport", "'tcp'", "'shm' or 'nixl'"]),
+        (M + "transport: udp", ["transport", "'udp'", "'shm', 'nixl' or 'tcp'"]),
+        (M + "transport_host: 0.0.0.0", ["transport_host", "'0.0.0.0'", "at which peers reach this host"]),
+        (M + "transport_host: here", ["transport_host", "'here'", "IP address"]),
         (M + "lease: soon", ["lease", "'soon'", "`30s`"]),
         (M + "lease: 0", ["lease", "0 s", "1 s to 3600 s"]),
         (M + "rescheduling: on", ["rescheduling: True", "`period`, `out` or `into`, or `none`"]),

@@ -69,6 +69,7 @@ def test_ranks_have_gpus_one_after_the_other(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        (AB + "device: cuda\ntransport: tcp", "transport: tcp carries K and V of CPU units; nixl or shm"),
         (AB + "device: gpu", "device: .*'auto', 'cpu' or 'cuda'"),
         (AB + "device: cuda:1", "device: .*'auto', 'cpu' or 'cuda'"),
         (

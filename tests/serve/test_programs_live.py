@@ -27,10 +27,10 @@ units: [{{models: [guide, sums], replicas: 2}}]
 PROMPT = list(range(40, 90))
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@pytest.fixture(scope="module", params=["shm", "tcp"])
+def url(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[str]:
     file = tmp_path_factory.mktemp("fleet") / "fleet.yaml"
-    file.write_text(CONFIG)
+    file.write_text(f"{CONFIG}transport: {request.param}\n")
     with fleet(str(file)) as running:
         yield running.wait_until_ready()
 
@@ -99,6 +99,11 @@ def test_the_verbs_by_hand(url: str) -> None:
 
     assert tokens(moved) == tokens(alone)
     assert len(tokens(moved)) == 5
+    with urllib.request.urlopen(f"{url}/metrics", timeout=DEADLINE) as response:
+        told = response.read().decode()
+    path = call(url, "/verbs/unit-0/load", None)["path"]
+    assert spot["peer"]["kind"] == path
+    assert f'kvloom_kv_sent_bytes_total{{path="{path}",unit="unit-0"}}' in told
     with pytest.raises(urllib.error.HTTPError, match="400"):
         call(url, "/verbs/unit-1/renew", {"request": "by-hand"})
 

@@ -62,7 +62,8 @@ class Context:
 
     def reserve(self, address: KVAddress) -> Context:
         """With a reservation of this address at the receiver."""
-        ticket = self.receiver.open(address.begin, address.digest(self.prompt, self.receiver.endpoint))
+        digest = address.digest(self.prompt, self.receiver.endpoint)
+        ticket = self.receiver.open(address.begin, digest, address.blocks)
         return replace(self, address=structs.replace(address, ticket=ticket))
 
     @property

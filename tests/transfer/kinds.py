@@ -17,5 +17,5 @@ _NIXL = pytest.param(
 DEVICE = "device"  # the plane between GPUs' arenas, with the host's memory as the device's
 _GPUS = pytest.param("nixl-device", marks=_NIXL.marks)  # NIXL as between GPUs' arenas, likewise
 NIXL_CUDA = pytest.param("nixl-cuda", marks=[*CUDA.marks, *_NIXL.marks])
-MORTAL = ["shm", CUDA, _NIXL, NIXL_CUDA]
+MORTAL = ["shm", "tcp", CUDA, _NIXL, NIXL_CUDA]
 KINDS = [*MORTAL, DEVICE, _GPUS]

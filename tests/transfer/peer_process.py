@@ -20,17 +20,18 @@ import torch
 from kvloom.exec.cuda.loader import DeviceArena
 from kvloom.kernels.cpu import block_copy
 from kvloom.kv.arena import Arena
-from kvloom.transfer import nixl_plane, shared_memory
+from kvloom.transfer import nixl_plane, shared_memory, tcp
 from kvloom.transfer.cuda_ipc import CudaIpcTransport, CudaMemory, CudaTransfer, DeviceMemory
 from kvloom.transfer.nixl import NixlTransport
 from kvloom.transfer.nixl_agent import ArenaPlace, GpuPlace, HostPlace
 from kvloom.transfer.shared_memory import ShmTransport
+from kvloom.transfer.tcp import TcpTransport
 from kvloom.types.address import Endpoint, KVAddress, Ticket
 from kvloom.types.errors import BadRequest, KvloomError
 from kvloom.types.geometry import I32
 from kvloom.types.transfer import BlockCopies, Transfer
 from tests.transfer.device_memory import GatedMemory, HostMemory, LikeAGpu
-from tests.transfer.wire import BLOCK_BYTES, BLOCKS, GRANT, SLOTS, Answer, Call, Made, read
+from tests.transfer.wire import BLOCK_BYTES, BLOCKS, GRANT, SECRET, SLOTS, Answer, Call, Made, read
 
 PIECE = 4 * BLOCK_BYTES  # between two fences
 
@@ -83,8 +84,8 @@ class Unit:
         random = np.random.default_rng(seed).integers(0, 256, BLOCKS * BLOCK_BYTES, dtype=np.uint8)
         self._arena.bytes.copy_(torch.from_numpy(random))
 
-    async def open(self, begin: int, digest: int) -> Ticket:
-        return self._transport.open(begin, digest)
+    async def open(self, begin: int, digest: int, blocks: bytes) -> Ticket:
+        return self._transport.open(begin, digest, blocks)
 
     async def received(self, ticket: Ticket) -> int:
         return self._transport.received(ticket)
@@ -135,6 +136,7 @@ class Unit:
         self._transfers.clear()
 
     async def forget(self, unit: str) -> None:
+        assert not isinstance(self._transport, TcpTransport)
         self._transport.forget(unit)
 
     async def close_all(self) -> None:
@@ -203,8 +205,24 @@ def _nixl_cuda(name: str, arena: Any, gate: Gate) -> NixlTransport:
     return _nixl(name, arena, gate, GpuPlace(torch.device("cuda", 0), PIECE))
 
 
-_TRANSPORTS: dict[str, Callable[[str, Any, Gate], ShmTransport | CudaIpcTransport | NixlTransport]] = {
+def _tcp(name: str, arena: Any, gate: Gate) -> TcpTransport:
+    send_piece = tcp.TcpPlane._send_piece
+
+    def before(self: tcp.TcpPlane, sock: socket.socket, piece: tcp.Piece) -> None:
+        gate.pass_through("before")
+        gate.pass_through("inside")
+        send_piece(self, sock, piece)
+
+    setattr(tcp, "PIECE", PIECE)  # noqa: B010
+    setattr(tcp.TcpPlane, "_send_piece", before)  # noqa: B010
+    return TcpTransport(name, arena, SECRET, slots=SLOTS, links=2)
+
+
+_TRANSPORTS: dict[
+    str, Callable[[str, Any, Gate], ShmTransport | CudaIpcTransport | NixlTransport | TcpTransport]
+] = {
     "shm": _shm,
+    "tcp": _tcp,
     "device": _device,
     "cuda": _cuda,
     "nixl": _nixl,

@@ -72,8 +72,8 @@ class Unit:
     def call(self, method: str, **arguments: object) -> Any:
         return self.result(self.start(method, **arguments))
 
-    def open(self, begin: int, digest: int = 0) -> Ticket:
-        return msgspec.convert(self.call("open", begin=begin, digest=digest), Ticket)
+    def open(self, begin: int, digest: int = 0, blocks: bytes = b"") -> Ticket:
+        return msgspec.convert(self.call("open", begin=begin, digest=digest, blocks=blocks), Ticket)
 
     def claim(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> int:
         """The transfer's number."""

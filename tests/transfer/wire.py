@@ -13,6 +13,7 @@ from kvloom.types.errors import WireError
 BLOCKS: Final = 512
 BLOCK_BYTES: Final = 4096
 SLOTS: Final = 64
+SECRET: Final = "the fleet's"
 GRANT: Final = 2.0  # seconds a NIXL sender may write unheard
 
 

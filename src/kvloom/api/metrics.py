@@ -265,11 +265,25 @@ class _EngineLoads:
             for unit, load in self._loads.items():
                 gauge.add_metric([unit], of_unit(load))
             yield gauge
+        yield from self._sent()
         yield self._waits()
         for name, text, value in _GAUGES:
             yield self._by_model(GaugeMetricFamily(name, text, labels=["unit", "model"]), value)
         for name, text, value in _TOTALS:
             yield self._by_model(CounterMetricFamily(name, text, labels=["unit", "model"]), value)
+
+    def _sent(self) -> Iterator[Metric]:
+        """Yields what each unit has sent to others, by the path; bytes by seconds are its rate."""
+        size = CounterMetricFamily(
+            "kvloom_kv_sent_bytes", "Bytes of KV sent to other units.", labels=["unit", "path"]
+        )
+        seconds = CounterMetricFamily(
+            "kvloom_kv_sent_seconds", "Time in which KV was being sent.", labels=["unit", "path"]
+        )
+        for unit, load in self._loads.items():
+            size.add_metric([unit, load.path], load.sent_bytes_total)
+            seconds.add_metric([unit, load.path], load.sent_seconds_total)
+        yield from (size, seconds)
 
     def _waits(self) -> Metric:
         """Returns what tasks of other units wait for, at each unit that lends."""

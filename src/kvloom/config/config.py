@@ -6,6 +6,7 @@ Each error in it is a ConfigError of one line, which names the key and says what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
@@ -108,6 +109,7 @@ class Config(ConfigSection):
     threads: Threads = "auto"
     device: Device = "cpu"
     transport: TransportName = "shm"
+    transport_host: str = "127.0.0.1"
     priorities: Priorities = Field(default={}, validate_default=True)
     rescheduling: Rescheduling = ReschedulingConfig()
     lease: Seconds = Field(default="30s", validate_default=True)
@@ -145,6 +147,17 @@ class Config(ConfigSection):
             raise ValueError(
                 f"{show_size(value)} is less than one block; at least {show_size(block)} is right"
             )
+        return value
+
+    @field_validator("transport_host")
+    @classmethod
+    def _reached(cls, value: str) -> str:
+        try:
+            found = ip_address(value)
+        except ValueError:
+            found = None
+        if found is None or found.is_unspecified or found.is_multicast:
+            raise ValueError(f"{value!r}; the IP address at which peers reach this host is right")
         return value
 
     @field_validator("program")
@@ -192,6 +205,8 @@ class Config(ConfigSection):
         engines = list_engines(self.units or (UnitConfig(models=tuple(self.models)),), self.models)
         check_nodes(engines, here.machine.name)
         devices = share_devices(engines, self.device, here.machine)
+        if self.transport == "tcp" and any(device != "cpu" for device in devices):
+            raise ValueError("transport: tcp carries K and V of CPU units; nixl or shm is right for GPUs")
         pools = share_pools(engines, devices, self.kv_memory, self.block_bytes, here.machine)
         cores = share_threads(engines, self.threads, here.machine)
         check_ranks(engines, cores)
@@ -236,6 +251,7 @@ class Config(ConfigSection):
             priorities=self.priorities,
             lease=self.lease,
             transport=self.transport,
+            transport_host=self.transport_host,
             tensor_parallel=unit.tensor_parallel,
             device=device,
             weave=weave,

@@ -80,6 +80,7 @@ class Engine:
         )
 
         # What leaves the unit, and what it lends and borrows.
+        self._transport = transport
         self._transfers = Transfers(queues, transport, requests, wake=self._interrupt, jobs=self._jobs)
         self._pauses = Pauses(queues, requests, clock, spec.lease, jobs=self._jobs)
         self._llumlet = Llumlet(queues, pool, requests, spec.priorities)
@@ -266,7 +267,7 @@ class Engine:
     async def load(self) -> UnitLoad:
         self._scheduler.sync()
         waits = self.lender.waits()
-        return unit_load(self._spec, self.pool, self._queues, waits, draining=self._stopping)
+        return unit_load(self._spec, self.pool, self._queues, waits, self._transport, draining=self._stopping)
 
 
 def _failed(event: Event) -> bool:

@@ -11,10 +11,17 @@ from kvloom.types.job import Phase
 from kvloom.types.load import LevelLoad, ModelLoad, UnitLoad, Waits
 from kvloom.types.request import Level, level_of
 from kvloom.types.spec import EngineSpec
+from kvloom.types.transfer import Transport
 
 
 def unit_load(
-    spec: EngineSpec, pool: Pool, queues: Mapping[str, ModelQueue], waits: Waits | None, *, draining: bool
+    spec: EngineSpec,
+    pool: Pool,
+    queues: Mapping[str, ModelQueue],
+    waits: Waits | None,
+    transport: Transport,
+    *,
+    draining: bool,
 ) -> UnitLoad:
     """Returns the load of the unit. waits: those of tasks that this unit does for another."""
     return UnitLoad(
@@ -28,6 +35,9 @@ def unit_load(
         lent_blocks=pool.lent,
         waits=waits,
         priorities=spec.priorities,
+        path=transport.endpoint.kind,
+        sent_bytes_total=transport.meter.bytes,
+        sent_seconds_total=transport.meter.seconds,
     )
 
 

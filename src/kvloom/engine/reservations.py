@@ -127,7 +127,7 @@ class Reservations:
             salt=body.salt,
         )
         try:
-            ticket = self._transport.open(matched, digest)
+            ticket = self._transport.open(matched, digest, runs)
         except BaseException:
             if blocks is not None:
                 cache.commit_receive(sequence, 0)

@@ -69,7 +69,7 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
     hide_progress()
     folder = Path(order.socket).parent
     executor = load_unit(spec, folder, lambda text: parent.report(StartProgress(text)))
-    transport = open_transport(spec, executor.arena)
+    transport = open_transport(spec, executor.arena, order.secret)
     clock = WallClock()
     sandbox = Sandbox("grammars", TRIALS, TRIAL_LIMITS)
     offload = open_offload(spec, executor, transport)
@@ -174,8 +174,9 @@ async def _end_when_lost(executor: UnitExecutor) -> None:
     end_at_once(await executor.lost())
 
 
-def open_transport(spec: EngineSpec, arena: ArenaMemory) -> Transport:
-    """Returns the unit's transport for K and V, as the config chooses. Raises ConfigError."""
+def open_transport(spec: EngineSpec, arena: ArenaMemory, secret: str = "") -> Transport:
+    """Returns the unit's transport for K and V, as the config chooses. secret: the fleet's, which peers over
+    TCP prove that they know. Raises ConfigError."""
     if not spec.abilities.moves:
         return NoTransport(spec.unit)
     if spec.transport == "nixl":
@@ -183,6 +184,12 @@ def open_transport(spec: EngineSpec, arena: ArenaMemory) -> Transport:
         from kvloom.transfer.nixl_agent import place_of  # noqa: PLC0415
 
         return NixlTransport(spec.unit, arena, place_of(arena))
+    if spec.transport == "tcp":
+        from kvloom.transfer.tcp import TcpTransport  # noqa: PLC0415
+
+        if not isinstance(arena, Arena):
+            raise ConfigError("transport: tcp carries K and V of CPU units; a GPU's cross hosts by nixl")
+        return TcpTransport(spec.unit, arena, secret, spec.transport_host)
     if not isinstance(arena, Arena):
         from kvloom.transfer.cuda_ipc import CudaIpcTransport, CudaMemory  # noqa: PLC0415
 

@@ -23,7 +23,7 @@ from kvloom.transfer.target import WriteTarget
 from kvloom.types.address import Endpoint, KVAddress, Ticket
 from kvloom.types.clock import has_ended
 from kvloom.types.errors import KvloomError, Unavailable
-from kvloom.types.transfer import BlockCopies, TransferState
+from kvloom.types.transfer import BlockCopies, TransferMeter, TransferState
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
 
@@ -115,6 +115,7 @@ class FencedTransfer(PlaneTransfer):
         super().__init__(plane.submit, process.endpoint, address, begin, end)
         self.process = process
         self.target = target
+        self._meter = plane.meter
         self.become(TransferState.CLAIMED)
 
     def copy(self, copies: BlockCopies) -> None:
@@ -146,7 +147,8 @@ class FencedTransfer(PlaneTransfer):
         with self.process.ledger.writing(self.address.ticket):
             if self.state is TransferState.CLAIMED:
                 self.become(TransferState.COPYING)
-            self._write(piece)
+            with self._meter.copying(self.target.size(piece)):
+                self._write(piece)
 
     @abstractmethod
     def _write(self, piece: BlockCopies) -> None:
@@ -234,6 +236,10 @@ class FencedTransport(ABC, Generic[Peer]):
         self._plane = FencedPlane()
         self._peers: dict[str, tuple[Peer, asyncio.AbstractEventLoop]] = {}  # by unit
 
+    @property
+    def meter(self) -> TransferMeter:
+        return self._plane.meter
+
     @abstractmethod
     def peer(self, endpoint: Endpoint) -> Peer:
         """Returns another unit, mapped for as long as what is returned lives. Raises BadRequest for an
@@ -244,7 +250,7 @@ class FencedTransport(ABC, Generic[Peer]):
         self, peer: Peer, target: WriteTarget, address: KVAddress, begin: int, end: int
     ) -> FencedTransfer: ...
 
-    def open(self, begin: int, digest: int) -> Ticket:
+    def open(self, begin: int, digest: int, blocks: bytes = b"") -> Ticket:
         return self._ledger.open(begin, digest)
 
     def received(self, ticket: Ticket) -> int:

@@ -14,6 +14,7 @@ from kvloom.transfer.nixl_plane import Clock, NixlEndpoint, NixlPlane, NixlTrans
 from kvloom.transfer.plane import address_of
 from kvloom.transfer.target import WriteTarget
 from kvloom.types.address import Endpoint, KVAddress, Ticket
+from kvloom.types.transfer import TransferMeter
 
 
 class NixlTransport:
@@ -46,7 +47,11 @@ class NixlTransport:
         self._plane = NixlPlane(agent, place, address, self._grants, grant, clock)
         self._agents: dict[str, str] = {}  # by unit
 
-    def open(self, begin: int, digest: int) -> Ticket:
+    @property
+    def meter(self) -> TransferMeter:
+        return self._plane.meter
+
+    def open(self, begin: int, digest: int, blocks: bytes = b"") -> Ticket:
         self._plane.refuse_over()
         return self._grants.open(begin, digest)
 

@@ -9,7 +9,6 @@ from queue import Empty
 from typing import get_args
 
 import msgspec
-import numpy as np
 
 from kvloom.transfer.grants import (
     ClaimRefused,
@@ -76,6 +75,8 @@ class NixlTransfer(PlaneTransfer):
         """NIXL's, of the write that is under way."""
         self.writing = False
         """Whether a write has begun that is not known to have ended."""
+        self.written = 0
+        """The bytes of that write."""
         self.asked: float | None = None
         """When it asked the peer whether it may write, while the answer is out."""
         self.deadline = 0.0
@@ -99,6 +100,8 @@ class NixlTransfer(PlaneTransfer):
             self.target.check(copies)
         except BadRequest as error:
             self.fail(error)
+            return
+        copies = copies.in_order()
         rows = max(1, self._place.piece // self.target.block_bytes)
         self.pieces.extend(copies.part(slice(at, at + rows)) for at in range(0, len(copies.own), rows))
 
@@ -114,23 +117,13 @@ class NixlTransfer(PlaneTransfer):
             return False
 
     def spans(self, piece: BlockCopies, address: int) -> tuple[Spans, Spans]:
-        """Returns own and peer's spans: a whole block is one, a run of tokens two. address: the beginning of
-        the own arena."""
-        target = self.target
-        whole = piece.counts == target.page_tokens
-        at = np.where(whole, 0, piece.offsets.astype(np.int64) * target.token_bytes)
-        size = np.where(whole, target.block_bytes, piece.counts.astype(np.int64) * target.token_bytes)
-        part = ~whole & (size > 0)
-        half = target.page_tokens * target.token_bytes
-        sides = []
-        for base, blocks, index in (
-            (address, piece.own, self._place.index),
-            (self.where.address, piece.peer, self.where.index),
-        ):
-            starts = base + blocks.astype(np.int64) * target.block_bytes + at
-            starts = np.concatenate((starts[size > 0], starts[part] + half))
-            sides.append(spans(starts, np.concatenate((size[size > 0], size[part])), index))
-        return sides[0], sides[1]
+        """Returns own and peer's descriptors, one for each run of bytes that is one in both arenas. address:
+        the beginning of the own arena."""
+        own, peer, sizes = self.target.spans(piece)
+        return (
+            spans(address + own, sizes, self._place.index),
+            spans(self.where.address + peer, sizes, self.where.index),
+        )
 
 
 Order = list[Letter] | NixlTransfer | str  # letters to send, a transfer that begins, or an agent to part from
@@ -265,6 +258,7 @@ class NixlPlane(TransferWorker[Order]):
         if not self._agent.written(transfer.where.agent, handle):
             return not self._place.progress  # to look is then what moves it on
         self._agent.drop(handle)
+        self.meter.end(transfer.written)
         transfer.handle, transfer.writing = None, False
         return True
 
@@ -315,6 +309,8 @@ class NixlPlane(TransferWorker[Order]):
                 transfer.become(TransferState.COPYING)
             transfer.writing = True  # even if it fails: part of it may be on its way
             transfer.handle = self._agent.write(transfer.where.agent, own, peer)
+            transfer.written = transfer.target.size(piece)
+            self.meter.begin()
 
     def _give_up(self, transfer: NixlTransfer) -> None:
         """Gives what it claimed back to the receiver; nothing of it is being written."""
@@ -330,6 +326,7 @@ class NixlPlane(TransferWorker[Order]):
         if transfer.writing:
             if transfer.handle is not None:
                 self._agent.drop(transfer.handle)
+                self.meter.end(0)
             self._settle(transfer, transfer.failure)
         else:
             self._give_up(transfer)

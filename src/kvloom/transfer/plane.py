@@ -17,7 +17,7 @@ import msgspec
 
 from kvloom.types.address import Endpoint, EndpointKind, KVAddress
 from kvloom.types.errors import BadRequest, KvloomError, Unavailable
-from kvloom.types.transfer import BlockCopies, DeviceEvent, Transfer, TransferState
+from kvloom.types.transfer import BlockCopies, DeviceEvent, Transfer, TransferMeter, TransferState
 
 _log = logging.getLogger(__name__)
 
@@ -120,6 +120,7 @@ class TransferWorker(ABC, Generic[Order]):
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[tuple[PlaneTransfer, BlockCopies | None] | Order | None] = SimpleQueue()
+        self.meter = TransferMeter()
         self._closing = False
         self._over: str | None = None  # why there is no thread any more
         self._refusing = threading.Lock()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 
 from kvloom.types.address import KVAddress, KVForm
 from kvloom.types.errors import BadRequest
-from kvloom.types.geometry import I32
+from kvloom.types.geometry import I32, I64
 from kvloom.types.transfer import BlockCopies
 
 
@@ -77,6 +79,49 @@ class WriteTarget:
         )
         if not inside:
             raise BadRequest("copies: blocks or tokens outside the address")
+
+    def size(self, copies: BlockCopies) -> int:
+        """Returns the bytes of K and V of these copies."""
+        return 2 * self.token_bytes * int(copies.counts.sum())
+
+    def spans(self, copies: BlockCopies) -> tuple[I64, I64, I64]:
+        """Returns the bytes of the own and of the peer's arena at which runs of bytes begin that are to be
+        copied, and their sizes; all [n], by the peer's. A whole block is one, tokens of a part are two. Those
+        that lie beside each other in both arenas are one: block fusion (Llumnix, section 5)."""
+        whole = copies.counts == self.page_tokens
+        skipped = np.where(whole, 0, copies.offsets.astype(np.int64) * self.token_bytes)
+        size = np.where(whole, self.block_bytes, copies.counts.astype(np.int64) * self.token_bytes)
+        some, part = size > 0, ~whole & (size > 0)
+        values = self.page_tokens * self.token_bytes  # V begins behind so many bytes of a block
+        own, peer = (
+            np.concatenate((start[some], start[part] + values))
+            for start in (
+                blocks.astype(np.int64) * self.block_bytes + skipped for blocks in (copies.own, copies.peer)
+            )
+        )
+        size = np.concatenate((size[some], size[part]))
+        order = np.argsort(peer, kind="stable")
+        own, peer, size = own[order], peer[order], size[order]
+        ends = size[:-1]
+        apart = np.flatnonzero((own[:-1] + ends != own[1:]) | (peer[:-1] + ends != peer[1:])) + 1
+        firsts = np.concatenate(([0], apart)).astype(np.int64)[: len(size)]
+        fused: I64 = np.add.reduceat(size, firsts) if len(size) else size
+        return own[firsts], peer[firsts], fused
+
+    def pieces(self, copies: BlockCopies, size: int, most: int) -> Iterator[tuple[I64, I64, I64]]:
+        """Yields the same spans in pieces of about `size` bytes, and less than twice as many, and of `most`
+        spans at most."""
+        own, peer, sizes = self.spans(copies)
+        parts = -(-sizes // size)  # of each span
+        span = np.repeat(np.arange(len(sizes)), parts)
+        skipped = (np.arange(len(span)) - np.repeat(np.cumsum(parts) - parts, parts)) * size
+        own, peer, sizes = own[span] + skipped, peer[span] + skipped, sizes[span] - skipped
+        sizes = np.minimum(sizes, size)
+        edges = np.flatnonzero(np.diff((np.cumsum(sizes) - sizes) // size)) + 1
+        for first, behind in pairwise((0, *edges.tolist(), len(sizes))):
+            for at in range(first, behind, most):
+                some = slice(at, min(behind, at + most))
+                yield own[some], peer[some], sizes[some]
 
 
 def _blocks(address: KVAddress, peer_blocks: int) -> I32:

@@ -11,11 +11,11 @@ import numpy as np
 from msgspec import Meta, Struct, msgpack
 
 from kvloom.types.errors import BadRequest
-from kvloom.types.geometry import I32, Geometry
+from kvloom.types.geometry import I32, I64, Geometry
 
 Position = Annotated[int, Meta(ge=0, lt=2**31)]
 Digest = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-EndpointKind = Literal["shm", "cuda", "nixl", "nixl-cuda", "modelled"]
+EndpointKind = Literal["shm", "cuda", "nixl", "nixl-cuda", "tcp", "modelled"]
 _Size = Annotated[int, Meta(ge=1, lt=2**31)]
 _RUN = np.dtype([("first", "<i4"), ("length", "<i4")])
 
@@ -96,12 +96,7 @@ class KVAddress(Struct, frozen=True, kw_only=True, dict=True):
         """[pages, layers, kv_heads], not to be written to. Raises BadRequest if the runs do not make up as
         many blocks."""
         shape = (self.pages, self.form.layers, self.form.kv_heads)
-        if len(self.blocks) % _RUN.itemsize:
-            raise BadRequest("address: its blocks are no pairs of int32")
-        runs = np.frombuffer(self.blocks, _RUN)
-        firsts, lengths = runs["first"].astype(np.int64), runs["length"].astype(np.int64)
-        if (firsts < 0).any() or (lengths < 1).any() or (firsts + lengths > 2**31).any():
-            raise BadRequest("address: a run of blocks has no length, or ids that cannot be")
+        firsts, lengths = self.runs(self.blocks)
         wanted, found = int(np.prod(shape)), int(lengths.sum())
         if found != wanted:
             raise BadRequest(f"address: {found} blocks for {self.pages} pages of {self.model}, not {wanted}")
@@ -124,6 +119,18 @@ class KVAddress(Struct, frozen=True, kw_only=True, dict=True):
             prompt=prompt,
             salt=salt,
         )
+
+    @staticmethod
+    def runs(blocks: bytes) -> tuple[I64, I64]:
+        """Returns the first block and the length of each run of a run list, both [n]. Raises BadRequest if it
+        is none."""
+        if len(blocks) % _RUN.itemsize:
+            raise BadRequest("address: its blocks are no pairs of int32")
+        runs = np.frombuffer(blocks, _RUN)
+        firsts, lengths = runs["first"].astype(np.int64), runs["length"].astype(np.int64)
+        if (firsts < 0).any() or (lengths < 1).any() or (firsts + lengths > 2**31).any():
+            raise BadRequest("address: a run of blocks has no length, or ids that cannot be")
+        return firsts, lengths
 
     @staticmethod
     def compress(block_map: I32) -> bytes:

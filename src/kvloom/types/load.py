@@ -89,6 +89,9 @@ class UnitLoad(Struct, frozen=True, kw_only=True):
     lent_blocks: int = 0  # lent to another unit for a while
     waits: Waits | None = None
     priorities: tuple[Level, ...] = ()  # the levels of execution priority that the unit tells apart
+    path: str = ""  # the kind of the endpoint by which the unit sends K and V
+    sent_bytes_total: int = 0  # of K and V, to other units
+    sent_seconds_total: float = 0.0  # for which some were being sent
 
     @property
     def running(self) -> int:

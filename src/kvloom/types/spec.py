@@ -13,7 +13,7 @@ Policy = Literal["adbs", "fcfs", "round-robin", "partitioned"]
 Quotas = Literal["adaptive", "fixed"]
 Control = Literal["operators", "iterations"]
 Splitting = Literal["auto", "none"]
-TransportName = Literal["shm", "nixl"]
+TransportName = Literal["shm", "nixl", "tcp"]
 Option = bool | int | float | str | list[str]
 
 
@@ -81,6 +81,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     priorities: tuple[Level, ...] = ()  # levels of execution priority, which the unit's load tells
     lease: float = 30.0  # seconds for which a reservation is kept without being renewed
     transport: TransportName = "shm"  # what carries K and V to other units
+    transport_host: str = "127.0.0.1"  # the host's address at which units of the transport tcp listen
     quotas: Quotas = "adaptive"  # whether quotas move and bend, or are walls (no unified pool)
     overload: float = 0.0  # part of the compute by which shares of jobs that run together may exceed it
     tensor_parallel: int = 1  # ranks, each a process with its heads of all models

@@ -3,8 +3,11 @@ copies, and the plane on which they go."""
 
 from __future__ import annotations
 
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Protocol
@@ -102,6 +105,44 @@ class Transfer(ABC):
         milliseconds long. It has no effect once `arrived` has returned."""
 
 
+class TransferMeter:
+    """How many bytes a unit has sent to its peers, and in what time, on any thread."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.seconds = 0.0
+        """For which at least one copy was under way."""
+        self._copies = 0
+        self._since = 0.0
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Notes that a copy begins."""
+        with self._lock:
+            if not self._copies:
+                self._since = time.perf_counter()
+            self._copies += 1
+
+    def end(self, size: int) -> None:
+        """Notes that a copy has ended, and how many bytes it has sent."""
+        with self._lock:
+            self._copies -= 1
+            self.bytes += size
+            if not self._copies:
+                self.seconds += time.perf_counter() - self._since
+
+    @contextmanager
+    def copying(self, size: int) -> Iterator[None]:
+        """Measures a copy of so many bytes; one that fails has sent none."""
+        sent = 0
+        self.begin()
+        try:
+            yield
+            sent = size
+        finally:
+            self.end(sent)
+
+
 class DeviceEvent(Protocol):
     """A point in what a thread has asked its device for."""
 
@@ -126,6 +167,14 @@ class BlockCopies:
 
     def part(self, rows: slice) -> BlockCopies:
         return BlockCopies(self.own[rows], self.peer[rows], self.offsets[rows], self.counts[rows], self.after)
+
+    def in_order(self) -> BlockCopies:
+        """Returns the same copies by the peer's blocks, so that those that lie beside each other follow each
+        other."""
+        order = np.argsort(self.peer, kind="stable")
+        return BlockCopies(
+            self.own[order], self.peer[order], self.offsets[order], self.counts[order], self.after
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +222,17 @@ class Transport(Protocol):
     @property
     def endpoint(self) -> Endpoint: ...
 
+    @property
+    def meter(self) -> TransferMeter:
+        """What this unit has sent."""
+
     # receiving
 
-    def open(self, begin: int, digest: int) -> Ticket:
+    def open(self, begin: int, digest: int, blocks: bytes = b"") -> Ticket:
         """Begins a reservation in which nothing has arrived past token `begin`, for whoever shows `digest`,
-        that of its address, this endpoint and the prompt. Raises QueueFull if there are too many, Unavailable
-        if nothing can arrive any more."""
+        that of its address, this endpoint and the prompt. blocks: those of the address, as it tells them; a
+        transport whose receiver writes writes into no others. Raises QueueFull if there are too many,
+        Unavailable if nothing can arrive any more."""
 
     def received(self, ticket: Ticket) -> int:
         """Returns the position up to which everything has arrived. Raises BadRequest if the ticket is
@@ -212,8 +266,9 @@ class NoTransport:
 
     def __init__(self, unit: str) -> None:
         self.endpoint = Endpoint(unit=unit, kind="shm", where=b"")
+        self.meter = TransferMeter()
 
-    def open(self, begin: int, digest: int) -> Ticket:
+    def open(self, begin: int, digest: int, blocks: bytes = b"") -> Ticket:
         raise self._refusal()
 
     def received(self, ticket: Ticket) -> int:

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 from kvloom.types.address import Endpoint, KVAddress, Ticket, other_address
 from kvloom.types.errors import BadRequest, KvloomError, QueueFull, Unavailable
 from kvloom.types.geometry import AnyArray
-from kvloom.types.transfer import BlockCopies, Transfer, TransferState
+from kvloom.types.transfer import BlockCopies, Transfer, TransferMeter, TransferState
 
 SLOTS: Final = 4096  # reservations that a unit may have open
 
@@ -93,6 +93,7 @@ class ModelledTransport:
         slots: int,
     ) -> None:
         self.endpoint = endpoint
+        self.meter = TransferMeter()
         self.plane = plane
         self.blocks = blocks
         self.link = link
@@ -101,7 +102,7 @@ class ModelledTransport:
         self._slots = range(slots)
         self._generations = itertools.count(1)
 
-    def open(self, begin: int, digest: int) -> Ticket:
+    def open(self, begin: int, digest: int, blocks: bytes = b"") -> Ticket:
         free = next((slot for slot in self._slots if slot not in self.ledger), None)
         if free is None:
             raise QueueFull("too many reservations")
