@@ -102,7 +102,7 @@ class ScriptedEngine:
     async def evict(self, body: Prefix) -> Evicted:
         return Evicted(tokens=len(body.prompt) + 2)
 
-    async def cached(self, body: CachedSince) -> CacheChanges:
+    async def contents(self, body: CachedSince) -> CacheChanges:
         return CacheChanges(life="scripted", version=body.version)
 
     async def abort(self, request: str, choice: int | None = None) -> None:

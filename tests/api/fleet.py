@@ -70,7 +70,7 @@ ANSWERS: dict[str, Any] = {
     "resume": Done(),
     "offer": Offered(request=None),
     "evict": Evicted(tokens=1),
-    "cached": CacheChanges(life="a", version=1),
+    "contents": CacheChanges(life="a", version=1),
 }
 
 

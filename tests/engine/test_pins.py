@@ -259,23 +259,23 @@ def test_the_pins_of_one_tenant_keep_half_of_what_may_be_promised() -> None:
         async with units(1) as (d,):
             total = d.engine.pool.total
             longest = d.engine.pool.caches[MODEL].geometry.blocks((await d.engine.models())[0].context_length)
-            most, kept = (total - longest) // 2, 0
+            most = (total - longest) // 2
             page = d.engine.pool.caches[MODEL].geometry.blocks_per_page
-            refused = False
-            for number in range(40):
-                tokens = prompt(12, first=100 + number)
-                await cached(d, tokens)
-                body = msgspec.structs.replace(pin(tokens, f"lasting {number}", 3600), tenant="alice")
-                try:
-                    kept += -(-(await d.engine.pin(body)).tokens // 4) * page
-                except OutOfBlocks as error:
-                    assert "alice" in error.message
-                    refused = True
-                    break
-                assert kept <= most
-            assert refused
+            bodies = [
+                msgspec.structs.replace(
+                    pin(prompt(12, first=100 + number), f"lasting {number}", 3600), tenant="alice"
+                )
+                for number in range(most // (3 * page) + 1)
+            ]
+            await cached(d, *(body.prompt for body in bodies))
+            *taken, last = bodies
+            for body in taken:
+                assert (await d.engine.pin(body)).tokens == 12
+            with pytest.raises(OutOfBlocks, match="alice"):
+                await d.engine.pin(last)
+            kept = len(taken) * 3 * page
             assert pinned(d) == kept
-            other = msgspec.structs.replace(body, tenant="bob")
+            other = msgspec.structs.replace(last, tenant="bob")
             assert (await d.engine.pin(other)).tokens == 12
             assert pinned(d) == kept + 3 * page
             await d.pass_time(3600)

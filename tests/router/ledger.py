@@ -353,7 +353,7 @@ class LedgerEngine:
     async def evict(self, body: Prefix) -> Evicted:
         return Evicted(tokens=0)
 
-    async def cached(self, body: CachedSince) -> CacheChanges:
+    async def contents(self, body: CachedSince) -> CacheChanges:
         self._reach()
         return CacheChanges(life=self.name, version=0)
 

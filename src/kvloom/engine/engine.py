@@ -268,7 +268,7 @@ class Engine:
         dropped = tree.evict(body.prompt, body.salt)
         return Evicted(tokens=dropped, pinned=tree.pinned(body.prompt, body.salt))
 
-    async def cached(self, body: CachedSince) -> CacheChanges:
+    async def contents(self, body: CachedSince) -> CacheChanges:
         return self.pool.feed.changes(body)
 
     async def load(self) -> UnitLoad:

@@ -179,7 +179,7 @@ class CachedSince(Struct, frozen=True, kw_only=True):
 
 
 class CacheChanges(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """The answer to cached. A page has a name of 8 bytes (`kv/prefix_feed.py`)."""
+    """The answer to contents. A page has a name of 8 bytes (`kv/prefix_feed.py`)."""
 
     life: str  # of the process that answers
     version: int
@@ -271,8 +271,8 @@ OFFER: Final = Verb(
     "offer", "Names a request, running or waiting, that had better go elsewhere.", Offer, Offered
 )
 EVICT: Final = Verb("evict", "Drops what is cached of a prefix, and past it.", Prefix, Evicted)
-CACHED: Final = Verb(
-    "cached", "Tells which pages the prefix caches hold, or what has changed.", CachedSince, CacheChanges
+CONTENTS: Final = Verb(
+    "contents", "Tells which pages the prefix caches hold, or what has changed.", CachedSince, CacheChanges
 )
 
 VERBS: Final[tuple[Verb[Any, Any], ...]] = (
@@ -286,7 +286,7 @@ VERBS: Final[tuple[Verb[Any, Any], ...]] = (
     RESUME,
     OFFER,
     EVICT,
-    CACHED,
+    CONTENTS,
     LOAD,
     MODELS,
 )
@@ -337,8 +337,8 @@ class RemoteEngine(ABC):
     async def evict(self, body: Prefix) -> Evicted:
         return await self.call(EVICT, body)
 
-    async def cached(self, body: CachedSince) -> CacheChanges:
-        return await self.call(CACHED, body)
+    async def contents(self, body: CachedSince) -> CacheChanges:
+        return await self.call(CONTENTS, body)
 
 
 HEAD = 4
