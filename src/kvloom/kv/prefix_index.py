@@ -97,6 +97,10 @@ class PrefixIndex:
         self._set(found, holding, depth * width)
         return found
 
+    def names(self, model: str, tokens: Sequence[int], salt: str = "", *, width: int = CHUNK) -> list[bytes]:
+        """Returns the names of the prompt's whole pages."""
+        return list(self._path(model, tokens, salt, width).upto(len(tokens) // width, self._count))
+
     def note(
         self,
         model: str,

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 from kvloom.cluster.dispatch import Dispatch, freest, infaas
 from kvloom.engine.freeness import Arrival
 from kvloom.kv.prefix_index import CHUNK, PrefixIndex
-from kvloom.router.prefixes import PrefixWatch
+from kvloom.router.prefixes import PrefixCopies, PrefixWatch
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
 from kvloom.types.errors import ConnectionLost, EngineDied, Unavailable
@@ -151,6 +151,10 @@ class Replica:
         return self.unit.name
 
     @property
+    def client(self) -> EngineClient:
+        return self.unit.client
+
+    @property
     def page_tokens(self) -> int:
         """Returns the tokens of a page there, by which the index tells prefixes apart."""
         return self.card.form.tokens_per_block if self.card.form else CHUNK
@@ -199,6 +203,8 @@ class Fleet:
     index: PrefixIndex
     arrival: Arrival
     """The request that is to go to one of the replicas."""
+    copies: PrefixCopies
+    """Keeps copies of the prefixes that many requests begin with."""
     salt: str = ""
     """That with which the request's prefixes are cached; the index is asked for no other."""
 
@@ -268,6 +274,13 @@ class Fleet:
         }
         by_replica = {replica: held[replica.page_tokens].get(replica.name, 0) for replica in up}
         return {replica: tokens for replica, tokens in by_replica.items() if tokens}
+
+    def spread(self, prompt: Sequence[int], most: int) -> None:
+        """Counts the prompt's use, and lets prefixes that many requests of late begin with be copied to up to
+        `most` replicas in all, as `kv/prefix_copies.py` decides; surplus copies of what is not used any more
+        are evicted. It goes on for a while after the last call."""
+        if len(self.replicas) > 1:
+            self.copies.used(self.model, prompt, self.salt, most)
 
     def to_compute(self, prompt: Sequence[int], replica: Replica, begin: int, end: int) -> int:
         """Returns the number of tokens of prompt[begin:end] that `replica` probably has not cached."""
