@@ -9,9 +9,9 @@ from functools import reduce
 from typing import Final, Protocol
 
 from kvloom.cluster.dispatch import Dispatch, freest, infaas
+from kvloom.cluster.prefixes import PrefixCopies, PrefixWatch
 from kvloom.engine.freeness import Arrival
 from kvloom.kv.prefix_index import CHUNK, PrefixIndex
-from kvloom.router.prefixes import PrefixCopies, PrefixWatch
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
 from kvloom.types.errors import ConnectionLost, EngineDied, Unavailable

@@ -10,10 +10,10 @@ from typing import Self
 
 from msgspec.structs import replace
 
+from kvloom.cluster.prefixes import PrefixCopies
 from kvloom.kv.prefix_index import PrefixIndex
 from kvloom.router.candidates import WaitingRoom
 from kvloom.router.migration import Migration
-from kvloom.router.prefixes import PrefixCopies
 from kvloom.router.program import Program
 from kvloom.router.quarantine import Quarantine
 from kvloom.router.replicas import Fleet, arriving

@@ -10,9 +10,9 @@ from typing import Final, Protocol
 
 from msgspec.structs import replace
 
+from kvloom.cluster.prefixes import lasting_pin
 from kvloom.router.candidates import Candidates, Lost, WaitingRoom
 from kvloom.router.held import REFUSALS, PeerReservation, SessionHeld
-from kvloom.router.prefixes import lasting_pin
 from kvloom.router.progress import RequestProgress
 from kvloom.router.quarantine import Deaths, Quarantine
 from kvloom.router.replicas import Fleet, Replica, arriving

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Final
 
+from kvloom.cluster.prefixes import PrefixWatch
 from kvloom.cluster.state import Outlook
 from kvloom.kv.prefix_index import PrefixIndex
-from kvloom.router.prefixes import PrefixWatch
 from kvloom.router.replicas import LoadReport, Replica
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
