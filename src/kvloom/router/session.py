@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from kvloom.cluster.prefixes import lasting_pin
 from kvloom.router.candidates import Candidates, Lost, WaitingRoom
-from kvloom.router.held import REFUSALS, PeerReservation, SessionHeld
+from kvloom.router.held import REFUSALS, RELEASE_SECONDS, PeerReservation, SessionHeld
 from kvloom.router.progress import RequestProgress
 from kvloom.router.quarantine import Deaths, Quarantine
 from kvloom.router.replicas import Fleet, Replica, arriving
@@ -198,8 +198,8 @@ class Session:
         or if the replica does not answer."""
         body = lasting_pin(self.body, resolve(end, len(self.prompt), "end"), seconds)
         try:
-            return (await replica.unit.client.pin(body)).tokens
-        except (OutOfBlocks, QueueFull, Unavailable):
+            return (await asyncio.wait_for(replica.unit.client.pin(body), RELEASE_SECONDS)).tokens
+        except (OutOfBlocks, QueueFull, Unavailable, TimeoutError):
             return 0
 
     async def evict(self, replica: Replica, end: int | None = None) -> int:
@@ -211,8 +211,8 @@ class Session:
         body = Prefix(model=self.model, prompt=self.prompt[:last], salt=self.body.salt)
         self.fleet.dropped(self.prompt, replica, last)
         try:
-            return (await replica.unit.client.evict(body)).tokens
-        except Unavailable:
+            return (await asyncio.wait_for(replica.unit.client.evict(body), RELEASE_SECONDS)).tokens
+        except (Unavailable, TimeoutError):
             return 0
 
     def start_generate(self, replica: Replica, *, begin: int = 0) -> Frames:

@@ -22,16 +22,20 @@ answers: list[int] = []
 
 async def evicting(call: Call, fleet: Fleet, *, end: int = 100) -> Frames:
     replica = fleet.nearest(call.prompt, slack=4096)
-    async for frame in call.start_generate(replica):
-        yield frame
-    answers.append(await call.evict(replica, end))
+    try:
+        async for frame in call.start_generate(replica):
+            yield frame
+    finally:
+        answers.append(await call.evict(replica, end))
 
 
 async def keeping(call: Call, fleet: Fleet, *, end: int = 100, seconds: int = 60) -> Frames:
     replica = fleet.nearest(call.prompt, slack=4096)
-    async for frame in call.start_generate(replica):
-        yield frame
-    answers.append(await call.keep(replica, end, seconds=seconds))
+    try:
+        async for frame in call.start_generate(replica):
+            yield frame
+    finally:
+        answers.append(await call.keep(replica, end, seconds=seconds))
 
 
 async def nearest(call: Call, fleet: Fleet) -> Frames:
@@ -47,10 +51,17 @@ async def fleet_of(function: object, **options: object) -> AsyncIterator[Simulat
         yield fleet
 
 
-async def ask(fleet: SimulatedFleet, request: str, prompt: list[int], **more: str) -> int:
+async def ask(
+    fleet: SimulatedFleet, request: str, prompt: list[int], *, tenant: str = "", salt: str = ""
+) -> int:
     """Returns how many tokens of the prompt were cached."""
     body = StartGenerate(
-        model="small", request=request, prompt=prompt, sampling=SamplingParams(max_tokens=4, seed=1), **more
+        model="small",
+        request=request,
+        prompt=prompt,
+        sampling=SamplingParams(max_tokens=4, seed=1),
+        tenant=tenant,
+        salt=salt,
     )
     cached = -1
     async for frame in fleet.router.start_generate(body):
