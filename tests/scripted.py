@@ -15,6 +15,9 @@ from kvloom.types.load import UnitLoad
 from kvloom.types.request import EndEvent, Event, Made, ModelCard, SamplingParams, StartGenerate, TokenEvent
 from kvloom.types.service import Service
 from kvloom.types.verbs import (
+    CacheChanges,
+    CachedSince,
+    Evicted,
     Held,
     Lease,
     Offer,
@@ -96,8 +99,11 @@ class ScriptedEngine:
     async def offer(self, body: Offer) -> Offered:
         return Offered(request=f"not {body.besides}")
 
-    async def evict(self, body: Prefix) -> Held:
-        return Held(tokens=len(body.prompt) + 2)
+    async def evict(self, body: Prefix) -> Evicted:
+        return Evicted(tokens=len(body.prompt) + 2)
+
+    async def contents(self, body: CachedSince) -> CacheChanges:
+        return CacheChanges(life="scripted", version=body.version)
 
     async def abort(self, request: str, choice: int | None = None) -> None:
         self.aborted.append((request, choice))

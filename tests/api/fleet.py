@@ -33,7 +33,9 @@ from kvloom.types.verbs import (
     Abort,
     Answer,
     Body,
+    CacheChanges,
     Done,
+    Evicted,
     Held,
     Lease,
     Offered,
@@ -67,7 +69,8 @@ ANSWERS: dict[str, Any] = {
     "hold": Standing(made=[]),
     "resume": Done(),
     "offer": Offered(request=None),
-    "evict": Held(tokens=1),
+    "evict": Evicted(tokens=1),
+    "contents": CacheChanges(life="a", version=1),
 }
 
 

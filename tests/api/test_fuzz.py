@@ -54,6 +54,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "offer": {"destination": LOAD, "floor": 1},
     "abort": {"request": "r", "choice": 0},
     "evict": {"model": "tiny", "prompt": [1]},
+    "contents": {"life": "", "version": 1},
     "start_generate": ASKED | {"sampling": SAMPLING, "begin": 0, "n": 1, "made": [[0, [1]]], "priority": 0},
 }
 

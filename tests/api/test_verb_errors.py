@@ -44,6 +44,7 @@ BODIES: dict[str, dict[str, Any] | None] = {
     "resume": {"request": "r"},
     "offer": {"destination": IDLE},
     "evict": {"model": "tiny", "prompt": [1]},
+    "contents": {"life": "", "version": 1},
     "models": None,
     "load": None,
 }

@@ -219,3 +219,66 @@ def test_pins_that_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (await d.engine.pin(pin(tokens[:5], "a"))).tokens == 5
 
     run(test)
+
+
+def test_an_eviction_tells_what_pins_keep_and_drops_partial_tails() -> None:
+    async def test() -> None:
+        async with units(1) as (d,):
+            tokens = prompt(19)
+            await cached(d, tokens)
+            everything = Prefix(model=MODEL, prompt=tokens)
+            await d.engine.pin(pin(tokens[:9]))
+            answer = await d.engine.evict(everything)
+            assert (answer.tokens, answer.pinned) == (19 - 12, 9 + 3)  # the pin keeps whole pages
+            await d.engine.unpin("owner")
+            answer = await d.engine.evict(everything)
+            assert (answer.tokens, answer.pinned) == (12, 0)
+            assert d.engine.pool.free == d.engine.pool.total
+
+    run(test)
+
+
+@pytest.mark.parametrize("length", [77, 78, 79, 80, 81, 82])
+def test_nothing_of_an_evicted_prompt_stays(length: int) -> None:
+    """However much of its last page was cached."""
+
+    async def test() -> None:
+        async with units(1) as (d,):
+            tokens = prompt(82)
+            await cached(d, tokens[:length])
+            before = d.engine.pool.cached
+            assert before
+            assert (await d.engine.evict(Prefix(model=MODEL, prompt=tokens[:80]))).tokens >= length
+            assert (d.engine.pool.cached, d.engine.pool.free) == (0, d.engine.pool.total)
+
+    run(test)
+
+
+def test_the_pins_of_one_tenant_keep_half_of_what_may_be_promised() -> None:
+    async def test() -> None:
+        async with units(1) as (d,):
+            total = d.engine.pool.total
+            longest = d.engine.pool.caches[MODEL].geometry.blocks((await d.engine.models())[0].context_length)
+            most = (total - longest) // 2
+            page = d.engine.pool.caches[MODEL].geometry.blocks_per_page
+            bodies = [
+                msgspec.structs.replace(
+                    pin(prompt(12, first=100 + number), f"lasting {number}", 3600), tenant="alice"
+                )
+                for number in range(most // (3 * page) + 1)
+            ]
+            await cached(d, *(body.prompt for body in bodies))
+            *taken, last = bodies
+            for body in taken:
+                assert (await d.engine.pin(body)).tokens == 12
+            with pytest.raises(OutOfBlocks, match="alice"):
+                await d.engine.pin(last)
+            kept = len(taken) * 3 * page
+            assert pinned(d) == kept
+            other = msgspec.structs.replace(last, tenant="bob")
+            assert (await d.engine.pin(other)).tokens == 12
+            assert pinned(d) == kept + 3 * page
+            await d.pass_time(3600)
+            assert pinned(d) == 0
+
+    run(test)

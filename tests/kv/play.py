@@ -101,7 +101,7 @@ class Play(Stage):
         assert self.pool.cached <= cached - dropped // width * cache.geometry.blocks_per_page
         assert {node for _, node in nodes(tree)}.issuperset(others)
         for path, node in nodes(tree, of):
-            if path[: len(tokens)] == tokens:
+            if path[: len(tokens)] == tokens or path == tokens[: len(path)]:
                 assert node.children or cache.pages.refs[node.page] > 1
 
     # -- forwards ----------------------------------------------------------------------------------------

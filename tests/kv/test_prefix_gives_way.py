@@ -162,8 +162,8 @@ def test_evict() -> None:
     assert tree.evict([*trunk, 1, 1]) == 4 + 1 + 3
     assert tree.evict([*trunk, 1, 1]) == 0
     assert tree.evict([6] * 3) == 5
-    assert (tree.evict([*trunk, 3, 4]), cached_tokens(tree)) == (0, 9)  # what goes on otherwise stays
-    assert (tree.evict([*trunk, 3]), cached_tokens(tree)) == (9, 0)
+    assert (tree.evict([*trunk, 4, 4]), cached_tokens(tree)) == (0, 9)  # what goes on otherwise stays
+    assert (tree.evict([*trunk, 3, 4]), cached_tokens(tree)) == (9, 0)
     fill()
     assert tree.evict(trunk[:4]) == 8 + 4 + 1 + 3 + 1
     fill()

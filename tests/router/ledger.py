@@ -32,6 +32,9 @@ from kvloom.types.request import (
     TokenLogprob,
 )
 from kvloom.types.verbs import (
+    CacheChanges,
+    CachedSince,
+    Evicted,
     Held,
     Lease,
     Offer,
@@ -347,8 +350,12 @@ class LedgerEngine:
     async def offer(self, body: Offer) -> Offered:
         raise NotImplementedError
 
-    async def evict(self, body: Prefix) -> Held:
-        return Held(tokens=0)
+    async def evict(self, body: Prefix) -> Evicted:
+        return Evicted(tokens=0)
+
+    async def contents(self, body: CachedSince) -> CacheChanges:
+        self._reach()
+        return CacheChanges(life=self.name, version=0)
 
     # -- the books --------------------------------------------------------------------------------------
 

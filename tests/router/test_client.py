@@ -28,7 +28,7 @@ from kvloom.types.errors import (
 )
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import PROTOCOL, EndEvent, Event, TokenEvent
-from kvloom.types.verbs import Held, Offer, Offered, Pin, Pinned, Prefix
+from kvloom.types.verbs import Evicted, Held, Offer, Offered, Pin, Pinned, Prefix
 from tests.scripted import CARD, ScriptedEngine, order, served
 
 SECRET = "s3cret"
@@ -82,7 +82,7 @@ async def test_pins(tmp_path: Path) -> None:
         assert await client.pin(replace(body, lease=60)) == Pinned(tokens=3, lease=60.0)
         assert await client.unpin("owner") == Held(tokens=6)
         assert await client.offer(Offer(destination=IDLE, besides=["r"])) == Offered(request="not ['r']")
-        assert await client.evict(Prefix(model="echo", prompt=[1, 2])) == Held(tokens=4)
+        assert await client.evict(Prefix(model="echo", prompt=[1, 2])) == Evicted(tokens=4)
         assert (await client.renew("owner")).lease == 5.0
         for wrong in (replace(body, request=""), replace(body, lease=3601), replace(body, lease=0)):
             with pytest.raises(BadRequest, match="body"):

@@ -8,6 +8,7 @@ from typing import cast
 import pytest
 
 from kvloom.cluster.edits import Edit, UnitEdit
+from kvloom.kv.prefix_index import PrefixIndex
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
 from kvloom.router.unit import Unit
@@ -172,6 +173,7 @@ async def test_what_comes_of_an_earlier_question_late_does_not_count(first: Said
         "a",
         cast(EngineClient, client),
         ManualClock(),
+        index=PrefixIndex(),
         admit=lambda *_: None,
         lost=lambda _: None,
         changed=lambda _: None,

@@ -213,10 +213,10 @@ async def test_migrate_context_moves_it_to_who_has_room() -> None:
         assert await asked(fleets, body(40)) == [generate("a")]
         assert await asked(fleets, body(44)) == [generate("a")]  # no need to move
         with fleets.waiting("a", 101):
-            moved = [prep("b", 32), send("a", 0, 32), generate("b", 32)]
+            moved = [prep("b", 43), send("a", 0, 43), generate("b", 43)]
             assert await asked(fleets, body(44)) == moved
             assert await asked(fleets, body(44)) == [generate("b")]  # there already
-        assert fleets.engines[1].computed == 12 + 4
+        assert fleets.engines[1].computed == 1 + 4
 
 
 async def test_migrate_context_leaves_a_token_to_compute() -> None:

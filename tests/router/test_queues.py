@@ -11,6 +11,7 @@ from kvloom.router import Call, Fleet, Frames
 from kvloom.router.program import Program, load_program
 from kvloom.types.errors import OutOfBlocks
 from tests.router.fleets import Fleets, ask_well, begin, body, routed, turns
+from tests.router.ledger import PAGE
 
 
 def queues(fleets: Fleets) -> dict[str, int]:
@@ -36,7 +37,7 @@ async def test_balanced_counts_what_others_are_about_to_send() -> None:
         (0, 0, {"a": 99, "b": 1}),
         (0, 64, {"a": 99, "b": 1}),  # what is there already is computed here all the same, to attend to
         (64, 0, {"a": 35, "b": 1}),
-        (100, 0, {"a": 3, "b": 1}),  # the router knows of whole chunks
+        (98, 0, {"a": 3, "b": 1}),  # the router knows of whole pages
     ],
 )
 async def test_a_send_counts_as_its_prefillers_queue(
@@ -47,7 +48,7 @@ async def test_a_send_counts_as_its_prefillers_queue(
         for engine, cached in zip(fleets.engines, (sender, receiver), strict=True):
             context = body(cached).prompt
             engine.cached = [context]
-            fleets.router._index.note("m", context, engine.name)
+            fleets.router._index.note("m", context, engine.name, width=PAGE)
         fleets.engines[0].pace = 1000
         task = asyncio.create_task(ask_well(fleets.router, body(100)))
         await turns(2)

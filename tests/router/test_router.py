@@ -14,7 +14,7 @@ from kvloom.router.router import Router
 from kvloom.types.errors import BadRequest, Unavailable, UnknownModel
 from kvloom.types.request import EndEvent, TokenEvent
 from tests.router.fleets import ManualClock, ask, ask_well, begin, body, routed, turns
-from tests.router.ledger import LedgerEngine, World, card
+from tests.router.ledger import PAGE, LedgerEngine, World, card
 
 
 def count_calls(engine: LedgerEngine, verb: str, clock: ManualClock | None = None) -> list[float]:
@@ -204,9 +204,9 @@ async def test_a_unit_that_comes_back_has_nothing_cached() -> None:
     async with routed(2, "cache_aware") as fleets:
         await ask_well(fleets.router, body(40))
         home = fleets.journal[0].unit
-        assert fleets.router._index.match("m", body(40).prompt) == {home: 32}
+        assert fleets.router._index.match("m", body(40).prompt, width=PAGE) == {home: 40}
         await fleets.router.units[home].admit()
-        assert fleets.router._index.match("m", body(40).prompt) == {}
+        assert fleets.router._index.match("m", body(40).prompt, width=PAGE) == {}
 
 
 async def test_one_replica_needs_no_index() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import urllib.error
 import urllib.request
@@ -25,14 +26,38 @@ models: {{guide: {DEMO}/guide, sums: {DEMO}/sums}}
 units: [{{models: [guide, sums], replicas: 2}}]
 """
 PROMPT = list(range(40, 90))
+OWN = """
+from kvloom.router import Call, Fleet, Frames
+
+
+async def evicting(call: Call, fleet: Fleet) -> Frames:
+    replica = fleet.nearest(call.prompt, slack=4096)
+    try:
+        async for frame in call.start_generate(replica):
+            yield frame
+    finally:
+        await call.evict(replica)
+
+
+async def keeping(call: Call, fleet: Fleet, *, seconds: int = 300) -> Frames:
+    replica = fleet.nearest(call.prompt, slack=4096)
+    try:
+        async for frame in call.start_generate(replica):
+            yield frame
+    finally:
+        await call.keep(replica, seconds=seconds)
+"""
 
 
 @pytest.fixture(scope="module", params=["shm", "tcp"])
 def url(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[str]:
     file = tmp_path_factory.mktemp("fleet") / "fleet.yaml"
     file.write_text(f"{CONFIG}transport: {request.param}\n")
-    with fleet(str(file)) as running:
-        yield running.wait_until_ready()
+    file.with_name("caching_programs.py").write_text(OWN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(file.parent), os.environ.get("PYTHONPATH", "")]))
+        with fleet(str(file)) as running:
+            yield running.wait_until_ready()
 
 
 def call(url: str, path: str, body: object) -> Any:
@@ -106,6 +131,36 @@ def test_the_verbs_by_hand(url: str) -> None:
     assert f'kvloom_kv_sent_bytes_total{{path="{path}",unit="unit-0"}}' in told
     with pytest.raises(urllib.error.HTTPError, match="400"):
         call(url, "/verbs/unit-1/renew", {"request": "by-hand"})
+
+
+def test_programs_evict_and_keep(url: str) -> None:
+    """Over two real engines: what each has cached and pinned after the request is over."""
+
+    def blocks(kind: str) -> int:
+        loads = [call(url, f"/verbs/unit-{unit}/load", None) for unit in (0, 1)]
+        return sum(load["models"]["guide"][f"{kind}_blocks"] for load in loads)
+
+    def ask() -> None:
+        body = {"model": "guide", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+        assert call(url, "/v1/completions", body)["choices"][0]["finish_reason"]
+
+    assert main(["program", "set", "caching_programs:evicting", "--url", url]) == 0
+    ask()
+    assert (blocks("cached"), blocks("used")) == (0, 0)
+    names = {unit: call(url, f"/verbs/unit-{unit}/contents", {"life": "", "version": 0}) for unit in (0, 1)}
+    assert main(["program", "set", "caching_programs:keeping", "--url", url]) == 0
+    ask()
+    assert blocks("pinned") > 0
+    pinned = blocks("pinned")
+    ask()  # it is the same pin
+    assert blocks("pinned") == pinned
+    body = {"model": "guide", "prompt": PROMPT}
+    told = [call(url, f"/verbs/unit-{unit}/evict", body)["pinned"] for unit in (0, 1)]
+    assert sorted(told) == [0, len(PROMPT)]
+    since = {unit: {field: one[field] for field in ("life", "version")} for unit, one in names.items()}
+    come = [call(url, f"/verbs/unit-{unit}/contents", since[unit]) for unit in (0, 1)]
+    assert [bool(one.get("come")) for one in come] == [bool(count) for count in told]
+    assert main(["program", "set", "data_parallel", "--url", url]) == 0
 
 
 def test_a_unit_that_is_none(url: str) -> None:

@@ -26,6 +26,9 @@ from kvloom.types.request import EndEvent, Event, ModelCard, StartGenerate
 from kvloom.types.spec import EngineSpec
 from kvloom.types.transfer import Transport
 from kvloom.types.verbs import (
+    CacheChanges,
+    CachedSince,
+    Evicted,
     Held,
     Lease,
     Offer,
@@ -260,9 +263,14 @@ class Engine:
         self._interrupt()
         return self.lender.lend(body)
 
-    async def evict(self, body: Prefix) -> Held:
+    async def evict(self, body: Prefix) -> Evicted:
         self._requests.check_prompt(body.model, body.prompt)
-        return Held(tokens=self.pool.caches[body.model].prefixes.evict(body.prompt, body.salt))
+        tree = self.pool.caches[body.model].prefixes
+        dropped = tree.evict(body.prompt, body.salt)
+        return Evicted(tokens=dropped, pinned=tree.pinned(body.prompt, body.salt))
+
+    async def contents(self, body: CachedSince) -> CacheChanges:
+        return self.pool.feed.changes(body)
 
     async def load(self) -> UnitLoad:
         self._scheduler.sync()

@@ -16,6 +16,7 @@ from kvloom.types.errors import OutOfBlocks, QueueFull
 from kvloom.types.verbs import Pin, Pinned
 
 MOST_PINS: Final = 4096  # of one unit
+TENANT_PART: Final = 0.5  # of what may be promised, for the pins of one tenant
 
 
 class Leased(Protocol):
@@ -78,6 +79,11 @@ class Promises:
         """Returns whether what is promised, and `more` blocks, leave the longest request its room."""
         return self.blocks + more <= self._total - self._longest
 
+    @property
+    def of_a_tenant(self) -> int:
+        """Blocks that the pins of one tenant may keep, each pin counted by itself."""
+        return int(max(0, self._total - self._longest) * TENANT_PART)
+
     def in_the_way(self, more: int = 0) -> bool:
         """Returns whether a request that is here would have no room for the tokens it has."""
         return self._total - self.blocks - more < self._longest_here
@@ -111,6 +117,9 @@ class _Kept:
     path: PinnedPath
     content: tuple[str, str, bytes]
     """The model, the salt, and a hash of the prompt."""
+    tenant: str
+    blocks: int
+    """Blocks of the path's pages."""
     lease: float
     due: float
     """When its lease runs out."""
@@ -136,8 +145,9 @@ class Pins:
         return self._due
 
     def pin(self, body: Pin) -> Pinned:
-        """Raises OutOfBlocks if the longest request would find no room beside what is promised, QueueFull
-        if there are too many; what the request has pinned before is then as it was."""
+        """Raises OutOfBlocks if the longest request would find no room beside what is promised, or if the
+        body's tenant keeps too much, QueueFull if there are too many; what the request has pinned before is
+        then as it was."""
         lease, content = body.lease or self._lease, _content(body)
         known = self._kept.get(body.request)
         if known is not None and known.content == content:
@@ -146,12 +156,13 @@ class Pins:
             return Pinned(tokens=known.path.tokens, lease=lease)
         if known is None and len(self._kept) >= MOST_PINS:
             raise QueueFull(f"{MOST_PINS} prefixes are pinned already; unpin others first", retry_after=1)
-        tree = self._queues[body.model].cache.prefixes
+        cache = self._queues[body.model].cache
+        tree = cache.prefixes
         path = tree.pin(body.prompt, body.salt)
+        blocks = cache.geometry.blocks(path.tokens) if path is not None else 0
         if known is not None:  # what it gives back counts for the new one
             known.tree.unpin(known.path)
-        if path is not None and not self._promises.within():
-            refusal = self._promises.refusal("pin")
+        if path is not None and (refusal := self._refusal(body, blocks)):
             tree.unpin(path)
             if known is not None:
                 known.tree.pin_again(known.path)
@@ -159,9 +170,24 @@ class Pins:
         self._kept.pop(body.request, None)
         if path is None:
             return Pinned(tokens=0, lease=lease)
-        self._kept[body.request] = _Kept(tree, path, content, lease, 0.0)
+        self._kept[body.request] = _Kept(tree, path, content, body.tenant, blocks, lease, 0.0)
         self.renew(body.request)
         return Pinned(tokens=path.tokens, lease=lease)
+
+    def _refusal(self, body: Pin, blocks: int) -> OutOfBlocks | None:
+        """Returns why a new pin of `blocks` blocks, which is in its tree already, may not stay."""
+        if not self._promises.within():
+            return self._promises.refusal("pin")
+        if not body.tenant:
+            return None
+        others = (one for request, one in self._kept.items() if request != body.request)
+        kept = blocks + sum(one.blocks for one in others if one.tenant == body.tenant)
+        if kept <= self._promises.of_a_tenant:
+            return None
+        return OutOfBlocks(
+            f"pin: the pins of {body.tenant} would keep {kept} blocks; {self._promises.of_a_tenant} is the "
+            "most for one tenant; unpin others first, or let their leases run out"
+        )
 
     def renew(self, request: str) -> float | None:
         """Keeps the pin for its lease from now on. Returns the lease in seconds; None if the request has no

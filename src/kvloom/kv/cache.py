@@ -77,7 +77,7 @@ class ModelCache:
         self.model = model
         self.geometry = geometry
         self.pages = PageTable(geometry, allocator)
-        self.prefixes = PrefixTree(self.pages, recency)
+        self.prefixes = PrefixTree(self.pages, recency, model)
         self._table = SequenceTable(
             model, self.pages, self.prefixes, max_sequences=max_sequences, max_tokens=max_tokens
         )

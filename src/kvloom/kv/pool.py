@@ -9,6 +9,7 @@ import numpy as np
 from kvloom.kv.cache import ModelCache
 from kvloom.kv.pages import BlockAllocator
 from kvloom.kv.prefix import Recency
+from kvloom.kv.prefix_feed import PrefixFeed
 from kvloom.types.geometry import I32, Geometry
 
 
@@ -51,6 +52,11 @@ class Pool:
     def cached(self) -> int:
         """Blocks of cached pages that nobody uses: they give way when blocks are short."""
         return self._recency.blocks
+
+    @property
+    def feed(self) -> PrefixFeed:
+        """What all models' prefix trees hold, for others."""
+        return self._recency.feed
 
     @property
     def available(self) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvloom.kv.pages import PageTable
+from kvloom.kv.prefix_feed import PrefixFeed, page_name, root_name
 from kvloom.types.geometry import I64
 
 Run = tuple[int, ...]  # the token ids of one page
@@ -30,6 +31,8 @@ class Node:
     """The children by their tokens."""
     runs: list[Run] = field(default_factory=list)
     """Those tokens, sorted; none begins another."""
+    name: bytes = b""
+    """The name of a full page, or of a root, in the feed (`kv/prefix_feed.py`)."""
 
     def add(self, child: Node) -> None:
         self.children[child.tokens] = child
@@ -76,8 +79,8 @@ class Root(Node):
 
     __slots__ = ("salt",)
 
-    def __init__(self, salt: str) -> None:
-        super().__init__((), -1, None)
+    def __init__(self, salt: str, name: bytes) -> None:
+        super().__init__((), -1, None, name=name)
         self.salt = salt
 
 
@@ -95,6 +98,8 @@ class Recency:
     def __init__(self) -> None:
         self.blocks = 0
         """Blocks that `reclaim` can give back; the page tables count them."""
+        self.feed = PrefixFeed()
+        """Tells others which full pages all trees hold."""
         self._order: OrderedDict[Node, PrefixTree] = OrderedDict()
 
     @property
@@ -155,7 +160,8 @@ class PrefixTree:
     A page that nobody else holds is idle: it gives way when blocks are short, the least recently used first.
     """
 
-    def __init__(self, pages: PageTable, recency: Recency) -> None:
+    def __init__(self, pages: PageTable, recency: Recency, model: str) -> None:
+        self._model = model
         self._pages = pages
         self._width = pages.geometry.tokens_per_block
         self._recency = recency
@@ -184,7 +190,7 @@ class PrefixTree:
         ids, found = _plain(tokens), list[int]()
         node: Node | None = self._roots.get(salt)
         if node is None:
-            node = self._roots[salt] = Root(salt)
+            node = self._roots[salt] = Root(salt, root_name(self._model, self._width, salt))
         for i, page in enumerate(pages):
             run = tuple(ids[i * self._width : (i + 1) * self._width])
             node = self._child(node, run, page)
@@ -245,17 +251,29 @@ class PrefixTree:
         if root is None or not ids:
             return 0 if root is None else self._prune_below(root)
         path, length = self._walk(ids, len(ids), salt)
+        full, tail = path[: length // self._width], path[length // self._width :]
         dropped = 0
         if length == len(ids):
             rest = tuple(ids[length - length % self._width :])
-            full = path[: length // self._width]
             last = full[-1] if full else root
             tops = last.beginning_with(rest) if rest else [last]
             dropped += sum(self._prune(top) for top in tops)
-        for node in reversed(path[: length // self._width]):
+        elif tail and len(tail[0].tokens) == length % self._width:  # all of it belongs to `tokens`
+            dropped += self._drop_idle_leaf(tail[0])
+        for node in reversed(full):
             if self._nodes.get(node.page) is node:
                 dropped += self._drop_idle_leaf(node)
         return dropped
+
+    def pinned(self, tokens: TokenIds, salt: str = "") -> int:
+        """Returns how many first tokens of `tokens` pins keep with `salt`; without tokens, how many they keep
+        with the salt, and without a salt either, in all."""
+        ids = _plain(tokens)
+        if ids:
+            path, length = self._walk(ids, len(ids), salt)
+            return min(length, sum(len(node.tokens) for node in path if node.pins))
+        roots = [self._roots[salt]] if salt in self._roots else [] if salt else self._roots.values()
+        return sum(len(node.tokens) for root in roots for node in root.subtree() if node.pins)
 
     # -- what the pool asks ---------------------------------------------------------------------------
 
@@ -275,6 +293,8 @@ class PrefixTree:
             del self._roots[parent.salt]
         for one in gone:
             self._recency.leave(one)
+            if one.name:
+                self._recency.feed.drop(one.name)
             del self._nodes[one.page]
             self._pages.uncache(one.page)
         return sum(len(one.tokens) for one in gone)
@@ -317,7 +337,14 @@ class PrefixTree:
         parent.add(child)
         self._nodes[page] = child
         self._recency.enter(child, self)
+        self._name(child)
         return child
+
+    def _name(self, node: Node) -> None:
+        """Names a node's page once it is full, and tells of it."""
+        if len(node.tokens) == self._width and not node.name and node.parent is not None:
+            node.name = page_name(node.parent.name, node.tokens)
+            self._recency.feed.insert(node.name)
 
     def _grow(self, node: Node, run: Run, page: int) -> None:
         """Replaces the page of a tail by `page`, which holds what it holds and more. Its pins go over."""
@@ -333,6 +360,7 @@ class PrefixTree:
         node.parent.remove(node)
         node.tokens, node.page = run, page
         node.parent.add(node)
+        self._name(node)
 
     def _keep(self, page: int) -> None:
         """Keeps a page for one pin."""

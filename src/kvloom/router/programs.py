@@ -91,9 +91,12 @@ async def balanced(
         yield frame
 
 
-async def cache_aware(call: Session, fleet: Fleet, *, slack: Tokens = 2048) -> Frames:
+async def cache_aware(call: Session, fleet: Fleet, *, slack: Tokens = 2048, copies: Replicas = 1) -> Frames:
     """Sends a request to the replica that holds the longest prefix of it, unless that replica has `slack`
-    tokens more to do than the least loaded."""
+    tokens more to do than the least loaded. With `copies` above 1, a prefix that many requests begin with is
+    copied to up to so many replicas, by its use."""
+    if copies > 1:
+        fleet.spread(call.prompt, copies)
     async for frame in call.start_generate(fleet.nearest(call.prompt, slack=slack)):
         yield frame
 

@@ -9,8 +9,9 @@ from functools import reduce
 from typing import Final, Protocol
 
 from kvloom.cluster.dispatch import Dispatch, freest, infaas
+from kvloom.cluster.prefixes import PrefixCopies, PrefixWatch
 from kvloom.engine.freeness import Arrival
-from kvloom.kv.prefix_index import PrefixIndex
+from kvloom.kv.prefix_index import CHUNK, PrefixIndex
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
 from kvloom.types.errors import ConnectionLost, EngineDied, Unavailable
@@ -88,6 +89,10 @@ class ReplicaHost(Protocol):
         """Returns the unit's last load, which is kept fresh while programs ask for it."""
 
     @property
+    def prefixes(self) -> PrefixWatch:
+        """Returns what keeps the index fresh while programs ask where prefixes are."""
+
+    @property
     def up(self) -> bool:
         """Returns whether the unit can be asked for something new."""
 
@@ -146,6 +151,15 @@ class Replica:
         return self.unit.name
 
     @property
+    def client(self) -> EngineClient:
+        return self.unit.client
+
+    @property
+    def page_tokens(self) -> int:
+        """Returns the tokens of a page there, by which the index tells prefixes apart."""
+        return self.card.form.tokens_per_block if self.card.form else CHUNK
+
+    @property
     def up(self) -> bool:
         """Returns whether the unit can be asked for something new, and still serves this model."""
         return self.unit.up and self.card.name in self.unit.replicas
@@ -189,6 +203,8 @@ class Fleet:
     index: PrefixIndex
     arrival: Arrival
     """The request that is to go to one of the replicas."""
+    copies: PrefixCopies
+    """Keeps copies of the prefixes that many requests begin with."""
     salt: str = ""
     """That with which the request's prefixes are cached; the index is asked for no other."""
 
@@ -242,20 +258,44 @@ class Fleet:
 
     def matched(self, prompt: Sequence[int]) -> dict[Replica, int]:
         """Returns how many tokens of `prompt` each replica that is up probably holds; those that hold none
-        are left out."""
+        are left out. The units are asked what they hold from now on."""
+        if len(self.replicas) > 1:
+            for replica in self.up:
+                replica.unit.prefixes.want()
+        return self._matched(prompt)
+
+    def _matched(self, prompt: Sequence[int]) -> dict[Replica, int]:
         if len(self.replicas) == 1:
             return {}
-        held = self.index.match(self.model, prompt, self.salt)
-        return {replica: held[replica.name] for replica in self.up if replica.name in held}
+        up = self.up
+        held = {
+            width: self.index.match(self.model, prompt, self.salt, width=width)
+            for width in {replica.page_tokens for replica in up}
+        }
+        by_replica = {replica: held[replica.page_tokens].get(replica.name, 0) for replica in up}
+        return {replica: tokens for replica, tokens in by_replica.items() if tokens}
+
+    def spread(self, prompt: Sequence[int], most: int) -> None:
+        """Counts the prompt's use, and lets prefixes that many requests of late begin with be copied to up to
+        `most` replicas in all, as `kv/prefix_copies.py` decides; surplus copies of what is not used any more
+        are evicted. It goes on for a while after the last call."""
+        if len(self.replicas) > 1:
+            self.copies.used(self.model, prompt, self.salt, most)
 
     def to_compute(self, prompt: Sequence[int], replica: Replica, begin: int, end: int) -> int:
         """Returns the number of tokens of prompt[begin:end] that `replica` probably has not cached."""
-        return max(0, end - max(begin, self.matched(prompt).get(replica, 0)))
+        return max(0, end - max(begin, self._matched(prompt).get(replica, 0)))
 
-    def note(self, prompt: Sequence[int], replica: Replica) -> None:
-        """Remembers that `replica` holds the prompt now, or soon."""
+    def note(self, prompt: Sequence[int], replica: Replica, end: int | None = None) -> None:
+        """Remembers that `replica` holds prompt[:end] now, or soon."""
         if len(self.replicas) > 1:
-            self.index.note(self.model, prompt, replica.name, self.salt)
+            width = replica.page_tokens
+            self.index.note(self.model, prompt, replica.name, self.salt, end=end, width=width)
+
+    def dropped(self, prompt: Sequence[int], replica: Replica, end: int | None = None) -> None:
+        """Remembers that `replica` was asked to drop prompt[:end]."""
+        width = replica.page_tokens
+        self.index.drop(self.model, prompt, replica.name, self.salt, end=end, width=width)
 
     def without(self, some: Collection[Replica]) -> Fleet:
         return replace(self, replicas=tuple(one for one in self.replicas if one not in some))

@@ -10,6 +10,7 @@ from typing import Self
 
 from msgspec.structs import replace
 
+from kvloom.cluster.prefixes import PrefixCopies
 from kvloom.kv.prefix_index import PrefixIndex
 from kvloom.router.candidates import WaitingRoom
 from kvloom.router.migration import Migration
@@ -51,6 +52,7 @@ class Router:
             changed=self._waiting.tell,
             link=link,
         )
+        self._copies = PrefixCopies(self._index, self._units.replicas, clock)
         self._program = program
         self._clock = clock
         self.sessions: dict[str, Session] = {}
@@ -60,6 +62,7 @@ class Router:
         """Units that cannot be reached yet are asked until they can be."""
         self._tasks = await asyncio.TaskGroup().__aenter__()
         self._units.watch(self._tasks)
+        self._copying = self._tasks.create_task(self._copies.watch())
         try:
             await self._units.ask()
         except BaseException:
@@ -70,6 +73,7 @@ class Router:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._copying.cancel()
         self._units.unwatch()
         await self._tasks.__aexit__(None, None, None)  # releases end, and `error` goes on as it is
 
@@ -183,4 +187,4 @@ class Router:
         if not replicas:
             served = ", ".join(self._units.models) or "none"
             raise UnknownModel(f"the model `{body.model}` is not served; served: {served}", param="model")
-        return Fleet(body.model, replicas, self._index, arriving(body), body.salt)
+        return Fleet(body.model, replicas, self._index, arriving(body), self._copies, body.salt)

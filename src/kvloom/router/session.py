@@ -10,8 +10,9 @@ from typing import Final, Protocol
 
 from msgspec.structs import replace
 
+from kvloom.cluster.prefixes import lasting_pin
 from kvloom.router.candidates import Candidates, Lost, WaitingRoom
-from kvloom.router.held import REFUSALS, PeerReservation, SessionHeld
+from kvloom.router.held import REFUSALS, RELEASE_SECONDS, PeerReservation, SessionHeld
 from kvloom.router.progress import RequestProgress
 from kvloom.router.quarantine import Deaths, Quarantine
 from kvloom.router.replicas import Fleet, Replica, arriving
@@ -20,7 +21,7 @@ from kvloom.types.client import Frames
 from kvloom.types.clock import Clock, together
 from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable
 from kvloom.types.request import Event, Made, StartGenerate
-from kvloom.types.verbs import Pin, PrepRecv, Sent
+from kvloom.types.verbs import Pin, Prefix, PrepRecv, Sent
 
 _LONGEST_ID: Final = 190  # characters of the request's own, of 200 that an id may have
 
@@ -167,7 +168,7 @@ class Session:
         finally:
             self.held.is_to_compute(source, 0)
         self.held.let_go(source, "work", order.request)
-        self.fleet.note(self.prompt[: order.end], source)
+        self.fleet.note(self.prompt, source, order.end)
         self.computed += sent.computed
         return sent
 
@@ -177,7 +178,8 @@ class Session:
         replica takes the first one's place."""
         name = self.name
         prompt = self.prompt[: resolve(end, len(self.prompt), "end")]
-        body = Pin(model=self.model, request=name, prompt=prompt, salt=self.body.salt)
+        salt, tenant = self.body.salt, self.body.tenant
+        body = Pin(model=self.model, request=name, prompt=prompt, salt=salt, tenant=tenant)
         try:
             async with self.held.asking(replica, "pin", name):
                 made = await self.held.answered(replica, replica.unit.client.pin(body))
@@ -188,6 +190,30 @@ class Session:
         else:
             self.held.keep(replica, name, made.lease)
         return made.tokens
+
+    async def keep(self, replica: Replica, end: int | None = None, *, seconds: int = 300) -> int:
+        """Keeps what `replica` has cached of prompt[:end] for `seconds` from now, though the request may be
+        over by then; whoever of the tenant asks for the same tokens again begins the time anew. Returns how
+        many tokens are kept: none if nothing is cached, if too much is promised or the tenant keeps too much,
+        or if the replica does not answer."""
+        body = lasting_pin(self.body, resolve(end, len(self.prompt), "end"), seconds)
+        try:
+            return (await asyncio.wait_for(replica.unit.client.pin(body), RELEASE_SECONDS)).tokens
+        except (OutOfBlocks, QueueFull, Unavailable, TimeoutError):
+            return 0
+
+    async def evict(self, replica: Replica, end: int | None = None) -> int:
+        """Lets `replica` drop what it has cached of prompt[:end] and past it, unless it is used, pinned or
+        leads to other prompts. Returns how many tokens that were: none if it does not answer."""
+        last = resolve(end, len(self.prompt), "end")
+        if not last:  # without tokens an engine would drop all that it has
+            return 0
+        body = Prefix(model=self.model, prompt=self.prompt[:last], salt=self.body.salt)
+        self.fleet.dropped(self.prompt, replica, last)
+        try:
+            return (await asyncio.wait_for(replica.unit.client.evict(body), RELEASE_SECONDS)).tokens
+        except (Unavailable, TimeoutError):
+            return 0
 
     def start_generate(self, replica: Replica, *, begin: int = 0) -> Frames:
         """Generates at `replica`, where prompt[:begin] has been received, and goes on wherever the request

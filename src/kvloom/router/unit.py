@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Final
 
+from kvloom.cluster.prefixes import PrefixWatch
 from kvloom.cluster.state import Outlook
+from kvloom.kv.prefix_index import PrefixIndex
 from kvloom.router.replicas import LoadReport, Replica
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
@@ -35,6 +37,7 @@ class Unit:
         client: EngineClient,
         clock: Clock,
         *,
+        index: PrefixIndex,
         admit: Callable[[Unit, Sequence[ModelCard]], None],
         lost: Callable[[Unit], None],
         changed: Callable[[Iterable[str]], None],
@@ -42,11 +45,11 @@ class Unit:
         managed: bool = False,
         cards: Sequence[ModelCard] = (),
     ) -> None:
-        """admit: called with the cards each time that the unit tells what it serves, and raises KvloomError
-        if it must stay out; lost: called each time that the unit goes down; changed: called with the models
-        for which the unit is up, or is not to be waited for any more; emptied: called when the last call
-        there has ended; managed: whether there is a controller, which starts what has died again; cards: what
-        the unit serves, as far as anyone knows."""
+        """index: is told what the unit has cached; admit: called with the cards each time that the unit tells
+        what it serves, and raises KvloomError if it must stay out; lost: called each time that the unit goes
+        down; changed: called with the models for which the unit is up, or is not to be waited for any more;
+        emptied: called when the last call there has ended; managed: whether there is a controller, which
+        starts what has died again; cards: what the unit serves, as far as anyone knows."""
         self.name = name
         self.client = client
         self.replicas = {card.name: Replica(self, card) for card in cards}
@@ -60,6 +63,7 @@ class Unit:
         self.calls = 0
         """Requests in flight there, of all its models."""
         self.report = LoadReport(self._load_if_up, clock)
+        self.prefixes = PrefixWatch(name, client, index, clock, lambda: self.up)
         self._clock = clock
         self._admit = admit
         self._lost = lost

@@ -164,6 +164,7 @@ class Units(Mapping[str, Unit]):
             name,
             client,
             self._clock,
+            index=self._index,
             admit=self._admit,
             lost=self._lost,
             changed=lambda models: self._unit_changed(name, models),
@@ -254,7 +255,7 @@ class Units(Mapping[str, Unit]):
         link.mirror.send(Counted(link.mirror.seq, calls))
 
     def _watch(self, unit: Unit, tasks: asyncio.TaskGroup) -> None:
-        watches = unit.watch, unit.report.watch
+        watches = unit.watch, unit.report.watch, unit.prefixes.watch
         self._watches[unit.name] = [tasks.create_task(watch()) for watch in watches]
 
     def _unwatch(self, name: str) -> None:
@@ -278,6 +279,6 @@ class Units(Mapping[str, Unit]):
                     )
 
     def _lost(self, unit: Unit) -> None:
-        self._index.forget(unit.name)
+        unit.prefixes.forget()
         self._said.pop(unit, None)
         unit.report.forget()

@@ -9,6 +9,9 @@ from kvloom.types.load import UnitLoad
 from kvloom.types.request import Event, ModelCard, StartGenerate
 from kvloom.types.service import Service
 from kvloom.types.verbs import (
+    CacheChanges,
+    CachedSince,
+    Evicted,
     Held,
     Lease,
     Offer,
@@ -100,7 +103,9 @@ class EngineClient(Generator, Protocol):
 
     async def offer(self, body: Offer) -> Offered: ...
 
-    async def evict(self, body: Prefix) -> Held:
+    async def evict(self, body: Prefix) -> Evicted:
         """Drops what is cached of the prefix and past it, as far as nobody uses it."""
+
+    async def contents(self, body: CachedSince) -> CacheChanges: ...
 
     async def load(self) -> UnitLoad: ...

@@ -84,7 +84,8 @@ class Pin(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Keeps what is cached of `prompt` for `request`, which need not generate here.
 
     The pin ends with `unpin` or `abort` of that id, or `lease` seconds after the last `renew` (the engine's
-    own lease if it is left out). A request has one pin: a pin of another prompt replaces it.
+    own lease if it is left out). A request has one pin: a pin of another prompt replaces it. The pins of one
+    tenant, if it is named, keep at most half of what the unit may promise.
     """
 
     model: str
@@ -92,6 +93,7 @@ class Pin(Struct, frozen=True, omit_defaults=True, kw_only=True):
     prompt: list[TokenId]
     lease: Annotated[int, Meta(ge=1, le=LONGEST_PIN)] | None = None
     salt: Salt = ""  # that with which the request's prefixes are cached
+    tenant: str = ""  # as in StartGenerate
 
 
 class Pinned(Struct, frozen=True, kw_only=True):
@@ -156,9 +158,34 @@ class Prefix(Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class Held(Struct, frozen=True, kw_only=True):
-    """The answer to unpin and evict: the number of tokens that were unpinned or dropped."""
+    """The answer to unpin: the number of tokens that were kept."""
 
     tokens: int
+
+
+class Evicted(Struct, frozen=True, kw_only=True):
+    """The answer to evict."""
+
+    tokens: int  # that were dropped
+    pinned: int = 0  # of those that were asked for, that stay because of pins
+
+
+class CachedSince(Struct, frozen=True, kw_only=True):
+    """Asks which full pages have come into the unit's prefix caches, and which have gone, since the last
+    answer to the caller. Who has had none, with an empty `life`, is told all that are there."""
+
+    life: Annotated[str, Meta(max_length=64)]  # of the last answer
+    version: Int64  # of the last answer
+
+
+class CacheChanges(Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """The answer to contents. A page has a name of 8 bytes (`kv/prefix_feed.py`)."""
+
+    life: str  # of the process that answers
+    version: int
+    whole: bool = False  # Those that have come are all there are, and what was told before is over.
+    come: bytes = b""  # names, each after that of the page before it
+    gone: bytes = b""  # names
 
 
 class Renew(Struct, frozen=True, kw_only=True):
@@ -243,7 +270,10 @@ RESUME: Final = Verb("resume", "Lets a held request go on here.", Resume, Done, 
 OFFER: Final = Verb(
     "offer", "Names a request, running or waiting, that had better go elsewhere.", Offer, Offered
 )
-EVICT: Final = Verb("evict", "Drops what is cached of a prefix, and past it.", Prefix, Held)
+EVICT: Final = Verb("evict", "Drops what is cached of a prefix, and past it.", Prefix, Evicted)
+CONTENTS: Final = Verb(
+    "contents", "Tells which pages the prefix caches hold, or what has changed.", CachedSince, CacheChanges
+)
 
 VERBS: Final[tuple[Verb[Any, Any], ...]] = (
     PREP_RECV,
@@ -256,6 +286,7 @@ VERBS: Final[tuple[Verb[Any, Any], ...]] = (
     RESUME,
     OFFER,
     EVICT,
+    CONTENTS,
     LOAD,
     MODELS,
 )
@@ -303,8 +334,11 @@ class RemoteEngine(ABC):
     async def offer(self, body: Offer) -> Offered:
         return await self.call(OFFER, body)
 
-    async def evict(self, body: Prefix) -> Held:
+    async def evict(self, body: Prefix) -> Evicted:
         return await self.call(EVICT, body)
+
+    async def contents(self, body: CachedSince) -> CacheChanges:
+        return await self.call(CONTENTS, body)
 
 
 HEAD = 4
