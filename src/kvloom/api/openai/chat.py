@@ -143,10 +143,10 @@ class ChatWriter(Writer):
         greeted, finish = choice.greeted, choice.finish
         choice.greeted = True
         if self._ids is not None:
-            known = self._ids.choices[piece.choice]
-            greeted, finish = known.begun, None if known.ended else finish
+            had = self._ids.choices[piece.choice]
+            greeted, finish = had.begun, None if had.ended else finish
             ended = piece.finish is not None
-            text, skipped, first = known.unseen(text, len(tokens), len(calls), ended=ended)
+            text, skipped, first = had.unseen(text, len(tokens), len(calls), ended=ended)
             tokens, calls = tokens[skipped:], calls[first:]
         # of each event its delta, log-probabilities and finish, and what it tells for its id
         events: list[tuple[bytes, bytes, bytes, _Told]] = []
@@ -166,8 +166,17 @@ class ChatWriter(Writer):
         form = b'%b%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b'
         return b"".join(
             [
-                form % (b"" if ids is None else ids.line(at, *told), self._open, at, *event, self._close)
-                for *event, told in events
+                form
+                % (
+                    b"" if ids is None else ids.line(at, *told),
+                    self._open,
+                    at,
+                    delta,
+                    known,
+                    end,
+                    self._close,
+                )
+                for delta, known, end, told in events
             ]
         )
 
