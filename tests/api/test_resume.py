@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,7 +159,7 @@ def test_bad_ids_are_refused_before_anything_is_generated(http: TestClient, engi
     bad += [f"{'A' * 48}.done", f"{head}.1.0.0.0,1.0.0.0", good + " z", "\x00"]
     engine.bodies.clear()
     for last in bad:
-        answer = http.post(COMPLETIONS, json=body, headers={"last-event-id": last.encode()})
+        answer = http.post(COMPLETIONS, json=body, headers={b"last-event-id": last.encode()})
         said = answer.json()["error"]
         assert (answer.status_code, said["param"]) == (400, "Last-Event-ID"), last
         assert "\n" not in said["message"]
@@ -195,6 +196,13 @@ def test_a_forged_count_ends_in_an_error(position: str, http: TestClient) -> Non
     answer = http.post(COMPLETIONS, json=body, headers={"last-event-id": f"{head}.{position}"})
     *_, last = answer.text.strip().split("\n\n")
     assert json.loads(last.removeprefix("data: "))["error"]["param"] == "Last-Event-ID"
+
+
+def test_the_page_shows_the_example() -> None:
+    root = Path(__file__).resolve().parents[2]
+    section = (root / "docs" / "serving.md").read_text("utf-8").split("\n## Resuming a stream\n")[1]
+    shown = section.split("```python\n")[1].split("```")[0]
+    assert shown in (root / "examples" / "resume.py").read_text("utf-8")
 
 
 def test_too_many_choices_for_ids(http: TestClient) -> None:
