@@ -96,6 +96,7 @@ Biases = Annotated[dict[int, float] | None, BeforeValidator(_biases), WithJsonSc
 
 class StreamOptions(Body):
     include_usage: bool | None = None
+    include_event_ids: bool | None = None
 
 
 class JsonSchema(Body):
@@ -227,6 +228,10 @@ class GenerationBody(Body):
     @property
     def wants_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wants_ids(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_event_ids)
 
 
 class ErrorDetail(Answer):

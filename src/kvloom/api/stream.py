@@ -86,7 +86,7 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         begun, beginning = False, asyncio.Lock()
 
-        async def write(body: bytes) -> None:
+        async def write(body: bytes, *, more: bool = True) -> None:
             nonlocal begun
             if not begun:
                 async with beginning:
@@ -94,7 +94,7 @@ class EventStream(Response):
                         headers = self.raw_headers
                         await send({"type": "http.response.start", "status": 200, "headers": headers})
                         begun = True
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": body, "more_body": more})
 
         try:
             events = await self._opening
@@ -108,7 +108,7 @@ class EventStream(Response):
             if not begun:
                 raise
             body = _error_event(internal_error(error))
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        await write(body, more=False)
 
 
 def _error_event(error: KvloomError) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from starlette.requests import Request
@@ -12,12 +12,19 @@ from starlette.responses import Response
 
 from kvloom.api.catalog import ServedModel
 from kvloom.api.metrics import Watch
-from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece, Writer, encode, new_id
+from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece, Writer, encode
+from kvloom.api.openai.resume import Origin
 from kvloom.api.openai.sampling import chat_logprobs, check_prompt, room_for, sampling_params, start_of
 from kvloom.api.schemas_chat import ChatBody, ChatMessage, NamedTool
 from kvloom.api.texts.prompts import UNRENDERED, ChatPrompt, content_bytes
 from kvloom.api.tools import Family, ToolCall, ToolParser, forced_guide, marks_of
 from kvloom.types.request import Guide
+
+PREFIX: Final = "chatcmpl"
+_Told = tuple[str, int, int, bool]  # text, log-probabilities, calls, and whether it is the end
+_NOTHING: Final[_Told] = "", 0, 0, False
+_CALL: Final[_Told] = "", 0, 1, False
+_END: Final[_Told] = "", 0, 0, True
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,24 +34,26 @@ class ChatEndpoint:
     async def __call__(self, request: Request) -> Response:
         return await self.gateway.answer(request, ChatBody, self._prepare)
 
-    async def _prepare(self, body: ChatBody, model: ServedModel, watch: Watch, tenant: str) -> Answering:
+    async def _prepare(
+        self, body: ChatBody, model: ServedModel, watch: Watch, tenant: str, origin: Origin
+    ) -> Answering:
         prompt = await model.tokens(prompt_of(body, model), tenant)
         check_prompt(prompt, model.card)
         family = parsed_family(body, model)
-        request_id = new_id("chatcmpl")
         asked = body.max_completion_tokens or body.max_tokens
         limit = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
         sampling = sampling_params(
             body,
             model,
             max_tokens=room_for(prompt, asked, model.card, "messages", limit),
+            drawn=origin.seed_of(0),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             guide=_forced(body, model, family),
         )
-        start = start_of(body, request_id, prompt, sampling)
+        start = start_of(body, origin.request_id(PREFIX), prompt, sampling)
         keep = marks_of(family, model.tokenizer)
         generation = Generation(start, model.tokenizer, body.stops, keep)
-        writer = ChatWriter(request_id, model, body, family)
+        writer = ChatWriter(origin, model, body, family)
         return Answering(self.gateway, writer, [generation], watch)
 
 
@@ -118,8 +127,8 @@ class ChatWriter(Writer):
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, request_id: str, model: ServedModel, body: ChatBody, family: Family | None) -> None:
-        super().__init__(request_id, body)
+    def __init__(self, origin: Origin, model: ServedModel, body: ChatBody, family: Family | None) -> None:
+        super().__init__(PREFIX, origin, body, body.choices)
         self._tokenizer = model.tokenizer
         self._top = (body.top_logprobs or 0) if body.logprobs else None
         self._choices = [_WrittenChat(ToolParser(family) if family else None) for _ in range(body.choices)]
@@ -130,21 +139,46 @@ class ChatWriter(Writer):
         choice = self._choices[piece.choice]
         plain = choice.parser is None and piece.finish is None
         text, calls = (piece.text, []) if plain else self._read(choice, piece)
-        events: list[tuple[bytes, bytes, bytes]] = []  # of each its delta, log-probabilities and finish
-        if not choice.greeted:
-            choice.greeted = True
-            events.append((b'{"role":"assistant","content":""}', b"null", b"null"))
-        if self._top is not None and piece.tokens:
-            content = {"content": chat_logprobs(piece.tokens, self._tokenizer, self._top), "refusal": None}
-            events.append((b'{"content":%b}' % encode(text), encode(content), b"null"))
+        tokens = [] if self._top is None else piece.tokens
+        greeted, finish = choice.greeted, choice.finish
+        choice.greeted = True
+        if self._ids is not None:
+            had = self._ids.choices[piece.choice]
+            greeted, finish = had.begun, None if had.ended else finish
+            ended = piece.finish is not None
+            text, skipped, first = had.unseen(text, len(tokens), len(calls), ended=ended)
+            tokens, calls = tokens[skipped:], calls[first:]
+        # of each event its delta, log-probabilities and finish, and what it tells for its id
+        events: list[tuple[bytes, bytes, bytes, _Told]] = []
+        if not greeted:
+            events.append((b'{"role":"assistant","content":""}', b"null", b"null", _NOTHING))
+        if self._top is not None and tokens:
+            content = {"content": chat_logprobs(tokens, self._tokenizer, self._top), "refusal": None}
+            told = text, len(tokens), 0, False
+            events.append((b'{"content":%b}' % encode(text), encode(content), b"null", told))
         elif text:
-            events.append((b'{"content":%b}' % encode(text), b"null", b"null"))
+            events.append((b'{"content":%b}' % encode(text), b"null", b"null", (text, 0, 0, False)))
         for number, call in enumerate(calls, len(choice.calls) - len(calls)):
-            events.append((encode({"tool_calls": [{"index": number, **call}]}), b"null", b"null"))
-        if choice.finish is not None:
-            events.append((b"{}", b"null", encode(choice.finish)))
-        form = b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b'
-        return b"".join([form % (self._open, piece.choice, *event, self._close) for event in events])
+            events.append((encode({"tool_calls": [{"index": number, **call}]}), b"null", b"null", _CALL))
+        if finish is not None:
+            events.append((b"{}", b"null", encode(finish), _END))
+        ids, at = self._ids, piece.choice
+        form = b'%b%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b'
+        return b"".join(
+            [
+                form
+                % (
+                    b"" if ids is None else ids.line(at, *told),
+                    self._open,
+                    at,
+                    delta,
+                    known,
+                    end,
+                    self._close,
+                )
+                for delta, known, end, told in events
+            ]
+        )
 
     def add(self, at: int, piece: Piece) -> None:
         choice = self._choices[piece.choice]
@@ -168,17 +202,16 @@ class ChatWriter(Writer):
                 text, calls = text + rest, calls + more
         written = []
         for call in calls:
-            written.append(self._call(call))
+            written.append(self._call(call, piece.choice, len(choice.calls)))
             choice.calls.append(written[-1])
         if piece.finish is not None:
             choice.finish = "tool_calls" if choice.calls and piece.finish == "stop" else piece.finish
         return text, written
 
-    def _call(self, call: ToolCall) -> dict[str, Any]:
-        number = sum(len(choice.calls) for choice in self._choices)
+    def _call(self, call: ToolCall, choice: int, number: int) -> dict[str, Any]:
         function = {"name": call.name, "arguments": call.arguments}
         return {
-            "id": f"call_{self._head['id'].partition('-')[2]}_{number}",
+            "id": f"call_{self._head['id'].partition('-')[2]}_{choice}_{number}",
             "type": "function",
             "function": function,
         }

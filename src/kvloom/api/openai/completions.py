@@ -10,7 +10,8 @@ from starlette.responses import Response
 
 from kvloom.api.catalog import ServedModel
 from kvloom.api.metrics import Watch
-from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece, Writer, encode, new_id
+from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece, Writer, encode
+from kvloom.api.openai.resume import Origin
 from kvloom.api.openai.sampling import LogprobsCollector, check_prompt, room_for, sampling_params, start_of
 from kvloom.api.schemas import CompletionBody
 from kvloom.api.texts.prompts import PlainPrompt
@@ -28,24 +29,25 @@ class CompletionEndpoint:
         return await self.gateway.answer(request, CompletionBody, self._prepare)
 
     async def _prepare(
-        self, body: CompletionBody, model: ServedModel, watch: Watch, tenant: str
+        self, body: CompletionBody, model: ServedModel, watch: Watch, tenant: str, origin: Origin
     ) -> Answering:
         if len(body.prompts) * body.choices > MAX_CHOICES:
             raise BadRequest(f"prompts times n is more than {MAX_CHOICES}", param="n")
-        request_id = new_id("cmpl")
         texts = [PlainPrompt(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
         for text in texts:
             if isinstance(text, PlainPrompt):
                 model.check_size(text.size, text.most_times, text.param)
         prompts = [await model.tokens(one, tenant) if isinstance(one, PlainPrompt) else one for one in texts]
+        request_id = origin.request_id("cmpl")
         generations = [
-            self._generation(body, model, prompt, f"{request_id}-{at}") for at, prompt in enumerate(prompts)
+            self._generation(body, model, prompt, f"{request_id}-{at}", origin.seed_of(at))
+            for at, prompt in enumerate(prompts)
         ]
-        writer = CompletionWriter(request_id, model, body, generations)
+        writer = CompletionWriter(origin, model, body, generations)
         return Answering(self.gateway, writer, generations, watch)
 
     def _generation(
-        self, body: CompletionBody, model: ServedModel, prompt: list[int], request_id: str
+        self, body: CompletionBody, model: ServedModel, prompt: list[int], request_id: str, drawn: int
     ) -> Generation:
         scoring = body.max_tokens == 0
         check_prompt(prompt, model.card)
@@ -56,6 +58,7 @@ class CompletionEndpoint:
             body,
             model,
             max_tokens=room_for(prompt, wanted, model.card, "prompt"),
+            drawn=drawn,
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
         )
@@ -77,9 +80,9 @@ class CompletionWriter(Writer):
     kind = chunk_kind = "text_completion"
 
     def __init__(
-        self, request_id: str, model: ServedModel, body: CompletionBody, generations: list[Generation]
+        self, origin: Origin, model: ServedModel, body: CompletionBody, generations: list[Generation]
     ) -> None:
-        super().__init__(request_id, body)
+        super().__init__("cmpl", origin, body, len(generations) * body.choices)
         self._tokenizer = model.tokenizer
         self._prompts = body.prompts
         self._generations = generations
@@ -94,16 +97,24 @@ class CompletionWriter(Writer):
 
     def chunk(self, at: int, piece: Piece) -> bytes:
         index = at * self._n + piece.choice
-        text = self._read(at, index, piece)
+        text, finish, skipped = self._read(at, index, piece), piece.finish, 0
         logprobs = self._choices[index].logprobs
-        if not text and piece.finish is None and (logprobs is None or not piece.tokens):
+        entries = 0 if logprobs is None else len(logprobs)
+        if self._ids is not None:
+            known = self._ids.choices[index]
+            text, skipped, _ = known.unseen(text, entries, 0, ended=finish is not None)
+            finish = None if known.ended else finish
+        shown = None if logprobs is None else logprobs.take(skipped)
+        if not text and finish is None and entries == skipped:
             return b""
-        return b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}%b' % (
+        line = b"" if self._ids is None else self._ids.line(index, text, entries - skipped, 0, bool(finish))
+        return b'%b%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}%b' % (
+            line,
             self._open,
             index,
             encode(text),
-            b"null" if logprobs is None else encode(logprobs.take()),
-            b"null" if piece.finish is None else encode(piece.finish),
+            b"null" if shown is None else encode(shown),
+            b"null" if finish is None else encode(finish),
             self._close,
         )
 

@@ -8,8 +8,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from secrets import randbits
-from time import time
 from typing import Any, ClassVar, Final, TypeVar
 
 import msgspec
@@ -23,13 +21,14 @@ from kvloom.api.auth import priority
 from kvloom.api.bodies import OPEN_BYTES, PARSED, Account, account, parse, read_body
 from kvloom.api.catalog import Catalog, ServedModel
 from kvloom.api.metrics import Metrics, Watch
+from kvloom.api.openai.resume import HEADER, Origin
 from kvloom.api.openai.text import StopStrings, detokenizer
 from kvloom.api.schemas import GenerationBody
 from kvloom.api.stream import NO_LIMIT, EventStream, TimeLimit, Write, while_connected
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.types.client import ModelServer
 from kvloom.types.clock import together
-from kvloom.types.errors import KvloomError, Unavailable, WireError
+from kvloom.types.errors import BadRequest, KvloomError, Unavailable, WireError
 from kvloom.types.request import EndEvent, Event, StartGenerate, TokenEvent, TokenLogprob
 
 encode = msgspec.json.Encoder().encode
@@ -170,6 +169,7 @@ PROMPT_TOKEN_BYTES: Final = 64
 CHOICE_BYTES: Final = 1 << 10  # of a choice, and for each of its tokens' alternatives
 KEPT_BYTES: Final = 256  # of a token in an answer that is not streamed, and for each of its alternatives
 Body = TypeVar("Body", bound=GenerationBody)
+Prepare = Callable[[Body, ServedModel, Watch, str, Origin], Awaitable["Answering"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class EndpointContext:
         self,
         request: Request,
         form: type[Body],
-        prepare: Callable[[Body, ServedModel, Watch, str], Awaitable[Answering]],
+        prepare: Prepare[Body],
     ) -> Response:
         """Answers a request whose body has this form with what `prepare` makes of it for a tenant."""
         watch, held, limit = self.metrics.watch(), account(request), TimeLimit(self.seconds)
@@ -202,10 +202,11 @@ class EndpointContext:
                 else:
                     reading = self.pace.run(access.tenant, partial(parse, form, raw))
                     body = await while_connected(request.receive, reading)
+                origin = _origin(request, body, raw)
             del raw
             body.priority = priority(request.scope, body.priority)
         stream = bool(body.stream)
-        coming = self._prepared(body, prepare, watch, held, access, limit)
+        coming = self._prepared(body, origin, prepare, watch, held, access, limit)
         if stream:
             return EventStream(_stream(coming))
         answer = await while_connected(request.receive, _whole(coming, held))
@@ -214,7 +215,8 @@ class EndpointContext:
     async def _prepared(
         self,
         body: Body,
-        prepare: Callable[[Body, ServedModel, Watch, str], Awaitable[Answering]],
+        origin: Origin,
+        prepare: Prepare[Body],
         watch: Watch,
         held: Account,
         access: Access,
@@ -225,11 +227,19 @@ class EndpointContext:
             async with limit.kept():
                 model = await self.catalog.get(body.model, access.may_use)
                 watch.model = model.card.name
-                prepared = await prepare(body, model, watch, access.tenant)
+                prepared = await prepare(body, model, watch, access.tenant, origin)
                 answering = replace(prepared, access=access, limit=limit)
             answering.begin(body.most_tokens)
             held.settle(answering.bytes_held)
             return answering
+
+
+def _origin(request: Request, body: GenerationBody, raw: bytes) -> Origin:
+    """Returns the origin of the request's answer. Raises BadRequest."""
+    last = request.headers.get(HEADER, "")
+    if last and not body.stream:
+        raise BadRequest(f"{HEADER} needs stream to be true", param=HEADER)
+    return Origin.of(request.url.path, raw, last) if last or body.wants_ids else Origin()
 
 
 async def _stream(coming: Awaitable[Answering]) -> Callable[[Write], Awaitable[None]]:
@@ -240,10 +250,6 @@ async def _whole(coming: Awaitable[Answering], held: Account) -> bytes:
     return await (await coming).whole(held)
 
 
-def new_id(prefix: str) -> str:
-    return f"{prefix}-{randbits(128):032x}"
-
-
 class Writer(ABC):
     """Turns the pieces of `generation` number `at` into an endpoint's own form."""
 
@@ -251,8 +257,11 @@ class Writer(ABC):
     chunk_kind: ClassVar[str]
     """The kind of a stream's chunks."""
 
-    def __init__(self, request_id: str, body: GenerationBody) -> None:
-        head: dict[str, Any] = {"id": request_id, "created": int(time()), "model": body.model}
+    def __init__(self, prefix: str, origin: Origin, body: GenerationBody, choices: int) -> None:
+        """prefix: of the answer's id; choices: over all prompts."""
+        answer_id = origin.answer_id(prefix)
+        head: dict[str, Any] = {"id": answer_id, "created": origin.created, "model": body.model}
+        self._ids = origin.ids(choices)
         self._head = head | {"object": self.kind}
         self._chunk_head = head | {"object": self.chunk_kind}
         self._wants_usage = body.wants_usage
@@ -265,7 +274,13 @@ class Writer(ABC):
         """Returns the event that tells the usage, if that was asked for."""
         if not self._wants_usage:
             return b""
-        return b"data: " + encode(self._chunk_head | {"choices": [], "usage": usage}) + b"\n\n"
+        line = b"" if self._ids is None else self._ids.last_line
+        return line + b"data: " + encode(self._chunk_head | {"choices": [], "usage": usage}) + b"\n\n"
+
+    @property
+    def over(self) -> bool:
+        """Whether the client has all events already, in an earlier stream."""
+        return self._ids is not None and (self._ids.done or (self._ids.over and not self._wants_usage))
 
     @abstractmethod
     def add(self, at: int, piece: Piece) -> None:
@@ -322,6 +337,8 @@ class Answering:
                 await write(body)
 
         with self.watch.answering(self._counts):
+            if self.writer.over:
+                return
             async with self.limit.kept():
                 await self._run(tell)
             await write(self.writer.last_chunk(self.usage()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from secrets import randbits
 from typing import Any
 
 from pydantic_core import to_json
@@ -31,10 +30,12 @@ def sampling_params(
     model: ServedModel,
     *,
     max_tokens: int,
+    drawn: int,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
     guide: Guide | None = None,
 ) -> SamplingParams:
+    """drawn: the seed if the body gives none."""
     card, ours = model.card, model.card.sampling
     eos = () if body.ignore_eos else card.eos_token_ids
     asked = body.stop_token_ids or []
@@ -45,7 +46,7 @@ def sampling_params(
         raise BadRequest(said, param="min_tokens")
     return SamplingParams(
         max_tokens=max_tokens,
-        seed=randbits(63) if body.seed is None else body.seed % 2**63,
+        seed=drawn if body.seed is None else body.seed % 2**63,
         temperature=_or(body.temperature, ours.temperature),
         top_k=max(ours.top_k if body.top_k is None else body.top_k, 0),
         top_p=max(_or(body.top_p, ours.top_p), LEAST_TOP_P),
@@ -181,9 +182,13 @@ class LogprobsCollector:
         for event in tokens:
             self._add(event.token, event.logprob)
 
-    def take(self) -> dict[str, Any]:
-        """Returns what has been added since the last time."""
-        entries, self._entries = self._entries, []
+    def __len__(self) -> int:
+        """Returns how many tokens have been added since the last time that they were taken."""
+        return len(self._entries)
+
+    def take(self, skipped: int = 0) -> dict[str, Any]:
+        """Returns what has been added since the last time, without the first `skipped` tokens of it."""
+        entries, self._entries = self._entries[skipped:], []
         return {
             "tokens": [entry[0] for entry in entries],
             "token_logprobs": [entry[1] for entry in entries],
