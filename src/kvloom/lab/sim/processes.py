@@ -285,7 +285,7 @@ class ModelledLauncher:
             self.census.more()
             self._hosts[name].start()
 
-    def start(self, component: str, generation: int, engine: EngineSpec | None) -> None:
+    def start(self, component: str, generation: int, engine: EngineSpec | None, node: str = "") -> None:
         """Begins a start, which is over once the unit's models would be loaded."""
         if engine is not None:
             self._starts[component] = self._tasks.spawn(self._start(component, engine))
@@ -301,6 +301,9 @@ class ModelledLauncher:
 
     def kill(self, component: str) -> None:
         """Does nothing: a process that was told to end does so here once its jobs have."""
+
+    def discard(self, node: str, component: str) -> None:
+        """Does nothing: there are no other nodes."""
 
     def retire(self, component: str) -> None:
         """Does nothing: the gateway has no successor."""
