@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvloom.cluster.edits import Edit, NodeEdit, UnitEdit
@@ -44,6 +44,8 @@ class NodesHost(ModelledHost):
         super().__init__(draw)
         self.clock = clock
         self.nodes: dict[str, Node] = {}
+        self.follow: Callable[[News], None] = lambda news: None
+        """Called with what is told to a gateway."""
         self.stale: dict[tuple[str, str], One] = {}
         """Processes of lost nodes whose components have been started elsewhere."""
 
@@ -71,6 +73,7 @@ class NodesHost(ModelledHost):
     def tell(self, component: str, news: News) -> None:
         if self.reaches(component):
             super().tell(component, news)
+            self.follow(news)
 
     def discard(self, node: str, component: str) -> None:
         assert (node, component) in self.stale, f"{component} on {node} is discarded, and is no stale one"

@@ -206,7 +206,8 @@ class Units(Mapping[str, Unit]):
         if spec.edition > 1 or spec.removed:
             unit.keep_only(set() if spec.removed else {model.name for model in spec.engine.models})
         life = process.generation, process.serial
-        problem = Unavailable(process.problem) if process.problem else None
+        text = process.lack or process.problem
+        problem = Unavailable(text) if text else None
         stands = outlook(spec, process)
         if unit.stand(stands, drained=spec.drained, life=life, problem=problem):
             assert self._tasks is not None
