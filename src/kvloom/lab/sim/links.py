@@ -60,6 +60,8 @@ class ModelledPlane:
     """The members that can be reached. Endpoints of a unit that has started anew are new ones."""
 
     members: dict[bytes, ModelledTransport] = field(default_factory=dict)
+    between: Callable[[str, str], Link | None] = lambda *_: None
+    """Returns the way from one unit to another, if it is not the first one's own."""
     _names: itertools.count[int] = field(default_factory=itertools.count)
 
     def join(
@@ -158,6 +160,8 @@ class ModelledTransfer(Transfer):
         self.become(TransferState.CLAIMED)
         self._source = source
         self._target = target
+        way = source.plane.between(source.endpoint.unit, target.endpoint.unit)
+        self._link = source.link if way is None else way
         self._token_bytes = address.form.block_bytes // address.form.tokens_per_block
         self._copies: deque[BlockCopies] = deque()
         self._entry: Entry | None = None  # while a copy is under way
@@ -169,7 +173,7 @@ class ModelledTransfer(Transfer):
         self._copies.append(copies)
         if self._quiet.is_set():
             self._quiet.clear()
-            self._source.link.wait(0, self._begin)
+            self._link.wait(0, self._begin)
 
     def _begin(self) -> None:
         try:
@@ -184,7 +188,7 @@ class ModelledTransfer(Transfer):
         if self.state is TransferState.CLAIMED:
             self.become(TransferState.COPYING)
         size = int(self._copies[0].counts.sum()) * self._token_bytes
-        self._source.link.wait(size, self._finish)
+        self._link.wait(size, self._finish)
 
     def _check(self) -> None:
         if self._error is not None:
@@ -204,7 +208,7 @@ class ModelledTransfer(Transfer):
         self._entry.copying -= 1
         self._entry = None
         if self._copies:
-            self._source.link.wait(0, self._begin)
+            self._link.wait(0, self._begin)
         else:
             self._quiet.set()
 

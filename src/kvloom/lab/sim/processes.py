@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from kvloom.cluster.launcher import Answered, Ended, FoundProcess, News, Report
+from kvloom.cluster.launcher import Answered, Ended, FoundProcess, News, NodeReport, Report
 from kvloom.cluster.state import gateway_name
 from kvloom.engine.engine import Engine
 from kvloom.lab.sim.executor import ModelledExecutor
@@ -264,7 +264,7 @@ class ModelledLauncher:
         """tasks: for what the launcher waits for."""
         self.census = Census(clock)
         """Counts the units that have a process, or are about to."""
-        self.hear: Callable[[Report], None] = lambda report: None
+        self.hear: Callable[[Report | NodeReport], None] = lambda report: None
         """Called with each report of a process; the controller sets it."""
         self.told: Callable[[News], None] = lambda news: None
         """Called with each piece of news for the gateway; its mirror sets it."""
@@ -324,7 +324,7 @@ class ModelledLauncher:
             await self._load(host, engine)
         except asyncio.CancelledError:
             self.census.less()
-            self.hear(Ended(name, "was stopped as it started"))
+            self._tell_end(Ended(name, "was stopped as it started"))
             raise
         finally:
             del self._starts[name]
@@ -342,7 +342,10 @@ class ModelledLauncher:
         if gone is not None:
             self._preempted += await _preemptions(gone.engine)
         self.census.less()
-        self.hear(Ended(name, "ended with exit code 0"))
+        self._tell_end(Ended(name, "ended with exit code 0"))
+
+    def _tell_end(self, ended: Ended) -> None:
+        self.hear(ended)
 
     async def end(self) -> None:
         """Ends all processes, each once its jobs have ended."""
