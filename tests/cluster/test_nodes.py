@@ -15,6 +15,7 @@ from kvloom.cluster.launcher import (
     Change,
     Counted,
     Ended,
+    Missed,
     NodeJoined,
     NodeLeft,
     NodeLost,
@@ -134,6 +135,44 @@ def test_a_node_that_comes_back_in_time_keeps_what_it_has() -> None:
         "waiting",
         "ended while b did not answer",
     )
+
+
+def test_what_is_ordered_while_a_node_is_silent_is_done_when_it_is_back() -> None:
+    fleet = Fleet(2, {"a": 1, "b": 1})
+    there = next(name for name, node in fleet.where.items() if node == "b")
+    fleet.cut("b")
+    fleet.controller.edit(Edit(units={there: UnitEdit(wanted=False, seconds=0.0)}))
+    fleet.settle()
+    assert fleet.process(there).phase == "ready"  # Nobody can tell it anything.
+    fleet.join("b")
+    fleet.settle()
+    assert fleet.process(there).phase == "absent"
+
+
+def test_orders_that_were_lost_on_their_way_are_given_again() -> None:
+    fleet = Fleet(2, {"a": 1, "b": 1})
+    there = next(name for name, node in fleet.where.items() if node == "b")
+    fleet.controller.hear(Missed(there, 3))
+    fleet.controller.step()
+    assert fleet.process(there).killed
+    fleet.host.there[there].phase = "ready"  # The order to kill it never came.
+    fleet.cut("b")
+    fleet.join("b")
+    assert (fleet.process(there).killed, fleet.process(there).misses) == (False, 0)
+    fleet.controller.edit(Edit(units={there: UnitEdit(restart=True, seconds=0.0)}))
+    for _ in range(4):
+        fleet.controller.step()
+        if fleet.host.there[there].phase == "ending":
+            del fleet.host.there[there]
+            fleet.controller.hear(Ended(there, "ended", node="b"))
+            break
+    fleet.controller.step()
+    assert fleet.process(there).phase == "starting"
+    del fleet.host.there[there]  # Nor did the order to start it.
+    fleet.cut("b")
+    fleet.join("b")
+    fleet.settle()
+    assert fleet.where[there] == "b"
 
 
 @pytest.mark.parametrize("report", [NodeLost("b", "its host is gone"), NodeLeft("b")])

@@ -196,18 +196,18 @@ class Controller:
         if isinstance(report, NodeJoined):
             if name not in self.spec.nodes:
                 self._become(replace(self.spec, nodes=self.spec.nodes | {name: NodeSpec()}))
-            self._take_in(report)
+            self._take_in(report, now)
         gone = lifecycle.bereaved(report, self.spec, self.status, now, self._timing)
         for one, process in gone.items():
             self._put(one, process)
             self._counts.pop(one, None)
         self._recount(self._asked)
 
-    def _take_in(self, report: NodeJoined) -> None:
+    def _take_in(self, report: NodeJoined, now: float) -> None:
         """Takes over what runs on a node, but for what runs elsewhere as well."""
-        missed, adopt, discard = lifecycle.taken_in(report, self.spec, self.status)
-        for one in missed:
-            self.hear(one)
+        known, adopt, discard = lifecycle.taken_in(report, self.spec, self.status, now, self._timing)
+        for name, process in known.items():
+            self._put(name, process)
         for found in adopt:
             self.adopt(found)
         self._put_node(report.node, replace(self.status.nodes[report.node], stale=tuple(discard)))

@@ -266,30 +266,33 @@ def unheard(spec: FleetSpec, now: float, timing: Timing = TIMING) -> dict[str, N
 
 
 def taken_in(
-    report: NodeJoined, spec: FleetSpec, status: FleetStatus
-) -> tuple[list[Report], list[FoundProcess], list[str]]:
-    """Returns what follows from what runs on a node that has joined, or answers again: what was missed of the
+    report: NodeJoined, spec: FleetSpec, status: FleetStatus, now: float, timing: Timing = TIMING
+) -> tuple[dict[str, ComponentStatus], list[FoundProcess], list[str]]:
+    """Returns what follows from what runs on a node that has joined, or answers again: the status of the
     components that are known to be there, the processes that are taken over, because their components have no
-    other ones, and the names of those that are not wanted there."""
-    missed, adopt, discard = list[Report](), list[FoundProcess](), list[str]()
+    other ones, and the names of those that are not wanted there. An order that was on its way may be lost: a
+    process that was to start is not there, and one that was killed is."""
+    known, adopt, discard = dict[str, ComponentStatus](), list[FoundProcess](), list[str]()
     node, found = report.node, {one.component: one for one in report.processes}
     for name, process in status.processes.items():
         if process.node != node or process.phase not in ALIVE:
             continue
         one = found.get(name)
         if one is None or one.generation != process.generation:
-            missed.append(Ended(name, f"ended while {node} did not answer", node=node))
-        else:
-            del found[name]
-            if process.phase == "starting" and one.phase == "ready":
-                missed.append(Answered(name, one.endpoint))
+            how = f"ended while {node} did not answer"
+            known[name] = _bereft(name, how, process, spec, now, timing)
+            continue
+        del found[name]
+        known[name] = replace(process, killed=False, misses=0)
+        if one.phase == "ready":
+            known[name] = heard(Answered(name, one.endpoint), known[name], spec, now, timing)
     for name, one in found.items():
         process = status.processes.get(name, ABSENT)
         if process.phase in ALIVE and process.node != node:
             discard.append(name)
         else:
             adopt.append(replace(one, node=node))
-    return missed, adopt, discard
+    return known, adopt, discard
 
 
 def _enter_node(node: NodeStatus, phase: NodePhase, now: float, **changes: object) -> NodeStatus:
