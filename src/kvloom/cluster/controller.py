@@ -180,7 +180,6 @@ class Controller:
             return
         self._put(name, lifecycle.heard(report, before, self.spec, self._clock.now(), self._timing))
         if isinstance(report, Ended) and is_gateway(name):
-            self._counts.pop(name, None)
             self._recount(self._asked)
         self._wake.set()
 
@@ -200,7 +199,6 @@ class Controller:
         gone = lifecycle.bereaved(report, self.spec, self.status, now, self._timing)
         for one, process in gone.items():
             self._put(one, process)
-            self._counts.pop(one, None)
         self._recount(self._asked)
 
     def _take_in(self, report: NodeJoined, now: float) -> None:
@@ -303,6 +301,7 @@ class Controller:
                 launcher.retire(name)
             case BeginServing():
                 self.status = replace(self.status, opened=True)
+                self._counts.pop(name, None)  # An earlier process of the same name has said it.
                 launcher.tell(name, self.snapshot)
                 self._recount(self._asked)
             case StopProcess():
