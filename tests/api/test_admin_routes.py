@@ -59,6 +59,14 @@ def test_units(http: TestClient, fleet: Administered) -> None:
     assert fleet.done == ["stop unit-0", "start unit-0"]
 
 
+def test_nodes_of_a_fleet_that_has_none(http: TestClient, fleet: Administered) -> None:
+    assert http.get("/admin/nodes").json() == []
+    for what in ("drain", "admit"):
+        said = refused(http.post(f"/admin/nodes/b/{what}", json={}), 404)
+        assert said == "there is no node 'b'; the nodes: none"
+    assert fleet.kept.revision == 0
+
+
 def test_a_restart_that_fails(http: TestClient, fleet: Administered) -> None:
     fleet.problems["unit-0"] = "ended with exit code 3"
     answer = http.post("/admin/units/unit-0/restart", json={})

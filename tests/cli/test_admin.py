@@ -11,10 +11,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
 import pytest
 
 from kvloom.cli.__main__ import main
 from kvloom.cli.gateway import AdminClient
+from kvloom.types.service import NodeState
 from tests.authorities import Authority
 
 
@@ -101,6 +103,37 @@ def test_units(server: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines() == [
         "unit-0   draining  1 call   chat, code",
         "unit-10  down      0 calls   (the engine cannot be reached)",
+    ]
+
+
+def test_nodes(server: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
+    states = [
+        NodeState(
+            name="a",
+            state="there",
+            address="10.0.0.1",
+            cores=8,
+            memory=8 << 30,
+            left=3 << 30,
+            gpus=2,
+            components=("gateway/1@a", "unit-0"),
+        ),
+        NodeState(name="b", state="drained", cores=2, problem="unit-1 needs 12 GiB"),
+    ]
+    server.answer = msgspec.json.encode(states)
+    assert main(["node", "list", "--url", server.url]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "a  there    10.0.0.1  8 cores, 2 GPUs  3 GiB of 8 GiB free      gateway/1@a, unit-0",
+        "b  drained  -         2 cores          0 bytes of 0 bytes free  - (unit-1 needs 12 GiB)",
+    ]
+    server.answer = msgspec.json.encode(states[1])
+    assert main(["node", "drain", "b", "--seconds", "2", "--url", server.url]) == 0
+    assert main(["node", "admit", "b", "--url", server.url]) == 0
+    asked = [(method, path, json.loads(body or b"0")) for method, path, _, body in server.asked]
+    assert asked == [
+        ("GET", "/admin/nodes", 0),
+        ("POST", "/admin/nodes/b/drain", {"seconds": 2}),
+        ("POST", "/admin/nodes/b/admit", {}),
     ]
 
 

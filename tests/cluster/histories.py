@@ -83,6 +83,7 @@ class One:
 
     generation: int
     phase: Phase = "starting"
+    node: str = ""
     deaf: bool = False
     """It does not end when it is told to."""
     units: dict[str, UnitSpec] = field(default_factory=dict)
@@ -127,10 +128,10 @@ class ModelledHost:
         self.fuse: int | None = None
         self._draw = draw
 
-    def start(self, component: str, generation: int, engine: EngineSpec | None) -> None:
+    def start(self, component: str, generation: int, engine: EngineSpec | None, node: str = "") -> None:
         late = self._burn()
         assert component not in self.there, f"{component} has two processes"
-        self.there[component] = One(generation, deaf=self._draw.random() < 0.1)
+        self.there[component] = One(generation, node=node, deaf=self._draw.random() < 0.1)
         self._end(late)
 
     def stop(self, component: str) -> None:
@@ -145,6 +146,9 @@ class ModelledHost:
             self.there[component].deaf = False
             self.there[component].phase = "ending"
         self._end(late)
+
+    def discard(self, node: str, component: str) -> None:
+        """Does nothing: there are no other nodes."""
 
     def retire(self, component: str) -> None:
         late = self._burn()
@@ -310,13 +314,14 @@ class History:
             if failed:
                 self.controller.edit(Edit(units={name: UnitEdit(restart=True) for name in failed}))
             spec, status = self.controller.spec, self.controller.status
-            if status.processes.get(f"gateway/{spec.gateway}", ABSENT).phase == "failed":
+            gateways = [one for name, one in status.processes.items() if is_gateway(name)]
+            if any(one.phase == "failed" and one.generation == spec.gateway for one in gateways):
                 self.controller.edit(Edit(gateway=True))
             for name, one in list(self.host.there.items()):
                 one.deaf = False
                 match one.phase:
                     case "starting":
-                        if not is_gateway(name) or self.controller.status.processes[name].begun:
+                        if not is_gateway(name) or self.controller.status.processes.get(name, ABSENT).begun:
                             self.answer(name)
                     case "ending" | "retiring":
                         self.end(name)

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvloom.cluster.launcher import Ended
-from kvloom.cluster.lifecycle import heard
-from kvloom.cluster.reconcile import (
+from kvloom.cluster.actions import (
     Action,
     BeginServing,
     DrainUnit,
@@ -24,10 +22,11 @@ from kvloom.cluster.reconcile import (
     RevertProgram,
     StartProcess,
     StopProcess,
-    Timing,
     Wait,
-    reconcile,
 )
+from kvloom.cluster.launcher import Ended
+from kvloom.cluster.lifecycle import heard
+from kvloom.cluster.reconcile import Timing, reconcile
 from kvloom.cluster.state import (
     NEXT,
     ComponentStatus,

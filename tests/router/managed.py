@@ -71,7 +71,7 @@ class Processes:
         self.ended = asyncio.Event()
         """Whether anything was asked to end."""
 
-    def start(self, component: str, generation: int, engine: EngineSpec | None) -> None:
+    def start(self, component: str, generation: int, engine: EngineSpec | None, node: str = "") -> None:
         self.done.append(f"start {component}")
         self.generations[component] = generation
         ledger = self._world.engines.get(component)
@@ -92,6 +92,9 @@ class Processes:
     def kill(self, component: str) -> None:
         self.done.append(f"kill {component}")
         self.stop(component)
+
+    def discard(self, node: str, component: str) -> None:
+        """Does nothing: there are no other nodes."""
 
     def retire(self, component: str) -> None:
         self.done.append(f"retire {component}")

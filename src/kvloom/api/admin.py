@@ -35,8 +35,8 @@ from kvloom.types.spec import ProgramSpec
 class Admin:
     """Answers the rows of `ADMIN`.
 
-    A handler takes the unit or the model, if the row's path names one, and the body, if the row has one. It
-    returns the answer, or awaits it.
+    A handler takes the unit, the node or the model, if the row's path names one, and the body, if the row has
+    one. It returns the answer, or awaits it.
     """
 
     router: Routing
@@ -70,6 +70,9 @@ class Admin:
             "start": lambda unit, _: orders.start(unit),
             "stop": lambda unit, body: orders.stop(unit, body.seconds),
             "remove": self._remove,
+            "nodes": lambda: orders.nodes,
+            "drain_node": lambda node, body: orders.drain_node(node, body.seconds),
+            "admit_node": lambda node, _: orders.admit_node(node),
             "admin_models": lambda: orders.models,
             "add_model": orders.add_model,
             "remove_model": lambda name, body: orders.remove_model(name, body.seconds),
@@ -84,7 +87,8 @@ class Admin:
             if row.body is not None:
                 given.append(decode(request, await read_body(request, row.most), row.body))
             for key, value in request.path_params.items():
-                given.insert(0, self._known(value) if key == "unit" else value)
+                check = {"unit": self._known, "node": self._known_node}.get(key, str)
+                given.insert(0, check(value))
             with self._audited(request.scope, row, given):
                 answer = handler(*given)
                 if isawaitable(answer):
@@ -109,6 +113,12 @@ class Admin:
             units = ", ".join(self.router.units) or "none"
             raise NoSuchRoute(f"there is no unit {unit!r}; the units: {units}")
         return unit
+
+    def _known_node(self, node: str) -> str:
+        if node not in self.orders.mirror.spec.nodes:
+            nodes = ", ".join(self.orders.mirror.spec.nodes) or "none"
+            raise NoSuchRoute(f"there is no node {node!r}; the nodes: {nodes}")
+        return node
 
     def _program(self) -> ProgramState:
         program, spec = self.router.program, self.orders.mirror.spec

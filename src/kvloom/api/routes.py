@@ -25,6 +25,7 @@ from kvloom.types.service import (
     Admit,
     Drain,
     FleetState,
+    NodeState,
     Pairs,
     Placement,
     ProgramState,
@@ -174,6 +175,19 @@ ADMIN: Final[tuple[RouteRow, ...]] = (
     _order("start", "Gives a unit that has none a process.", Admit, 503),
     _order("stop", "Drains a unit and ends its process; requests that only it can answer wait.", Drain),
     _order("remove", "Forgets a unit that has no process.", Admit),
+    _get("nodes", "/admin/nodes", "Tells which nodes there are, and what runs there.", list[NodeState]),
+    _post(
+        "drain_node",
+        "/admin/nodes/{node}/drain",
+        "Has everything on a node start elsewhere; answered when nothing runs there.",
+        Drain,
+        NodeState,
+        404,
+        409,
+    ),
+    _post(
+        "admit_node", "/admin/nodes/{node}/admit", "Undoes the drain of a node.", Admit, NodeState, 404, 409
+    ),
     _get("admin_models", "/admin/models", "Tells which units serve which models.", list[ModelState]),
     _post(
         "add_model",

@@ -1,4 +1,5 @@
-"""`kvloom program`, `kvloom unit` and `kvloom restart`: a fleet that serves is administered over HTTP."""
+"""`kvloom program`, `kvloom unit`, `kvloom node` and `kvloom restart`: a fleet that serves is administered
+over HTTP."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from cyclopts import App, Parameter, Token
 
 from kvloom.cli.app import DEFAULT_URL, CommandFailed, Url, interruptible, print_columns
 from kvloom.cli.gateway import AdminClient, AdminError
-from kvloom.config.fields import parse_program
+from kvloom.config.fields import parse_program, show_size
 from kvloom.types.errors import ConfigError
-from kvloom.types.service import LONGEST_DRAIN, Admit, Drain, ProgramState, RestartStep, UnitState
+from kvloom.types.service import LONGEST_DRAIN, Admit, Drain, NodeState, ProgramState, RestartStep, UnitState
 from kvloom.types.spec import ProgramSpec
 
 program = App(
@@ -31,6 +32,11 @@ unit = App(
     "A unit that is drained gets no new request, and ends those it has. One that is restarted is drained "
     "first and admitted afterwards, so that no request is lost: what no other unit can answer waits for it, "
     "as long as the config's `patience` says.",
+)
+node = App(
+    name="node",
+    help="Show the nodes of a fleet of several machines, or empty one.\n\n"
+    "On a node that is drained nothing starts, and its units start anew on others that have room.",
 )
 restart = App(name="restart")
 
@@ -217,6 +223,45 @@ def print_units(states: Sequence[UnitState]) -> None:
             state.state,
             f"{state.calls} call{'' if state.calls == 1 else 's'}",
             ", ".join(state.models) + (f" ({state.problem})" if state.problem else ""),
+        )
+        for state in states
+    )
+
+
+NodeName = Annotated[str, Parameter(help="the node, as `kvloom node list` shows it")]
+
+
+@node.command(name="list")
+def list_nodes(*, server: ServerOptions = HERE) -> None:
+    """Show all nodes, and what runs there."""
+    with server.asked() as gateway:
+        print_nodes(gateway.nodes())
+
+
+@node.command(name="drain")
+def drain_node(name: NodeName, /, *, seconds: Seconds = None, server: ServerOptions = HERE) -> None:
+    """Have everything on a node start elsewhere, and wait until it is empty."""
+    with server.asked("node list") as gateway:
+        print_nodes([gateway.order_node(name, "drain", Drain(seconds=seconds))])
+
+
+@node.command(name="admit")
+def admit_node(name: NodeName, /, *, server: ServerOptions = HERE) -> None:
+    """Let units start on a node again."""
+    with server.asked("node list") as gateway:
+        print_nodes([gateway.order_node(name, "admit", Admit())])
+
+
+def print_nodes(states: Sequence[NodeState]) -> None:
+    """Prints a line for each: its name, state, address, room, what runs there, and what is wrong."""
+    print_columns(
+        (
+            state.name,
+            state.state,
+            state.address or "-",
+            f"{state.cores} cores" + (f", {state.gpus} GPUs" if state.gpus else ""),
+            f"{show_size(max(state.left, 0))} of {show_size(state.memory)} free",
+            (", ".join(state.components) or "-") + (f" ({state.problem})" if state.problem else ""),
         )
         for state in states
     )

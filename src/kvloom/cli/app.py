@@ -50,6 +50,7 @@ COMMANDS: Final = (
     ("serve", "kvloom.cli.serve:app", "Serve models."),
     ("program", "kvloom.cli.admin:program", "Show or change the router program."),
     ("unit", "kvloom.cli.admin:unit", "Show units, drain or restart one."),
+    ("node", "kvloom.cli.admin:node", "Show the nodes of a fleet, or empty one."),
     ("model", "kvloom.cli.models:model", "Show models, add or remove one while a fleet serves."),
     ("config", "kvloom.cli.models:config", "Bring a fleet that serves to another config."),
     ("key", "kvloom.cli.key:key", "Make, show, rotate or revoke keys with names and limits."),

@@ -19,7 +19,7 @@ import msgspec
 from kvloom.cluster.models import AddModel, Applied, Apply, ModelState, Wanted
 from kvloom.config.fields import read_keys, told_unread
 from kvloom.types.errors import ConfigError
-from kvloom.types.service import Admit, Drain, Placement, ProgramState, RestartStep, UnitState
+from kvloom.types.service import Admit, Drain, NodeState, Placement, ProgramState, RestartStep, UnitState
 from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
 
 KEY_VARIABLE: Final = "KVLOOM_ADMIN_KEY"
@@ -77,6 +77,15 @@ class AdminClient:
         the server is told to wait. Raises AdminError."""
         path = f"units/{urllib.parse.quote(unit, safe='')}/{what}"
         return self._call(path, UnitState, body, seconds=None)
+
+    def nodes(self) -> list[NodeState]:
+        """Raises AdminError."""
+        return self._call("nodes", list[NodeState])
+
+    def order_node(self, node: str, what: str, body: Drain | Admit) -> NodeState:
+        """Orders `what` of a node, and waits until it is done: drain or admit. Raises AdminError."""
+        path = f"nodes/{urllib.parse.quote(node, safe='')}/{what}"
+        return self._call(path, NodeState, body, seconds=None)
 
     def restart_all(self, seconds: float | None) -> Iterator[RestartStep]:
         """Yields the steps of a rolling restart, as they are done. Raises AdminError."""

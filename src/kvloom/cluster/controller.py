@@ -9,17 +9,17 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from kvloom.cluster.edits import Edit, edited
-from kvloom.cluster.launcher import Change, Counted, Edited, Ended, FoundProcess, Launcher, Report, Snapshot
-from kvloom.cluster.lifecycle import Deed, adopted, after, heard
-from kvloom.cluster.reconcile import (
-    TIMING,
+from kvloom.cluster import lifecycle
+from kvloom.cluster.actions import (
     Action,
     BeginServing,
     DrainUnit,
     EndTurn,
     Forget,
+    ForgetNode,
     Kill,
+    LoseNode,
+    MoveUnit,
     PassOver,
     ProveProgram,
     RaiseGeneration,
@@ -28,16 +28,33 @@ from kvloom.cluster.reconcile import (
     RevertProgram,
     StartProcess,
     StopProcess,
-    Timing,
+    TellLack,
     Wait,
-    reconcile,
 )
+from kvloom.cluster.edits import Edit, edited, restarting, reverted, with_turn, without_turn
+from kvloom.cluster.launcher import (
+    Change,
+    Counted,
+    Edited,
+    Ended,
+    FoundProcess,
+    Launcher,
+    NodeJoined,
+    NodeLost,
+    NodeReport,
+    Report,
+    Snapshot,
+)
+from kvloom.cluster.lifecycle import Deed
+from kvloom.cluster.reconcile import TIMING, Timing, reconcile
 from kvloom.cluster.state import (
     ABSENT,
     GATEWAY,
     ComponentStatus,
     FleetSpec,
     FleetStatus,
+    NodeSpec,
+    NodeStatus,
     UnitSpec,
     is_counted,
     is_gateway,
@@ -45,7 +62,7 @@ from kvloom.cluster.state import (
 from kvloom.cluster.store import SpecStore
 from kvloom.types.clock import Clock
 from kvloom.types.errors import KvloomError, Unavailable
-from kvloom.types.service import RestartStep, RevertedProgram
+from kvloom.types.service import RestartStep
 from kvloom.types.spec import ProgramSpec
 
 _LIFE: Final = 1 << 32  # Changes that a controller can number.
@@ -91,12 +108,16 @@ class Controller:
         self.status = FleetStatus()
         self._begin_probation()
         self._save(self.spec)
+        for name, node in lifecycle.unheard(self.spec, clock.now(), timing).items():
+            self._put_node(name, node)
         self._adopt()
 
     def adopt(self, found: FoundProcess) -> None:
         """Takes in a process that an earlier controller has started."""
         name = found.component
-        self._put(name, adopted(found, self.spec, self._clock.now(), self._timing))
+        serial = self.status.processes.get(name, ABSENT).serial + 1
+        made = lifecycle.adopted(found, self.spec, self._clock.now(), self._timing, serial=serial)
+        self._put(name, made)
         if is_gateway(name):
             self.status = replace(self.status, opened=True)
 
@@ -106,8 +127,11 @@ class Controller:
             self.adopt(one)
         for name in self.spec.units:
             self._ask(name)
+        self._tell_gateways(found)
+
+    def _tell_gateways(self, found: Iterable[FoundProcess]) -> None:
         for one in found:
-            if is_gateway(one.component):
+            if is_gateway(one.component) and self.status.processes.get(one.component, ABSENT).begun:
                 self._launcher.tell(one.component, self.snapshot)
 
     @property
@@ -138,22 +162,60 @@ class Controller:
         """Does as `edit` does, and tells the gateway that has asked for it, after what has changed."""
         self._launcher.tell(gateway, self.edit(edit))
 
-    def hear(self, report: Report) -> None:
-        """Takes in what has happened to a component's process. A component that is not known is passed over:
-        it was forgotten."""
-        name = report.component
-        before = self.status.processes.get(name)
-        if before is None:
+    def hear(self, report: Report | NodeReport) -> None:
+        """Takes in what has happened to a component's process, or to a node. A component that is not known is
+        passed over: it was forgotten. So is the end of a process whose component has another one."""
+        if isinstance(report, NodeReport):
+            self._hear_node(report)
+            self._wake.set()
             return
-        self._put(name, heard(report, before, self.spec, self._clock.now(), self._timing))
+        name = report.component
+        if isinstance(report, Ended) and (node := self.status.nodes.get(report.node)) and name in node.stale:
+            left = tuple(one for one in node.stale if one != name)
+            self._put_node(report.node, replace(node, stale=left))
+            self._wake.set()
+            return
+        before = self.status.processes.get(name)
+        if before is None or (isinstance(report, Ended) and report.node not in ("", before.node)):
+            return
+        self._put(name, lifecycle.heard(report, before, self.spec, self._clock.now(), self._timing))
         if isinstance(report, Ended) and is_gateway(name):
-            self._counts.pop(name, None)
             self._recount(self._asked)
         self._wake.set()
 
-    def count(self, gateway: str, counted: Counted) -> None:
+    def _hear_node(self, report: NodeReport) -> None:
+        """Takes in what has happened to a node. Of one that is lost, or has left, only that it has joined
+        counts."""
+        name, now = report.node, self._clock.now()
+        before = self.status.nodes.get(name)
+        there = before is not None and before.phase in ("there", "silent")
+        if not there and not isinstance(report, NodeJoined):
+            return
+        self._put_node(name, lifecycle.heard_node(report, before, now))
+        if isinstance(report, NodeJoined):
+            if name not in self.spec.nodes:
+                self._become(replace(self.spec, nodes=self.spec.nodes | {name: NodeSpec()}))
+            self._take_in(report, now)
+        gone = lifecycle.bereaved(report, self.spec, self.status, now, self._timing)
+        for one, process in gone.items():
+            self._put(one, process)
+        self._recount(self._asked)
+
+    def _take_in(self, report: NodeJoined, now: float) -> None:
+        """Takes over what runs on a node, but for what runs elsewhere as well."""
+        known, adopt, discard = lifecycle.taken_in(report, self.spec, self.status, now, self._timing)
+        for name, process in known.items():
+            self._put(name, process)
+        for found in adopt:
+            self.adopt(found)
+        self._put_node(report.node, replace(self.status.nodes[report.node], stale=tuple(discard)))
+        for name in discard:
+            self._launcher.discard(report.node, name)
+        self._tell_gateways(one for one in report.processes if one.component not in discard)
+
+    def count(self, gateway: str, said: Counted) -> None:
         """Takes in how many requests a gateway has at the units that get no new ones."""
-        self._counts[gateway] = counted
+        self._counts[gateway] = said
         self._recount(self._asked)
         self._wake.set()
 
@@ -198,13 +260,22 @@ class Controller:
             case RaiseGeneration(component):
                 self._raise_generation(component)
             case PassOver(component):
-                self._roll_on(component)
+                self._become(without_turn(self.spec, component))
             case EndTurn(component, problem):
                 self._end_turn(component, problem)
             case RevertProgram(problem):
                 self._revert(problem)
             case ProveProgram():
                 self._become(replace(self.spec, proven=self.spec.program))
+            case MoveUnit(name):
+                node = self.spec.nodes[self.status.processes[name].node]
+                self._become(restarting(self.spec, name, node.seconds))
+            case LoseNode(node):
+                self._hear_node(NodeLost(node, "it did not answer until its lease was over"))
+            case ForgetNode(node):
+                self._put_node(node, None)
+                nodes = {name: one for name, one in self.spec.nodes.items() if name != node}
+                self._become(replace(self.spec, nodes=nodes))
             case Wait():
                 pass
             case _:
@@ -212,21 +283,25 @@ class Controller:
                 before = self.status.processes.get(name, ABSENT)
                 if isinstance(action, BeginServing):
                     self._flush()
-                self._put(name, after(action, before, self.spec, now, self._timing))
+                self._put(name, lifecycle.after(action, before, self.spec, now, self._timing))
                 self._order(action)
 
     def _order(self, action: Deed) -> None:
         launcher, name = self._launcher, action.component
         match action:
-            case StartProcess(generation=generation):
+            case StartProcess(generation=generation, node=node, device=device):
                 unit = self.spec.units.get(name)
-                launcher.start(name, generation, unit.engine if unit is not None else None)
-            case DrainUnit() | ReadmitUnit():
+                engine = (
+                    replace(unit.engine, device=device or unit.engine.device) if unit is not None else None
+                )
+                launcher.start(name, generation, engine, node)
+            case DrainUnit() | ReadmitUnit() | TellLack():
                 pass  # The gateways see it.
             case RetireGateway():
                 launcher.retire(name)
             case BeginServing():
                 self.status = replace(self.status, opened=True)
+                self._counts.pop(name, None)  # An earlier process of the same name has said it.
                 launcher.tell(name, self.snapshot)
                 self._recount(self._asked)
             case StopProcess():
@@ -252,8 +327,7 @@ class Controller:
         failed = self.spec.program
         gateways = [one for name, one in self.status.processes.items() if is_gateway(name)]
         beside = any(one.begun and one.phase in ("starting", "ready") for one in gateways)
-        spec, _ = edited(self.spec, Edit(program=self.spec.proven, gateway=beside))
-        self._become(replace(spec, reverted=RevertedProgram(failed, problem)))
+        self._become(reverted(self.spec, problem, beside=beside))
         _log.warning(
             "the gateway %s less than a minute after the program %s was set: %s runs again",
             problem,
@@ -264,34 +338,9 @@ class Controller:
     # -- rolling restarts -------------------------------------------------------------------------------
 
     def _raise_generation(self, component: str) -> None:
-        spec, rolling = self.spec, self.spec.rolling
-        assert rolling is not None
-        rolling = replace(
-            rolling,
-            left=tuple(one for one in rolling.left if one != component),
-            active=(*rolling.active, component),
-        )
-        match component:
-            case "gateway":
-                spec = replace(spec, gateway=spec.gateway + 1)
-            case "scheduler":
-                spec = replace(spec, scheduler=spec.scheduler + 1)
-            case _:
-                unit = spec.units[component]
-                unit = replace(unit, generation=unit.generation + 1, seconds=rolling.seconds)
-                spec = replace(spec, units=spec.units | {component: unit})
         self._began[component] = self._clock.now()
         self._tell_step(RestartStep(component=component, state="restarting"))
-        self._become(replace(spec, rolling=rolling))
-
-    def _roll_on(self, component: str) -> None:
-        """Takes a component out of the rolling restart, which is over for it."""
-        rolling = self.spec.rolling
-        assert rolling is not None
-        left = tuple(one for one in rolling.left if one != component)
-        active = tuple(one for one in rolling.active if one != component)
-        rolling = replace(rolling, left=left, active=active) if left or active else None
-        self._become(replace(self.spec, rolling=rolling))
+        self._become(with_turn(self.spec, component))
 
     def _end_turn(self, component: str, problem: str) -> None:
         if problem:
@@ -304,7 +353,7 @@ class Controller:
         now = self._clock.now()
         seconds = round(now - self._began.pop(component, now), 3)
         self._tell_step(RestartStep(component=component, state="restarted", seconds=seconds))
-        self._roll_on(component)
+        self._become(without_turn(self.spec, component))
 
     def _tell_step(self, step: RestartStep) -> None:
         self.status.steps.append(step)
@@ -351,25 +400,28 @@ class Controller:
             self._ask(name)
             self._watch(name, before, process or ABSENT)
 
+    def _put_node(self, name: str, node: NodeStatus | None) -> None:
+        if node is None:
+            self.status.nodes.pop(name, None)
+        else:
+            self.status.nodes[name] = node
+        self._fresh.nodes[name] = node
+
     def _ask(self, name: str) -> None:
         """Has the gateways count their requests at a unit once they give it no more."""
         process = self.status.processes.get(name, ABSENT)
-        counted = is_counted(self.spec.units.get(name), process)
-        if counted and name not in self._asked:
+        asked = is_counted(self.spec.units.get(name), process)
+        if asked and name not in self._asked:
             self._asked[name] = self._seq + 1
             self._recount([name])
-        elif not counted and self._asked.pop(name, None) is not None:
+        elif not asked and self._asked.pop(name, None) is not None:
             self._count_at(name, None)
 
     def _recount(self, names: Iterable[str]) -> None:
         begun = [name for name, one in self.status.processes.items() if is_gateway(name) and one.begun]
         for name in names:
-            asked = self._asked[name]
             said = [self._counts.get(gateway) for gateway in begun]
-            if all(one is not None and one.seq >= asked for one in said):
-                self._count_at(name, sum(one.calls.get(name, 0) for one in said if one is not None))
-            else:
-                self._count_at(name, None)
+            self._count_at(name, lifecycle.counted(name, said, self._asked[name]))
 
     def _count_at(self, name: str, calls: int | None) -> None:
         process = self.status.processes.get(name)

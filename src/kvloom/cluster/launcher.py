@@ -7,7 +7,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from kvloom.cluster.state import ComponentStatus, FleetSpec, FleetStatus, Phase, UnitSpec
+from kvloom.cluster.state import ComponentStatus, FleetSpec, FleetStatus, NodeStatus, Phase, UnitSpec
 from kvloom.types.errors import WireError
 from kvloom.types.service import RestartStep
 from kvloom.types.spec import EngineSpec
@@ -38,6 +38,8 @@ class Ended(Struct, frozen=True, tag="ended"):
     """In words."""
     refused: bool = False
     """Whether it could not use what it was told."""
+    node: str = ""
+    """The node that it was on; empty on one host."""
 
 
 class Missed(Struct, frozen=True, tag="missed"):
@@ -56,6 +58,8 @@ class FoundProcess(Struct, frozen=True, tag="found"):
     pid: int | None = None
     node: str = ""
     endpoint: str = ""
+    device: str = ""
+    """The device that a unit was given, if it is another one than it specifies."""
 
 
 class UnitSeen(Struct, frozen=True, tag="seen"):
@@ -75,6 +79,42 @@ class Counted(Struct, frozen=True, tag="counted"):
     calls: dict[str, int]
 
 
+class NodeJoined(Struct, frozen=True, kw_only=True, tag="joined"):
+    """A node has joined, or its launcher answers again. None of its processes whose lease was over
+    serves again before the launcher has carried out what the controller orders at this report."""
+
+    node: str
+    address: str = ""
+    cores: int = 0
+    memory: int = 0
+    """Bytes that units may take there."""
+    gpus: int = 0
+    processes: tuple[FoundProcess, ...] = ()
+    """All that runs there."""
+
+
+class NodeSilent(Struct, frozen=True, tag="silent"):
+    """A node's launcher does not answer. What runs there may serve for `lease` seconds from now, at most."""
+
+    node: str
+    lease: float
+    problem: str = ""
+
+
+class NodeLost(Struct, frozen=True, tag="lost"):
+    """Nothing of a node serves any more: its lease is over, or it was seen to end."""
+
+    node: str
+    problem: str = ""
+
+
+class NodeLeft(Struct, frozen=True, tag="left"):
+    """A node has left by itself, and nothing runs there any more."""
+
+    node: str
+
+
+NodeReport = NodeJoined | NodeSilent | NodeLost | NodeLeft
 Report = Started | Answered | Ended | Missed | UnitSeen
 
 
@@ -97,6 +137,8 @@ class Change(Struct, frozen=True, kw_only=True, tag="change", omit_defaults=True
     """Units that are to be otherwise; None for those that are to be there no more."""
     processes: dict[str, ComponentStatus | None] = {}
     """Components of which something else is there; None for those of which nothing is kept."""
+    nodes: dict[str, NodeStatus | None] = {}
+    """Nodes that are otherwise; None for those of which nothing is kept."""
     rolls: bool = False
     """Whether another rolling restart has begun: earlier steps are no longer told."""
     steps: list[RestartStep] = []
@@ -118,16 +160,23 @@ News = Snapshot | Change | Edited
 
 class Launcher(Protocol):
     """Starts and ends processes. Each call takes effect later, and `Report`s tell of it. A component has one
-    process at a time: it is started only after its last one was reported to have ended. Nothing raises."""
+    process at a time: it is started only after its last one was reported to have ended, or the node of that
+    to be lost. A launcher of one host has no nodes; one of several tells of them by `NodeReport`s, and passes
+    over what it is told of a component on a node that does not answer. Nothing raises."""
 
-    def start(self, component: str, generation: int, engine: EngineSpec | None) -> None:
-        """Starts a process. engine: what a unit is to serve; None for a gateway and the fleet scheduler."""
+    def start(self, component: str, generation: int, engine: EngineSpec | None, node: str = "") -> None:
+        """Starts a process. engine: what a unit is to serve; None for a gateway and the fleet scheduler.
+        node: the node on which it starts; empty for this host."""
 
     def stop(self, component: str) -> None:
         """Tells the component's process to end by itself."""
 
     def kill(self, component: str) -> None:
         """Ends the component's process at once."""
+
+    def discard(self, node: str, component: str) -> None:
+        """Ends at once a process that a node was found to have, because the component has another one. Of
+        this process only its end is told, with its node."""
 
     def retire(self, component: str) -> None:
         """Tells a gateway to end with its last request."""

@@ -1,12 +1,13 @@
-"""A component's status changes by what the controller does, and by what is reported of its process."""
+"""A component's status changes by what the controller does, and by what is reported of its process; a node's
+by what is reported of it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from msgspec.structs import replace
 
-from kvloom.cluster.launcher import Answered, Ended, FoundProcess, Missed, Report, Started, UnitSeen
-from kvloom.cluster.reconcile import (
-    TIMING,
+from kvloom.cluster.actions import (
     BeginServing,
     DrainUnit,
     Forget,
@@ -15,11 +16,51 @@ from kvloom.cluster.reconcile import (
     RetireGateway,
     StartProcess,
     StopProcess,
-    Timing,
+    TellLack,
 )
-from kvloom.cluster.state import NEXT, SCHEDULER, ComponentStatus, FleetSpec, Phase, generation_of, is_gateway
+from kvloom.cluster.launcher import (
+    Answered,
+    Counted,
+    Ended,
+    FoundProcess,
+    Missed,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    NodeReport,
+    NodeSilent,
+    Report,
+    Started,
+    UnitSeen,
+)
+from kvloom.cluster.reconcile import TIMING, Timing
+from kvloom.cluster.state import (
+    ABSENT,
+    ALIVE,
+    NEXT,
+    NODE_NEXT,
+    SCHEDULER,
+    ComponentStatus,
+    FleetSpec,
+    FleetStatus,
+    NodePhase,
+    NodeStatus,
+    Phase,
+    generation_of,
+    is_gateway,
+)
 
-Deed = StartProcess | DrainUnit | ReadmitUnit | RetireGateway | BeginServing | StopProcess | Kill | Forget
+Deed = (
+    StartProcess
+    | DrainUnit
+    | ReadmitUnit
+    | RetireGateway
+    | BeginServing
+    | StopProcess
+    | Kill
+    | Forget
+    | TellLack
+)
 """An action that changes what there is of its component."""
 
 
@@ -28,8 +69,8 @@ def after(
 ) -> ComponentStatus | None:
     """Returns the component's status once the action is carried out; None if nothing is kept of it."""
     match deed:
-        case StartProcess(generation=generation):
-            made = _started(process, generation, now)
+        case StartProcess():
+            made = _started(process, deed, now)
         case DrainUnit(until=until):
             made = _enter_phase(process, "draining", now, until=until)
         case ReadmitUnit():
@@ -43,18 +84,23 @@ def after(
             made = _enter_phase(process, "ending", now, until=now + timing.stop, replaces=again, failures=0)
         case Kill():
             made = replace(process, killed=True)
+        case TellLack(lack=lack):
+            made = replace(process, lack=lack)
         case Forget():
             return None
     return made
 
 
-def _started(process: ComponentStatus, generation: int, now: float) -> ComponentStatus:
+def _started(process: ComponentStatus, start: StartProcess, now: float) -> ComponentStatus:
+    generation = start.generation
     another = process.generation != generation and process.phase in ("waiting", "failed")
     return ComponentStatus(
         phase=_legal(process.phase, "starting"),
         since=now,
         generation=generation,
         serial=process.serial + 1,
+        node=start.node,
+        device=start.device,
         problem=process.problem,
         failures=0 if another else process.failures,
         pause=0.0 if another else process.pause,
@@ -69,11 +115,11 @@ def heard(
     """Returns the component's status once the report is taken in. One that is out of date changes nothing."""
     match report:
         case Started(pid=pid, node=node):
-            return replace(process, pid=pid, node=node)
+            return replace(process, pid=pid, node=node or process.node)
         case Answered(endpoint=endpoint, chat=chat) if process.phase == "starting":
             ready = _enter_phase(process, "ready", now, problem="", replaces=False, proven=process.generation)
             return replace(ready, endpoint=endpoint, chat=chat)
-        case Ended(component=name, how=how):
+        case Ended(component=name, how=how) if process.phase in ALIVE:
             return _ended(name, how, process, spec, now, timing)
         case Missed(misses=misses):
             return replace(process, misses=misses)
@@ -110,15 +156,49 @@ def _ended(
     )
 
 
+def bereaved(
+    report: NodeReport, spec: FleetSpec, status: FleetStatus, now: float, timing: Timing = TIMING
+) -> dict[str, ComponentStatus]:
+    """Returns the status of each component whose process is gone with its node, if the report says so."""
+    match report:
+        case NodeLost(node, problem):
+            how = f"was on {node}, which is lost" + (f": {problem}" if problem else "")
+        case NodeLeft(node):
+            how = f"was on {node}, which has left"
+        case _:
+            return {}
+    return {
+        name: _bereft(name, how, process, spec, now, timing)
+        for name, process in status.processes.items()
+        if process.node == node and process.phase in ALIVE
+    }
+
+
+def _bereft(
+    name: str, how: str, process: ComponentStatus, spec: FleetSpec, now: float, timing: Timing
+) -> ComponentStatus:
+    """That was no death of its own: it starts elsewhere without a pause, and is no failure of what it was
+    told."""
+    if process.phase not in ("starting", "ready"):
+        return _ended(name, how, process, spec, now, timing)
+    gone = replace(process, pid=None, killed=False, misses=0, begun=False, seen=False, calls=None)
+    if is_gateway(name):
+        return _enter_phase(gone, "absent", now, problem=how)
+    failures = max(1, process.failures)  # so that its callers know that nobody has ordered it
+    return _enter_phase(gone, "waiting", now, until=now, failures=failures, problem=how, replaces=False)
+
+
 def _is_tried_again(name: str, process: ComponentStatus) -> bool:
     """Returns whether a process that has died is started again. One that has never worked is not, so that a
     person reads why; the fleet scheduler is, because the others do well without it."""
     return name == SCHEDULER or process.phase == "ready" or process.proven > 0
 
 
-def adopted(found: FoundProcess, spec: FleetSpec, now: float, timing: Timing = TIMING) -> ComponentStatus:
-    """Returns the status of a process that an earlier controller has started. What it had of its time to end
-    it has anew."""
+def adopted(
+    found: FoundProcess, spec: FleetSpec, now: float, timing: Timing = TIMING, *, serial: int = 0
+) -> ComponentStatus:
+    """Returns the status of a process that an earlier controller has started, or that was thought to be lost.
+    What it had of its time to end it has anew. serial: the process's number."""
     ready = found.phase == "ready"
     left = {"ending": timing.stop, "retiring": spec.drain + timing.margin}.get(found.phase)
     return ComponentStatus(
@@ -126,8 +206,10 @@ def adopted(found: FoundProcess, spec: FleetSpec, now: float, timing: Timing = T
         since=now,
         until=None if left is None else now + left,
         generation=found.generation,
+        serial=serial,
         pid=found.pid,
         node=found.node,
+        device=found.device,
         endpoint=found.endpoint,
         proven=found.generation if ready else 0,
         begun=is_gateway(found.component),
@@ -142,3 +224,79 @@ def _enter_phase(process: ComponentStatus, phase: Phase, now: float, **changes: 
 def _legal(phase: Phase, following: Phase) -> Phase:
     assert following in NEXT[phase], f"a component that is {phase} cannot become {following}"
     return following
+
+
+def heard_node(report: NodeReport, node: NodeStatus | None, now: float) -> NodeStatus:
+    """Returns a node's status once the report is taken in. node: None if it was not known."""
+    before = node or NodeStatus(phase="gone")
+    match report:
+        case NodeJoined():
+            return _enter_node(
+                before,
+                "there",
+                now,
+                address=report.address,
+                cores=report.cores,
+                memory=report.memory,
+                gpus=report.gpus,
+                told=True,
+            )
+        case NodeSilent(lease=lease, problem=problem):
+            return _enter_node(before, "silent", now, lease=now + lease, problem=problem)
+        case NodeLost(problem=problem):
+            return _enter_node(before, "lost", now, stale=(), told=True, problem=problem)
+        case NodeLeft():
+            return _enter_node(before, "gone", now, stale=(), told=True)
+
+
+def counted(unit: str, said: Iterable[Counted | None], asked: int) -> int | None:
+    """Returns the requests at a unit by what all gateways have said last; None while one has yet to say.
+    asked: the change with which they were asked for the unit's."""
+    calls = [None if one is None or one.seq < asked else one.calls.get(unit, 0) for one in said]
+    known = [one for one in calls if one is not None]
+    return sum(known) if len(known) == len(calls) else None
+
+
+def unheard(spec: FleetSpec, now: float, timing: Timing = TIMING) -> dict[str, NodeStatus]:
+    """Returns the status of the nodes that an earlier controller has known. Each may have processes until it
+    tells of them, or its lease is over."""
+    problem = "it has not told this controller what runs there"
+    node = NodeStatus(phase="silent", since=now, lease=now + timing.lease, told=False, problem=problem)
+    return dict.fromkeys(spec.nodes, node)
+
+
+def taken_in(
+    report: NodeJoined, spec: FleetSpec, status: FleetStatus, now: float, timing: Timing = TIMING
+) -> tuple[dict[str, ComponentStatus], list[FoundProcess], list[str]]:
+    """Returns what follows from what runs on a node that has joined, or answers again: the status of the
+    components that are known to be there, the processes that are taken over, because their components have no
+    other ones, and the names of those that are not wanted there. An order that was on its way may be lost: a
+    process that was to start is not there, and one that was killed is."""
+    known, adopt, discard = dict[str, ComponentStatus](), list[FoundProcess](), list[str]()
+    node, found = report.node, {one.component: one for one in report.processes}
+    for name, process in status.processes.items():
+        if process.node != node or process.phase not in ALIVE:
+            continue
+        one = found.get(name)
+        if one is None or one.generation != process.generation:
+            how = f"ended while {node} did not answer"
+            known[name] = _bereft(name, how, process, spec, now, timing)
+            continue
+        del found[name]
+        known[name] = replace(process, killed=False, misses=0)
+        if one.phase == "ready":
+            known[name] = heard(Answered(name, one.endpoint), known[name], spec, now, timing)
+    for name, one in found.items():
+        process = status.processes.get(name, ABSENT)
+        if process.phase in ALIVE and process.node != node:
+            discard.append(name)
+        else:
+            adopt.append(replace(one, node=node))
+    return known, adopt, discard
+
+
+def _enter_node(node: NodeStatus, phase: NodePhase, now: float, **changes: object) -> NodeStatus:
+    if node.phase == phase:
+        return replace(node, **changes)
+    assert phase in NODE_NEXT[node.phase], f"a node that is {node.phase} cannot become {phase}"
+    return replace(node, phase=phase, since=now, **({"lease": None, "problem": ""} | changes))

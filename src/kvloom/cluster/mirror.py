@@ -125,6 +125,11 @@ class Mirror:
                 processes.pop(name, None)
             else:
                 processes[name] = process
+        for name, node in change.nodes.items():
+            if node is None:
+                self.status.nodes.pop(name, None)
+            else:
+                self.status.nodes[name] = node
         if change.spec is not None:
             self.spec = replace(change.spec, units=units)
         if change.rolls:

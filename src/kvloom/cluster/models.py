@@ -1,5 +1,5 @@
 """Finds the edits with which models come and go while a fleet serves, and with which it follows another
-config."""
+config; and tells how nodes stand."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 from kvloom.cluster.edits import UnitEdit
-from kvloom.cluster.state import FleetSpec, UnitSpec
+from kvloom.cluster.placement import rooms
+from kvloom.cluster.state import ALIVE, FleetSpec, FleetStatus, UnitSpec, is_drained
 from kvloom.types.errors import BadRequest, Conflict, UnknownModel
-from kvloom.types.service import GroupSpec, Service
+from kvloom.types.service import GroupSpec, NodeState, Service
 from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
 
 
@@ -192,3 +193,34 @@ def _changes(before: EngineSpec, engine: EngineSpec) -> str:
         elif old != new:
             said.append(f"{field} {old} → {new}")
     return ", ".join(said)
+
+
+def node_states(spec: FleetSpec, status: FleetStatus) -> list[NodeState]:
+    """Returns the state of each node that has joined, by name."""
+    left = rooms(spec, status)
+    there: dict[str, list[str]] = {name: [] for name in status.nodes}
+    waiting: dict[str, list[str]] = {name: [] for name in status.nodes}
+    for name, process in status.processes.items():
+        if process.node in there:
+            if process.phase in ALIVE:
+                there[process.node].append(name)
+            elif process.lack:
+                waiting[process.node].append(f"{name} {process.lack}")
+    found = []
+    for name, node in sorted(status.nodes.items()):
+        drained = node.phase == "there" and is_drained(name, spec)
+        here = (*there[name], *node.stale)
+        found.append(
+            NodeState(
+                name=name,
+                state=("draining" if here else "drained") if drained else node.phase,
+                address=node.address,
+                cores=node.cores,
+                memory=node.memory,
+                left=left[name].memory,
+                gpus=node.gpus,
+                components=tuple(sorted(here)),
+                problem="; ".join([node.problem] if node.problem else waiting[name]),
+            )
+        )
+    return found

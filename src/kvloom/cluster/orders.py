@@ -10,7 +10,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from kvloom.cluster.edits import UnitEdit
+from kvloom.cluster.edits import NodeEdit, UnitEdit
 from kvloom.cluster.mirror import Mirror
 from kvloom.cluster.models import (
     AddModel,
@@ -18,13 +18,14 @@ from kvloom.cluster.models import (
     Apply,
     ModelState,
     differences,
+    node_states,
     units_that_serve,
     units_to_serve,
     without_units,
 )
 from kvloom.cluster.state import GATEWAY, SCHEDULER, Rolling
 from kvloom.types.errors import Conflict, Unavailable
-from kvloom.types.service import Placement, RestartStep, Steps, UnitState
+from kvloom.types.service import NodeState, Placement, RestartStep, Steps, UnitState
 from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
 
 _HERE = ("here", "down", "restarting")
@@ -200,6 +201,41 @@ class FleetOrders:
     def _scaled(self) -> Iterable[str]:
         return (name for group in self.mirror.spec.groups.values() for name in group.units)
 
+    # -- nodes ------------------------------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> list[NodeState]:
+        """Returns the state of each node that has joined."""
+        return node_states(self.mirror.spec, self.mirror.status)
+
+    def node(self, name: str) -> NodeState:
+        """Raises Conflict if there is no such node any more."""
+        found = [one for one in self.nodes if one.name == name]
+        if not found:
+            raise Conflict(f"there is no node {name} any more")
+        return found[0]
+
+    async def drain_node(self, name: str, seconds: float | None = None) -> NodeState:
+        """Lets nothing start on the node, has its units start anew elsewhere, replicas one after the other,
+        and waits until nothing runs there. A unit that no other node has room for waits, as the state tells.
+        Raises Conflict if no gateway would be left, and if the node is admitted before it is empty."""
+        await self.mirror.edit(nodes={name: NodeEdit(drained=True, seconds=self._time(seconds))})
+        await self.mirror.until(lambda: self._is_over(name))
+        state = self.node(name)
+        if state.state == "there":
+            raise Conflict(f"{name} was admitted while its drain waited; drain it again to empty it")
+        return state
+
+    async def admit_node(self, name: str) -> NodeState:
+        """Undoes `drain_node`. Units that wait for room start; those that have moved stay where they are."""
+        await self.mirror.edit(nodes={name: NodeEdit(drained=False)})
+        return self.node(name)
+
+    def _is_over(self, name: str) -> bool:
+        """Returns whether a drain of the node has nothing to wait for any more."""
+        found = [one.state for one in self.nodes if one.name == name]
+        return not found or found[0] not in ("draining", "silent")
+
     # -- models -----------------------------------------------------------------------------------------
 
     @property
@@ -353,6 +389,8 @@ class FleetOrders:
             unit, process = self.mirror.spec.units.get(name), self.mirror.process(name)
             if unit is None or not unit.wanted:
                 return True
+            if process.lack:
+                return True
             if process.generation < generation:
                 return False
             return process.phase in ("waiting", "failed") or (process.phase == "ready" and process.seen)
@@ -361,6 +399,8 @@ class FleetOrders:
         now, process = self.mirror.spec.units.get(name), self.mirror.process(name)
         if now is None or not now.wanted:
             raise Unavailable(f"{name} was stopped meanwhile")
+        if process.lack:
+            raise Unavailable(f"{name} {process.lack}; it starts as soon as there is room")
         if process.phase == "waiting":
             raise Unavailable(f"{name} {process.problem} as it started; it is tried again")
         if process.phase == "failed":

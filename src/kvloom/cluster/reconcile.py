@@ -6,14 +6,35 @@ their order, and asks again after each change, and when the time of a `Wait` has
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Final
 
-from msgspec import Struct
-
+from kvloom.cluster.actions import (
+    Action,
+    BeginServing,
+    DrainUnit,
+    EndTurn,
+    Forget,
+    ForgetNode,
+    Kill,
+    LoseNode,
+    MoveUnit,
+    PassOver,
+    ProveProgram,
+    RaiseGeneration,
+    ReadmitUnit,
+    RetireGateway,
+    RevertProgram,
+    StartProcess,
+    StopProcess,
+    TellLack,
+    Wait,
+)
+from kvloom.cluster.placement import Moves, gateway_nodes, placed
 from kvloom.cluster.state import (
     ABSENT,
+    ALIVE,
     GATEWAY,
     SCHEDULER,
     ComponentStatus,
@@ -21,7 +42,9 @@ from kvloom.cluster.state import (
     FleetStatus,
     UnitSpec,
     gateway_name,
+    gateway_node,
     generation_of,
+    is_drained,
     is_gateway,
     outlook,
 )
@@ -53,6 +76,11 @@ class Timing:
     or of one that has died."""
     margin: float = 5.0
     """A gateway that has been replaced is killed so long after its time to drain is over."""
+    lease: float = 15.0
+    """What runs on a node may serve for so long after its launcher was last answered. A controller that
+    starts anew waits so long for the nodes that it has yet to hear of."""
+    forget: float = 3600.0
+    """A node that was lost or has left is told of for so long."""
 
     def pause(self, last: float, lived: float) -> float:
         """Returns the pause before the next start. last: the pause before the process that has ended, 0 if
@@ -63,143 +91,73 @@ class Timing:
 TIMING: Final = Timing()
 
 
-class StartProcess(Struct, frozen=True, tag=True):
-    """Starts a process of this generation for the component."""
-
-    component: str
-    generation: int
-
-
-class DrainUnit(Struct, frozen=True, tag=True):
-    """Gives the unit no new request, because its process is to end: once it has none, or at `until`. (The
-    order `unit drain` is `UnitSpec.drained`, and ends no process.)"""
-
-    component: str
-    until: float | None
-
-
-class ReadmitUnit(Struct, frozen=True, tag=True):
-    """Lets a unit that drains have requests again, because it is to stay."""
-
-    component: str
-
-
-class RetireGateway(Struct, frozen=True, tag=True):
-    """Lets a gateway bring its requests to their end, because another one serves. It is killed at `until`."""
-
-    component: str
-    until: float
-
-
-class BeginServing(Struct, frozen=True, tag=True):
-    """Tells a gateway what the fleet is, so that it serves."""
-
-    component: str
-
-
-class StopProcess(Struct, frozen=True, tag=True):
-    """Tells the component's process to end."""
-
-    component: str
-
-
-class Kill(Struct, frozen=True, tag=True):
-    """Kills the component's process, which has not ended by itself or does not answer."""
-
-    component: str
-
-
-class Forget(Struct, frozen=True, tag=True):
-    """Keeps nothing of a component that has no process and is to have none."""
-
-    component: str
-
-
-class RaiseGeneration(Struct, frozen=True, tag=True):
-    """Raises the component's generation, because its turn has come in a rolling restart."""
-
-    component: str
-
-
-class PassOver(Struct, frozen=True, tag=True):
-    """Passes over a unit in a rolling restart, because it has no process or is about to lose it."""
-
-    component: str
-
-
-class EndTurn(Struct, frozen=True, tag=True):
-    """Ends the component's turn in a rolling restart. With a `problem` it has failed, and so has the
-    whole."""
-
-    component: str
-    problem: str = ""
-
-
-class RevertProgram(Struct, frozen=True, tag=True):
-    """Goes back to the program before, because the gateway has died, or hung, soon after another was set."""
-
-    problem: str
-
-
-class ProveProgram(Struct, frozen=True, tag=True):
-    """Ends the program's probation, which it has passed."""
-
-
-class Wait(Struct, frozen=True, tag=True):
-    """Nothing else is due before `until`."""
-
-    until: float
-
-
-Action = (
-    StartProcess
-    | DrainUnit
-    | ReadmitUnit
-    | RetireGateway
-    | BeginServing
-    | StopProcess
-    | Kill
-    | Forget
-    | RaiseGeneration
-    | PassOver
-    | EndTurn
-    | RevertProgram
-    | ProveProgram
-    | Wait
-)
-
-
 def reconcile(
     spec: FleetSpec, status: FleetStatus, now: float, timing: Timing = TIMING
 ) -> tuple[Action, ...]:
     """Returns what is due at `now`: at most one action for each component, and at last at most one `Wait`."""
-    found = list(_all(spec, status, now, timing))
+    found = list(placed(_all(spec, status, now, timing), spec, status))
     actions = [action for action in found if not isinstance(action, Wait)]
     waits = [action.until for action in found if isinstance(action, Wait)]
     return (*actions, Wait(min(waits))) if waits else tuple(actions)
 
 
 def _all(spec: FleetSpec, status: FleetStatus, now: float, timing: Timing) -> Iterator[Action]:
-    processes, units = status.processes, spec.units
-    for name, unit in units.items():
+    silent = {name for name, node in status.nodes.items() if node.phase == "silent"}
+    yield from _units(spec, status, silent, now, timing)
+    yield from _others(spec, status, silent, now, timing)
+    if spec.rolling is not None:
+        yield from _roll(spec, status)
+    yield from _nodes(status, now, timing)
+
+
+def _units(
+    spec: FleetSpec, status: FleetStatus, silent: Set[str], now: float, timing: Timing
+) -> Iterator[Action]:
+    """Yields the actions for the units that are specified. silent: nodes whose processes are left alone."""
+    processes, moving = status.processes, Moves(spec, status)
+    for name, unit in spec.units.items():
         process = processes.get(name, ABSENT)
         # Nearly all units are settled, nearly always, and nothing can be due for them.
         settled = process.phase == "ready" and process.generation == unit.generation and unit.wanted
-        if not settled or process.misses:
+        if settled and not process.misses and process.node not in moving.drained:
+            continue
+        if process.node in silent and process.phase in ALIVE:
+            continue  # Its process may serve until the node is lost, and nobody can tell it anything.
+        if moving.is_due(unit, process):
+            yield MoveUnit(name)
+        else:
             yield from _unit(name, unit, process, now, timing)
-    gateways = {}
+
+
+def _others(
+    spec: FleetSpec, status: FleetStatus, silent: Set[str], now: float, timing: Timing
+) -> Iterator[Action]:
+    """Yields the actions for all other components."""
+    gateways, processes = {}, status.processes
     for name, process in processes.items():
+        if process.node in silent and process.phase in ALIVE:
+            continue
         if is_gateway(name):
             gateways[name] = process
-        elif name not in units and name != SCHEDULER:
+        elif name not in spec.units and name != SCHEDULER:
             yield from _unit(name, None, process, now, timing)
-    yield from _scheduler(spec.scheduler, processes.get(SCHEDULER, ABSENT), now, timing)
+    scheduler = processes.get(SCHEDULER, ABSENT)
+    if scheduler.node not in silent or scheduler.phase not in ALIVE:
+        yield from _scheduler(spec, status, scheduler, now, timing)
     if spec.program != spec.proven and status.probation is not None:
         yield from _probation(status.probation, gateways, now, timing)
     if spec.gateway:
         yield from _gateways(spec, status, gateways, now, timing)
-    if spec.rolling is not None:
-        yield from _roll(spec, status)
+
+
+def _nodes(status: FleetStatus, now: float, timing: Timing) -> Iterator[Action]:
+    """Yields what time makes of nodes: a silent one is lost, and one that is not there is forgotten."""
+    for name, node in status.nodes.items():
+        if node.phase == "silent" and node.lease is not None:
+            yield LoseNode(name) if now >= node.lease else Wait(node.lease)
+        elif node.phase in ("lost", "gone"):
+            due = node.since + timing.forget
+            yield ForgetNode(name) if now >= due else Wait(due)
 
 
 def _unit(
@@ -211,6 +169,8 @@ def _unit(
         case "absent" if unit is not None and not generation:
             if unit.removed:
                 yield Forget(name)
+            elif process.lack:
+                yield TellLack(name, "")
         case "ready" if process.generation != generation and not process.killed:
             seconds = unit.seconds if unit is not None else None
             yield DrainUnit(name, None if seconds is None else now + seconds)
@@ -236,13 +196,14 @@ def _drained_by(unit: UnitSpec | None, process: ComponentStatus) -> float | None
 
 
 def _process(
-    name: str, generation: int, process: ComponentStatus, now: float, timing: Timing
+    name: str, generation: int, process: ComponentStatus, now: float, timing: Timing, *, node: str = ""
 ) -> Iterator[Action]:
-    """Yields the actions that any component needs. generation: the one that is wanted; 0 for none."""
+    """Yields the actions that any component needs. generation: the one that is wanted; 0 for none. node: the
+    one on which it starts; units are given theirs by `_placed`."""
     behind = process.generation != generation
     match process.phase:
         case "absent":
-            yield StartProcess(name, generation) if generation else Forget(name)
+            yield StartProcess(name, generation, node) if generation else Forget(name)
         case "starting" if behind:
             yield StopProcess(name)
         case "ready":
@@ -252,9 +213,9 @@ def _process(
         case "waiting" | "failed" if not generation:
             yield Forget(name)
         case "waiting" | "failed" if behind:
-            yield StartProcess(name, generation)
+            yield StartProcess(name, generation, node)
         case "waiting" if process.until is not None:
-            yield StartProcess(name, generation) if now >= process.until else Wait(process.until)
+            yield StartProcess(name, generation, node) if now >= process.until else Wait(process.until)
 
 
 def _hangs(name: str, process: ComponentStatus, timing: Timing) -> Iterator[Action]:
@@ -273,14 +234,23 @@ def _ends(name: str, process: ComponentStatus, now: float) -> Iterator[Action]:
         yield from _killed_at(name, process, now, process.until)
 
 
-def _scheduler(generation: int, process: ComponentStatus, now: float, timing: Timing) -> Iterator[Action]:
-    """Yields the actions for the fleet scheduler, which has no requests that would have to end first."""
-    if process.phase == "ready" and process.generation != generation:
+def _scheduler(
+    spec: FleetSpec, status: FleetStatus, process: ComponentStatus, now: float, timing: Timing
+) -> Iterator[Action]:
+    """Yields the actions for the fleet scheduler, which has no requests that would have to end first. It runs
+    beside a gateway."""
+    generation = spec.scheduler
+    if process.phase == "ready" and (process.generation != generation or is_drained(process.node, spec)):
         yield StopProcess(SCHEDULER)
     elif process.phase == "starting" and process.generation == generation:
         yield from _killed_at(SCHEDULER, process, now, process.since + timing.start)
     elif generation or process is not ABSENT:
-        yield from _process(SCHEDULER, generation, process, now, timing)
+        nodes = gateway_nodes(spec, status)
+        ending = {name for name, one in status.nodes.items() if SCHEDULER in one.stale}
+        nodes = [name for name in nodes if name not in ending]
+        if nodes or not generation or process.phase in ALIVE:
+            node = nodes[0] if nodes else ""
+            yield from _process(SCHEDULER, generation, process, now, timing, node=node)
 
 
 def _probation(
@@ -301,22 +271,53 @@ def _probation(
 def _gateways(
     spec: FleetSpec, status: FleetStatus, gateways: dict[str, ComponentStatus], now: float, timing: Timing
 ) -> Iterator[Action]:
-    """Yields the actions for the gateways, of which one serves. Another generation is started beside it, and
-    once that answers the older ones retire; if it dies as it starts, the older one serves on."""
-    wanted = gateway_name(spec.gateway)
+    """Yields the actions for the gateways: each node is seen to by itself."""
+    nodes = gateway_nodes(spec, status)
+    found: dict[str, dict[str, ComponentStatus]] = {node: {} for node in nodes}
+    for name, process in gateways.items():
+        found.setdefault(gateway_node(name), {})[name] = process
+    serves = any(one.phase == "ready" for node in nodes for one in found[node].values())
+    for node, there in found.items():
+        if node in nodes:
+            yield from _gateways_at(node, spec, status, there, now, timing)
+        else:
+            yield from _old_gateways(spec, there, now, timing, serves=serves)
+
+
+def _gateways_at(
+    node: str,
+    spec: FleetSpec,
+    status: FleetStatus,
+    gateways: dict[str, ComponentStatus],
+    now: float,
+    timing: Timing,
+) -> Iterator[Action]:
+    """Yields the actions for the gateways of a node, of which one serves. Another generation is started
+    beside it, and once that answers the older ones retire; if it dies as it starts, the older one serves
+    on."""
+    wanted = gateway_name(spec.gateway, node)
     process = gateways.pop(wanted, ABSENT)
     others = [name for name, one in gateways.items() if one.phase in ("starting", "ready", "waiting")]
     if process.phase == "failed" and others:
         kept = max(others, key=lambda name: generation_of(name, spec))
         yield from _gateway(kept, gateways.pop(kept), spec, status, now, timing, beside=False)
     elif process.phase == "failed" and process.until is not None:  # nobody else serves: it is tried again
-        yield StartProcess(wanted, spec.gateway) if now >= process.until else Wait(process.until)
+        due = now >= process.until
+        yield StartProcess(wanted, spec.gateway, node) if due else Wait(process.until)
     else:
         beside = any(gateways[name].phase == "ready" for name in others)
         yield from _gateway(wanted, process, spec, status, now, timing, beside=beside)
+    yield from _old_gateways(spec, gateways, now, timing, serves=process.phase == "ready")
+
+
+def _old_gateways(
+    spec: FleetSpec, gateways: dict[str, ComponentStatus], now: float, timing: Timing, *, serves: bool
+) -> Iterator[Action]:
+    """Yields the actions for gateways that are to be there no more. serves: whether one serves in their
+    place."""
     for name, one in gateways.items():
         match one.phase:
-            case "ready" if process.phase == "ready":
+            case "ready" if serves:
                 yield RetireGateway(name, now + spec.drain + timing.margin)
             case "starting":
                 yield StopProcess(name)
@@ -345,14 +346,17 @@ def _gateway(
     elif process.phase == "starting" and (beside or process.proven):
         yield from _killed_at(name, process, now, process.since + timing.start)
     else:
-        yield from _process(name, generation_of(name, spec), process, now, timing)
+        generation = generation_of(name, spec)
+        yield from _process(name, generation, process, now, timing, node=gateway_node(name))
 
 
 def _come(spec: FleetSpec, status: FleetStatus) -> bool:
-    """Returns whether no wanted unit is absent or starting: then a gateway that has not served yet may
-    serve."""
-    phases = (status.processes.get(name, ABSENT).phase for name, unit in spec.units.items() if unit.wanted)
-    return all(phase not in ("absent", "starting") for phase in phases)
+    """Returns whether no wanted unit starts, or is absent for want of anything but room: then a gateway that
+    has not served yet may serve. Before any node is there, room is not what is wanting."""
+    if spec.on_nodes and not any(node.phase == "there" for node in status.nodes.values()):
+        return False
+    wanted = (status.processes.get(name, ABSENT) for name, unit in spec.units.items() if unit.wanted)
+    return all(one.lack or one.phase not in ("absent", "starting") for one in wanted)
 
 
 def _roll(spec: FleetSpec, status: FleetStatus) -> Iterator[Action]:
@@ -366,11 +370,7 @@ def _roll(spec: FleetSpec, status: FleetStatus) -> Iterator[Action]:
             yield EndTurn(component, problem)
             if problem:
                 return
-    out = {
-        name
-        for name, unit in spec.units.items()
-        if outlook(unit, status.processes.get(name, ABSENT)) == "restarting"
-    }
+    out = {name for name, unit in spec.units.items() if _is_out(unit, status.processes.get(name, ABSENT))}
     out.update(component for component, problem in verdicts.items() if problem is None)
     for component in rolling.left:
         unit = spec.units.get(component)
@@ -378,7 +378,8 @@ def _roll(spec: FleetSpec, status: FleetStatus) -> Iterator[Action]:
             if not out:
                 yield RaiseGeneration(component)
             return  # The scheduler and the gateway have their turn after all units, one at a time.
-        if unit is None or outlook(unit, status.processes.get(component, ABSENT)) not in ("here", "down"):
+        process = status.processes.get(component, ABSENT)
+        if unit is None or process.lack or outlook(unit, process) not in ("here", "down"):
             if component in out:
                 return  # Somebody else has asked for its restart: it has its turn after that.
             yield PassOver(component)
@@ -389,15 +390,31 @@ def _roll(spec: FleetSpec, status: FleetStatus) -> Iterator[Action]:
             return
 
 
+def _is_out(unit: UnitSpec, process: ComponentStatus) -> bool:
+    """Returns whether the unit is out of service for a restart, and not for want of room."""
+    return outlook(unit, process) == "restarting" and not process.lack
+
+
 def _restarted(component: str, spec: FleetSpec, status: FleetStatus) -> str | None:
     """Returns why it could not be restarted, an empty text if it was, and None if that is not known yet."""
-    name = gateway_name(spec.gateway) if component == GATEWAY else component
+    nodes = gateway_nodes(spec, status)
+    if component == SCHEDULER and not nodes:
+        return ""  # It has a process as soon as there is a gateway.
+    if component != GATEWAY:
+        return _renewed(component, component, spec, status)
+    names = [gateway_name(spec.gateway, node) for node in nodes]
+    told = [_renewed(component, name, spec, status) for name in names]
+    return next((one for one in told if one), None if None in told else "")
+
+
+def _renewed(component: str, name: str, spec: FleetSpec, status: FleetStatus) -> str | None:
+    """Returns the same of one process. name: the process's own."""
     process = status.processes.get(name, ABSENT)
     generation = generation_of(name, spec)
     if not generation:
         return ""  # It was stopped or removed meanwhile.
-    if process.generation != generation:
-        return None
+    if process.lack or process.generation != generation:
+        return process.lack or None
     match process.phase:
         case "ready" if process.problem:
             return process.problem

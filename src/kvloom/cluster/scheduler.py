@@ -3,18 +3,24 @@ which units come and go (Llumnix, section 4.2)."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
+
+from msgspec.structs import replace
 
 from kvloom.cluster.autoscale import AddReplicas, Outside, RemoveReplica, Step, Usage, rescale
 from kvloom.cluster.dispatch import pair
 from kvloom.engine.freeness import Thresholds, freeness, virtual_usage
 from kvloom.types.clock import Clock
-from kvloom.types.errors import KvloomError
+from kvloom.types.errors import KvloomError, Unavailable
 from kvloom.types.load import UnitLoad
 from kvloom.types.service import FleetState, Pair, Pairs, Steps, UnitGroup
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +101,65 @@ class FleetControl(Protocol):
 
     async def scale(self, steps: Steps) -> None:
         """Begins to start and stop units; the next states tell what comes of it."""
+
+
+class EveryGateway:
+    """Satisfies `FleetControl` with all gateways of a fleet. Each knows the same units; the requests that
+    wait and those that have run are its own."""
+
+    def __init__(self, gateways: Callable[[], Sequence[FleetControl]]) -> None:
+        """gateways: returns those that there are now, in the order in which they are asked to scale."""
+        self._gateways = gateways
+
+    async def state(self) -> FleetState:
+        """Raises what the first gateway did if none answers."""
+        states = await self._all([one.state() for one in self._gateways()])
+        return merged([one for one in states if one is not None], whole=None not in states)
+
+    async def pair(self, pairs: Pairs) -> None:
+        """Tells all, and each moves the requests that are its own."""
+        await self._all([one.pair(pairs) for one in self._gateways()])
+
+    async def scale(self, steps: Steps) -> None:
+        """Tells the first that can be reached: it edits what all share."""
+        problem: KvloomError = Unavailable("there is no gateway")
+        for one in self._gateways():
+            try:
+                return await one.scale(steps)
+            except KvloomError as error:
+                problem = error
+        raise problem
+
+    async def _all(self, asked: Sequence[Awaitable[T]]) -> list[T | None]:
+        """Returns the answers, None for those that failed. Raises what the first one did if all have."""
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        problems = [one for one in answers if isinstance(one, BaseException)]
+        for problem in problems:
+            if len(problems) == len(answers) or not isinstance(problem, KvloomError):
+                raise problem
+        if not answers:
+            raise Unavailable("there is no gateway")
+        return [None if isinstance(one, BaseException) else one for one in answers]
+
+
+def merged(states: Sequence[FleetState], *, whole: bool = True) -> FleetState:
+    """Returns the state of a fleet of which each gateway has told its own. Requests that wait are summed, and
+    a group is idle since its last request at any of them. whole: whether all have told; if not, no group
+    counts as idle."""
+    first = states[0]
+    waiting = Counter[str]()
+    loads: dict[str, UnitLoad] = {}
+    for state in states:
+        waiting.update(state.waiting)
+        loads = state.loads | loads
+    groups = {
+        name: replace(
+            group,
+            idle=min(one.groups[name].idle for one in states if name in one.groups) if whole else 0.0,
+        )
+        for name, group in first.groups.items()
+    }
+    return FleetState(loads=loads, waiting=dict(waiting), groups=groups)
 
 
 class FleetScheduler:

@@ -3,8 +3,9 @@ there is.
 
 The controller owns both. Gateways mirror them, and anybody who wants something else edits the specification.
 A unit is a component of its own name, the fleet scheduler is `scheduler`, and a gateway has the
-`gateway_name` of its generation, because two of them live while one takes the other's place. All times are
-seconds of the controller's clock.
+`gateway_name` of its generation and its node, because two of them live while one takes the other's place. All
+times are seconds of the controller's clock. A fleet of one host has no nodes; where there are any, each
+component's process is on one of them, or on the host of the controller.
 """
 
 from __future__ import annotations
@@ -34,18 +35,33 @@ Phase = Literal[
 ]
 NEXT: Final[Mapping[Phase, frozenset[Phase]]] = {
     "absent": frozenset({"starting"}),
-    "starting": frozenset({"ready", "ending", "waiting", "failed"}),
-    "ready": frozenset({"draining", "retiring", "ending", "waiting"}),
+    "starting": frozenset({"ready", "ending", "waiting", "failed", "absent"}),
+    "ready": frozenset({"draining", "retiring", "ending", "waiting", "absent"}),
     "draining": frozenset({"ready", "ending", "absent"}),
     "retiring": frozenset({"ending", "absent"}),
     "ending": frozenset({"absent"}),
     "waiting": frozenset({"starting", "absent"}),
     "failed": frozenset({"starting", "absent"}),
 }
-"""The legal transitions between phases."""
+"""The legal transitions between phases. A gateway alone goes from `starting` or `ready` to `absent`, if its
+node is lost."""
 
 ALIVE: Final[tuple[Phase, ...]] = ("starting", "ready", "draining", "retiring", "ending")
 """The phases in which a component has a process."""
+
+NodePhase = Literal[
+    "there",  # Its launcher answers.
+    "silent",  # Its launcher does not answer; its processes may serve until its lease is over.
+    "lost",  # Its lease is over, or it is known that nothing runs there any more.
+    "gone",  # It has left by itself.
+]
+NODE_NEXT: Final[Mapping[NodePhase, frozenset[NodePhase]]] = {
+    "there": frozenset({"silent", "lost", "gone"}),
+    "silent": frozenset({"there", "lost", "gone"}),
+    "lost": frozenset({"there", "gone"}),
+    "gone": frozenset({"there"}),
+}
+"""The legal transitions between the phases of a node."""
 
 
 class UnitSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -64,6 +80,22 @@ class UnitSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How long what runs there is waited for before its process ends; None for as long as it takes."""
     removed: bool = False
     """Whether it is to be no unit any more, once it has no process."""
+    node: str = ""
+    """The node that its process is to be on; empty for any."""
+    memory: int = 0
+    """Bytes of its node's memory that it takes, as far as that is known: its pool counts at least."""
+    changed: dict[str, int] = {}
+    """The revision at which each field was changed last."""
+
+
+class NodeSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The specification of one node."""
+
+    drained: bool = False
+    """Whether no process is to be there."""
+    seconds: float | None = None
+    """How long what runs at a unit there is waited for before the unit moves; None for as long as it
+    takes."""
     changed: dict[str, int] = {}
     """The revision at which each field was changed last."""
 
@@ -94,8 +126,14 @@ class FleetSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     it is another one than `program`, that is on probation."""
     reverted: RevertedProgram | None = None
     """The program from which the fleet has gone back, until another one is set."""
+    on_nodes: bool = False
+    """Whether its processes are on nodes: then no unit starts before a node with room is there."""
+    nodes: dict[str, NodeSpec] = {}
+    """The nodes that have joined or were edited, but for those that have left or were lost long ago."""
     gateway: int = 1
-    """The generation of the gateway that is to serve; 0 if there is none."""
+    """The generation of the gateways that are to serve; 0 if there are none."""
+    gateways: tuple[str, ...] = ()
+    """The nodes that are to have a gateway each; empty for one gateway, at the controller's host."""
     scheduler: int = 0
     """The generation of the fleet scheduler; 0 if there is to be none."""
     drain: float = 60.0
@@ -120,6 +158,11 @@ class ComponentStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
     serial: int = 0
     """Counts the processes that the controller has started for it."""
     node: str = ""
+    """The node that its process is on, or was on last; empty for the controller's host."""
+    device: str = ""
+    """The device of that node that a unit was given; empty for the one that it specifies."""
+    lack: str = ""
+    """What a unit that is to have a process waits for, because no node has room for it."""
     pid: int | None = None
     endpoint: str = ""
     chat: tuple[str, ...] = ()
@@ -147,10 +190,32 @@ class ComponentStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of a unit: whether a gateway has asked its present process what it serves."""
 
 
+class NodeStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The status of one node."""
+
+    phase: NodePhase = "there"
+    since: float = 0.0
+    """When the phase began."""
+    address: str = ""
+    cores: int = 0
+    memory: int = 0
+    """Bytes that its units may take."""
+    gpus: int = 0
+    problem: str = ""
+    """Why its launcher does not answer, in one line."""
+    lease: float | None = None
+    """When the lease of what runs on a silent node is over: from then on none of it answers."""
+    told: bool = True
+    """Whether it has told this controller what runs there."""
+    stale: tuple[str, ...] = ()
+    """Components of which it has a process that is not wanted there, and was told to end."""
+
+
 class FleetStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The status of a fleet."""
 
     processes: dict[str, ComponentStatus] = {}
+    nodes: dict[str, NodeStatus] = {}
     steps: list[RestartStep] = []
     """What the last rolling restart has done so far."""
     opened: bool = False
@@ -160,7 +225,7 @@ class FleetStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def copy(self) -> FleetStatus:
         """Returns a status that later changes of this one leave as it is."""
-        return replace(self, processes=dict(self.processes), steps=self.steps[:])
+        return replace(self, processes=dict(self.processes), nodes=dict(self.nodes), steps=self.steps[:])
 
 
 ABSENT: Final = ComponentStatus()
@@ -210,8 +275,8 @@ def outlook(unit: UnitSpec | None, process: ComponentStatus) -> Outlook:  # noqa
             return "starting"
 
 
-def gateway_name(generation: int) -> str:
-    return f"{GATEWAY}/{generation}"
+def gateway_name(generation: int, node: str = "") -> str:
+    return f"{GATEWAY}/{generation}@{node}" if node else f"{GATEWAY}/{generation}"
 
 
 def is_gateway(component: str) -> bool:
@@ -219,10 +284,19 @@ def is_gateway(component: str) -> bool:
     return component.startswith(f"{GATEWAY}/")
 
 
+def gateway_node(component: str) -> str:
+    """Returns the node of a gateway by its name; empty for one at the controller's host."""
+    return component.partition("@")[2]
+
+
+def is_drained(node: str, spec: FleetSpec) -> bool:
+    return node in spec.nodes and spec.nodes[node].drained
+
+
 def generation_of(component: str, spec: FleetSpec) -> int:
     """Returns the generation that a component is to have; 0 if there is to be none of it."""
     if is_gateway(component):
-        return int(component.partition("/")[2])
+        return int(component.partition("/")[2].partition("@")[0])
     if component == SCHEDULER:
         return spec.scheduler
     unit = spec.units.get(component)

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
-
-from kvloom.cluster.launcher import Counted, UnitSeen
+from kvloom.cluster.launcher import Counted
+from kvloom.cluster.launcher import UnitSeen
 from kvloom.cluster.mirror import Mirror
-from kvloom.cluster.state import ABSENT, ComponentStatus, is_counted, outlook
+from kvloom.cluster.state import ABSENT
+from kvloom.cluster.state import ComponentStatus
+from kvloom.cluster.state import is_counted
+from kvloom.cluster.state import outlook
 from kvloom.kv.prefix_index import PrefixIndex
 from kvloom.router.replicas import Replica
 from kvloom.router.unit import Unit
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
-from kvloom.types.errors import ConfigError, Unavailable
+from kvloom.types.errors import ConfigError
+from kvloom.types.errors import Unavailable
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import ModelCard
 from kvloom.types.service import UnitState
+from typing import Final
+import asyncio
 
 REPORT_SECONDS: Final = 1.0  # for which a report of all loads waits for each of them
 _SPOKEN: Final = ("vocab_size", "tokenizer", "special_tokens", "eos_token_ids", "bos_token_id", "add_bos")
@@ -207,7 +216,8 @@ class Units(Mapping[str, Unit]):
         if spec.edition > 1 or spec.removed:
             unit.keep_only(set() if spec.removed else {model.name for model in spec.engine.models})
         life = process.generation, process.serial
-        problem = Unavailable(process.problem) if process.problem else None
+        text = process.lack or process.problem
+        problem = Unavailable(text) if text else None
         stands = outlook(spec, process)
         if unit.stand(stands, drained=spec.drained, life=life, problem=problem):
             assert self._tasks is not None

@@ -185,7 +185,7 @@ class LocalLauncher:
         self._timing = timing
         self._children: dict[str, _Child] = {}
 
-    def start(self, component: str, generation: int, engine: EngineSpec | None) -> None:
+    def start(self, component: str, generation: int, engine: EngineSpec | None, node: str = "") -> None:
         assert component not in self._children, f"{component} has a process"
         child = self._children[component] = _Child(self._role(component, engine), generation)
         self._tasks.create_task(self._live(component, child))
@@ -197,6 +197,9 @@ class LocalLauncher:
     def kill(self, component: str) -> None:
         if child := self._children.get(component):
             child.kill()
+
+    def discard(self, node: str, component: str) -> None:
+        """Does nothing: there are no other nodes."""
 
     def retire(self, component: str) -> None:
         if child := self._children.get(component):

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from kvloom.cluster.scheduler import FleetScheduler
+from kvloom.cluster.scheduler import EveryGateway, FleetScheduler
 from kvloom.engine.freeness import Thresholds
 from kvloom.serve.processes.messages import Ready, SchedulerOrder
 from kvloom.serve.processes.parent import Parent, run_child
@@ -92,7 +92,10 @@ async def serve(parent: Parent, order: SchedulerOrder) -> None:
 async def schedule(order: SchedulerOrder) -> None:
     spec, client = order.spec, FleetClient(order.gateway, secret=order.secret)
     scheduler = FleetScheduler(
-        client, WallClock(), period=spec.period, thresholds=Thresholds(spec.out, spec.into)
+        EveryGateway(lambda: [client]),
+        WallClock(),
+        period=spec.period,
+        thresholds=Thresholds(spec.out, spec.into),
     )
     await scheduler.run()
 

@@ -33,9 +33,30 @@ class UnitState(Struct, frozen=True, kw_only=True):
     """Why it is down."""
 
 
+class NodeState(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One node as those who run a fleet see it."""
+
+    name: str
+    state: Literal["there", "draining", "drained", "silent", "lost", "gone"]
+    """there: units start on it. draining: none does, and something still runs there. drained: nothing runs
+    there. silent: it does not answer, and what runs there may serve until its lease is over. lost: its lease
+    is over, or it is known that nothing runs there any more. gone: it has left by itself."""
+    address: str = ""
+    cores: int = 0
+    memory: int = 0
+    """Bytes that units may take there."""
+    left: int = 0
+    """Bytes of them that no unit takes."""
+    gpus: int = 0
+    components: tuple[str, ...] = ()
+    """Components with a process there."""
+    problem: str = ""
+    """Why it does not answer, or which units were there, and why they have no other node yet."""
+
+
 class Drain(Struct, frozen=True, kw_only=True):
-    """The body of drain and restart. seconds: how long what runs there is waited for; the config's `drain` if
-    it is left out."""
+    """The body of drain and restart, of units and nodes. seconds: how long what runs there is waited for; the
+    config's `drain` if it is left out."""
 
     seconds: Annotated[float, Meta(ge=0, le=LONGEST_DRAIN)] | None = None
 

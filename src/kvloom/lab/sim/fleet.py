@@ -20,6 +20,7 @@ from kvloom.engine.engine import Engine
 from kvloom.engine.freeness import Thresholds
 from kvloom.lab.sim.hosting import HostedMachine, HostedServer
 from kvloom.lab.sim.links import Link
+from kvloom.lab.sim.nodes import NodesLauncher, NodesWire, SimulatedNode
 from kvloom.lab.sim.offload import OffloadingUnits
 from kvloom.lab.sim.processes import (
     GATEWAY_NAME,
@@ -74,8 +75,11 @@ class SimulatedFleet:
     processes: ModelledLauncher
     server: Generator
     """What clients ask: the router, or the gateway that it works in."""
+    controller: Controller
     rescheduler: Rescheduler | None = None
     """None if no fleet scheduler runs."""
+    nodes: NodesLauncher | None = None
+    """The launcher, if the fleet is on several machines."""
 
     @property
     def engines(self) -> Mapping[str, Engine]:
@@ -93,12 +97,14 @@ async def simulated(
     machine: HostedMachine | None = None,
     rescheduling: Rescheduling | None = None,
     patience: float = PATIENCE,
+    nodes: Sequence[SimulatedNode] = (),
 ) -> AsyncIterator[SimulatedFleet]:
     """Yields the fleet while it runs, on a virtual loop.
 
     delay: of the wire, in seconds, one way. link: returns a unit's way out. machine: what all units run on,
     if its own work counts. rescheduling: of the fleet scheduler; None if there is none. patience: the
-    router's."""
+    router's. nodes: the machines on which the units are placed as they start; none for one host, on which all
+    have a process from the beginning."""
     clock = LoopClock(asyncio.get_running_loop())
     async with asyncio.TaskGroup() as group, AsyncExitStack() as stack:
 
@@ -108,8 +114,12 @@ async def simulated(
         offloading = OffloadingUnits(unit.spec for unit in units)
         around = Surroundings(clock, offloading, crashed, delay, link, machine)
         around.hosts.update((unit.spec.unit, UnitHost(unit, around)) for unit in units)
-        processes = ModelledLauncher(around.hosts, clock, ProcessTasks(crashed))
-        controller = begin(processes, units, rescheduling, clock)
+        machines = NodesLauncher(around.hosts, clock, ProcessTasks(crashed), nodes) if nodes else None
+        processes = machines or ModelledLauncher(around.hosts, clock, ProcessTasks(crashed))
+        controller = begin(processes, units, rescheduling, clock, on_nodes=bool(nodes))
+        if machines is not None:
+            around.plane.between = machines.link
+            machines.join()
         stack.push_async_callback(processes.end)
         mirror = Mirror(controller.snapshot, lambda said: take(controller, GATEWAY_NAME, said))
         processes.told = mirror.heed
@@ -117,6 +127,8 @@ async def simulated(
         stack.callback(running.cancel)
 
         def client(unit: str) -> EngineClient:
+            if nodes:
+                return NodesWire(around.hosts[unit], clock, delay)
             return ModelledWire(around.hosts[unit], clock, delay, hosted=machine is not None)
 
         router = Router(FleetLink(mirror, client), program, clock, patience=patience)
@@ -128,7 +140,7 @@ async def simulated(
             scheduling = group.create_task(rescheduling.scheduler(rescheduler, clock).run())
             stack.callback(scheduling.cancel)
         server = HostedServer(router, machine) if machine else router
-        yield SimulatedFleet(router, processes, server, rescheduler)
+        yield SimulatedFleet(router, processes, server, controller, rescheduler, machines)
 
 
 async def _fail(error: BaseException) -> None:
@@ -141,14 +153,18 @@ def begin(
     rescheduling: Rescheduling | None,
     clock: Clock,
     timing: Timing = TIMING,
+    *,
+    on_nodes: bool = False,
 ) -> Controller:
-    """Gives the units their processes, and returns the controller of the fleet, which has yet to run."""
+    """Gives the units their processes, and returns the controller of the fleet, which has yet to run.
+    on_nodes: whether they get them later, on nodes."""
     given = rescheduling or Rescheduling()
     wanted = {
         unit.spec.unit: UnitSpec(engine=unit.spec, wanted=unit.spec.unit not in given.away) for unit in units
     }
-    launcher.begin([name for name, unit in wanted.items() if unit.wanted])
-    spec = FleetSpec(units=wanted, groups=dict(given.groups))
+    if not on_nodes:
+        launcher.begin([name for name, unit in wanted.items() if unit.wanted])
+    spec = FleetSpec(units=wanted, groups=dict(given.groups), on_nodes=on_nodes)
     controller = Controller(spec, launcher, clock, timing=timing)
     launcher.hear = controller.hear
     return controller

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Final, Protocol
-
-from kvloom.types.address import Endpoint, KVAddress, Ticket, other_address
-from kvloom.types.errors import BadRequest, KvloomError, QueueFull, Unavailable
+from dataclasses import dataclass
+from dataclasses import field
+from kvloom.types.address import Endpoint
+from kvloom.types.address import KVAddress
+from kvloom.types.address import Ticket
+from kvloom.types.address import other_address
+from kvloom.types.errors import BadRequest
+from kvloom.types.errors import KvloomError
+from kvloom.types.errors import QueueFull
+from kvloom.types.errors import Unavailable
 from kvloom.types.geometry import AnyArray
-from kvloom.types.transfer import BlockCopies, Transfer, TransferMeter, TransferState
+from kvloom.types.transfer import BlockCopies
+from kvloom.types.transfer import Transfer
+from kvloom.types.transfer import TransferMeter
+from kvloom.types.transfer import TransferState
+from typing import Final
+from typing import Protocol
+import asyncio
+import itertools
 
 SLOTS: Final = 4096  # reservations that a unit may have open
 
@@ -60,6 +70,8 @@ class ModelledPlane:
     """The members that can be reached. Endpoints of a unit that has started anew are new ones."""
 
     members: dict[bytes, ModelledTransport] = field(default_factory=dict)
+    between: Callable[[str, str], Link | None] = lambda *_: None
+    """Returns the way from one unit to another, if it is not the first one's own."""
     _names: itertools.count[int] = field(default_factory=itertools.count)
 
     def join(
@@ -159,6 +171,8 @@ class ModelledTransfer(Transfer):
         self.become(TransferState.CLAIMED)
         self._source = source
         self._target = target
+        way = source.plane.between(source.endpoint.unit, target.endpoint.unit)
+        self._link = source.link if way is None else way
         self._token_bytes = address.form.block_bytes // address.form.tokens_per_block
         self._copies: deque[BlockCopies] = deque()
         self._entry: Entry | None = None  # while a copy is under way
@@ -170,7 +184,7 @@ class ModelledTransfer(Transfer):
         self._copies.append(copies)
         if self._quiet.is_set():
             self._quiet.clear()
-            self._source.link.wait(0, self._begin)
+            self._link.wait(0, self._begin)
 
     def _begin(self) -> None:
         try:
@@ -185,7 +199,7 @@ class ModelledTransfer(Transfer):
         if self.state is TransferState.CLAIMED:
             self.become(TransferState.COPYING)
         size = int(self._copies[0].counts.sum()) * self._token_bytes
-        self._source.link.wait(size, self._finish)
+        self._link.wait(size, self._finish)
 
     def _check(self) -> None:
         if self._error is not None:
@@ -205,7 +219,7 @@ class ModelledTransfer(Transfer):
         self._entry.copying -= 1
         self._entry = None
         if self._copies:
-            self._source.link.wait(0, self._begin)
+            self._link.wait(0, self._begin)
         else:
             self._quiet.set()
 

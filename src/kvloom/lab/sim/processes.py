@@ -3,28 +3,52 @@ starts and ends them."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Coroutine
+from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
-
-from kvloom.cluster.launcher import Answered, Ended, FoundProcess, News, Report
+from dataclasses import dataclass
+from dataclasses import field
+from kvloom.cluster.launcher import Answered
+from kvloom.cluster.launcher import Ended
+from kvloom.cluster.launcher import FoundProcess
+from kvloom.cluster.launcher import News
+from kvloom.cluster.launcher import NodeReport
+from kvloom.cluster.launcher import Report
 from kvloom.cluster.state import gateway_name
 from kvloom.engine.engine import Engine
 from kvloom.lab.sim.executor import ModelledExecutor
-from kvloom.lab.sim.hosting import HostedMachine, HostedUnit
-from kvloom.lab.sim.links import Link, ModelledPlane, ModelledTransport
-from kvloom.lab.sim.offload import OffloadingUnits, SimulatedOffloadBackend
-from kvloom.lab.sim.unit import SimulatedUnit, modelled_executor
+from kvloom.lab.sim.hosting import HostedMachine
+from kvloom.lab.sim.hosting import HostedUnit
+from kvloom.lab.sim.links import Link
+from kvloom.lab.sim.links import ModelledPlane
+from kvloom.lab.sim.links import ModelledTransport
+from kvloom.lab.sim.offload import OffloadingUnits
+from kvloom.lab.sim.offload import SimulatedOffloadBackend
+from kvloom.lab.sim.unit import SimulatedUnit
+from kvloom.lab.sim.unit import modelled_executor
 from kvloom.offload.loans import LoanKeeper
-from kvloom.offload.terms import LEND, Borrow, Loan
+from kvloom.offload.terms import Borrow
+from kvloom.offload.terms import LEND
+from kvloom.offload.terms import Loan
 from kvloom.types.clock import Clock
 from kvloom.types.errors import Unavailable
-from kvloom.types.request import Event, StartGenerate
-from kvloom.types.spec import EngineSpec, WeaveSpec
+from kvloom.types.request import Event
+from kvloom.types.request import StartGenerate
+from kvloom.types.spec import EngineSpec
+from kvloom.types.spec import WeaveSpec
 from kvloom.types.transfer import NoTransport
-from kvloom.types.verbs import Answer, Body, RemoteEngine, Verb
+from kvloom.types.verbs import Answer
+from kvloom.types.verbs import Body
+from kvloom.types.verbs import RemoteEngine
+from kvloom.types.verbs import Verb
+from typing import Any
+from typing import Final
+from typing import TypeVar
+import asyncio
 
 T = TypeVar("T")
 
@@ -264,7 +288,7 @@ class ModelledLauncher:
         """tasks: for what the launcher waits for."""
         self.census = Census(clock)
         """Counts the units that have a process, or are about to."""
-        self.hear: Callable[[Report], None] = lambda report: None
+        self.hear: Callable[[Report | NodeReport], None] = lambda report: None
         """Called with each report of a process; the controller sets it."""
         self.told: Callable[[News], None] = lambda news: None
         """Called with each piece of news for the gateway; its mirror sets it."""
@@ -285,7 +309,7 @@ class ModelledLauncher:
             self.census.more()
             self._hosts[name].start()
 
-    def start(self, component: str, generation: int, engine: EngineSpec | None) -> None:
+    def start(self, component: str, generation: int, engine: EngineSpec | None, node: str = "") -> None:
         """Begins a start, which is over once the unit's models would be loaded."""
         if engine is not None:
             self._starts[component] = self._tasks.spawn(self._start(component, engine))
@@ -301,6 +325,9 @@ class ModelledLauncher:
 
     def kill(self, component: str) -> None:
         """Does nothing: a process that was told to end does so here once its jobs have."""
+
+    def discard(self, node: str, component: str) -> None:
+        """Does nothing: there are no other nodes."""
 
     def retire(self, component: str) -> None:
         """Does nothing: the gateway has no successor."""
@@ -321,7 +348,7 @@ class ModelledLauncher:
             await self._load(host, engine)
         except asyncio.CancelledError:
             self.census.less()
-            self.hear(Ended(name, "was stopped as it started"))
+            self._tell_end(Ended(name, "was stopped as it started"))
             raise
         finally:
             del self._starts[name]
@@ -339,7 +366,10 @@ class ModelledLauncher:
         if gone is not None:
             self._preempted += await _preemptions(gone.engine)
         self.census.less()
-        self.hear(Ended(name, "ended with exit code 0"))
+        self._tell_end(Ended(name, "ended with exit code 0"))
+
+    def _tell_end(self, ended: Ended) -> None:
+        self.hear(ended)
 
     async def end(self) -> None:
         """Ends all processes, each once its jobs have ended."""
