@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.cluster.dispatch import pair
+from kvloom.cluster.policies.dispatch import pair
 from kvloom.engine.freeness import Thresholds, freeness
 from kvloom.engine.migration import LEAST_LEFT, MigrationCandidate, choose
 from kvloom.types.load import LevelLoad, UnitLoad

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvloom.cluster.dispatch import Dispatch, freest, infaas
+from kvloom.cluster.policies.dispatch import Dispatch, freest, infaas
 from kvloom.engine.freeness import Arrival, freeness, headroom, wanted
 from kvloom.types.load import LevelLoad, UnitLoad
 from kvloom.types.request import Level

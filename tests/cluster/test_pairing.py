@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvloom.cluster.dispatch import pair
+from kvloom.cluster.policies.dispatch import pair
 from kvloom.engine.freeness import Thresholds, freeness
 from kvloom.types.load import UnitLoad
 from kvloom.types.service import Pair

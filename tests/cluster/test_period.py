@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from kvloom.cluster.autoscale import AddReplicas, RemoveReplica
+from kvloom.cluster.policies.autoscale import AddReplicas, RemoveReplica
 from kvloom.cluster.scheduler import Period, carried_out, decide
 from kvloom.engine.freeness import Thresholds
 from kvloom.types.service import Pair, Scale, Steps, UnitGroup

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvloom.cluster.autoscale import (
+from kvloom.cluster.policies.autoscale import (
     AddReplicas,
     Outside,
     RemoveReplica,

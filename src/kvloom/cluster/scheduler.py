@@ -12,8 +12,8 @@ from typing import Final, Protocol, TypeVar
 
 from msgspec.structs import replace
 
-from kvloom.cluster.autoscale import AddReplicas, Outside, RemoveReplica, Step, Usage, rescale
-from kvloom.cluster.dispatch import pair
+from kvloom.cluster.policies.autoscale import AddReplicas, Outside, RemoveReplica, Step, Usage, rescale
+from kvloom.cluster.policies.dispatch import pair
 from kvloom.engine.freeness import Thresholds, freeness, virtual_usage
 from kvloom.types.clock import Clock
 from kvloom.types.errors import KvloomError, Unavailable

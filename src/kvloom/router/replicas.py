@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Final, Protocol
 
-from kvloom.cluster.dispatch import Dispatch, freest, infaas
+from kvloom.cluster.policies.dispatch import Dispatch, freest, infaas
 from kvloom.cluster.prefixes import PrefixCopies, PrefixWatch
 from kvloom.engine.freeness import Arrival
 from kvloom.kv.prefix_index import CHUNK, PrefixIndex

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from kvloom.cluster.launcher import Counted
-from kvloom.cluster.launcher import UnitSeen
+from typing import Final
+
+from kvloom.cluster.launcher import Counted, UnitSeen
 from kvloom.cluster.mirror import Mirror
-from kvloom.cluster.state import ABSENT
-from kvloom.cluster.state import ComponentStatus
-from kvloom.cluster.state import is_counted
-from kvloom.cluster.state import outlook
+from kvloom.cluster.state import ABSENT, ComponentStatus, is_counted, outlook
 from kvloom.kv.prefix_index import PrefixIndex
 from kvloom.router.replicas import Replica
 from kvloom.router.unit import Unit
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
-from kvloom.types.errors import ConfigError
-from kvloom.types.errors import Unavailable
+from kvloom.types.errors import ConfigError, Unavailable
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import ModelCard
 from kvloom.types.service import UnitState
-from typing import Final
-import asyncio
 
 REPORT_SECONDS: Final = 1.0  # for which a report of all loads waits for each of them
 _SPOKEN: Final = ("vocab_size", "tokenizer", "special_tokens", "eos_token_ids", "bos_token_id", "add_bos")

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from dataclasses import field
-from kvloom.types.address import Endpoint
-from kvloom.types.address import KVAddress
-from kvloom.types.address import Ticket
-from kvloom.types.address import other_address
-from kvloom.types.errors import BadRequest
-from kvloom.types.errors import KvloomError
-from kvloom.types.errors import QueueFull
-from kvloom.types.errors import Unavailable
-from kvloom.types.geometry import AnyArray
-from kvloom.types.transfer import BlockCopies
-from kvloom.types.transfer import Transfer
-from kvloom.types.transfer import TransferMeter
-from kvloom.types.transfer import TransferState
-from typing import Final
-from typing import Protocol
 import asyncio
 import itertools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from kvloom.types.address import Endpoint, KVAddress, Ticket, other_address
+from kvloom.types.errors import BadRequest, KvloomError, QueueFull, Unavailable
+from kvloom.types.geometry import AnyArray
+from kvloom.types.transfer import BlockCopies, Transfer, TransferMeter, TransferState
 
 SLOTS: Final = 4096  # reservations that a unit may have open
 

@@ -3,52 +3,28 @@ starts and ends them."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Coroutine
-from collections.abc import Mapping
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from dataclasses import field
-from kvloom.cluster.launcher import Answered
-from kvloom.cluster.launcher import Ended
-from kvloom.cluster.launcher import FoundProcess
-from kvloom.cluster.launcher import News
-from kvloom.cluster.launcher import NodeReport
-from kvloom.cluster.launcher import Report
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+from kvloom.cluster.launcher import Answered, Ended, FoundProcess, News, NodeReport, Report
 from kvloom.cluster.state import gateway_name
 from kvloom.engine.engine import Engine
 from kvloom.lab.sim.executor import ModelledExecutor
-from kvloom.lab.sim.hosting import HostedMachine
-from kvloom.lab.sim.hosting import HostedUnit
-from kvloom.lab.sim.links import Link
-from kvloom.lab.sim.links import ModelledPlane
-from kvloom.lab.sim.links import ModelledTransport
-from kvloom.lab.sim.offload import OffloadingUnits
-from kvloom.lab.sim.offload import SimulatedOffloadBackend
-from kvloom.lab.sim.unit import SimulatedUnit
-from kvloom.lab.sim.unit import modelled_executor
+from kvloom.lab.sim.hosting import HostedMachine, HostedUnit
+from kvloom.lab.sim.links import Link, ModelledPlane, ModelledTransport
+from kvloom.lab.sim.offload import OffloadingUnits, SimulatedOffloadBackend
+from kvloom.lab.sim.unit import SimulatedUnit, modelled_executor
 from kvloom.offload.loans import LoanKeeper
-from kvloom.offload.terms import Borrow
-from kvloom.offload.terms import LEND
-from kvloom.offload.terms import Loan
+from kvloom.offload.terms import LEND, Borrow, Loan
 from kvloom.types.clock import Clock
 from kvloom.types.errors import Unavailable
-from kvloom.types.request import Event
-from kvloom.types.request import StartGenerate
-from kvloom.types.spec import EngineSpec
-from kvloom.types.spec import WeaveSpec
+from kvloom.types.request import Event, StartGenerate
+from kvloom.types.spec import EngineSpec, WeaveSpec
 from kvloom.types.transfer import NoTransport
-from kvloom.types.verbs import Answer
-from kvloom.types.verbs import Body
-from kvloom.types.verbs import RemoteEngine
-from kvloom.types.verbs import Verb
-from typing import Any
-from typing import Final
-from typing import TypeVar
-import asyncio
+from kvloom.types.verbs import Answer, Body, RemoteEngine, Verb
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct, structs
 
-from kvloom.cluster.dispatch import infaas
+from kvloom.cluster.policies.dispatch import infaas
 from kvloom.lab.reproduce.report import Scale, duration
 from kvloom.lab.reproduce.setup import VOCAB, Hosted, check_answered, engine_spec, in_one_layer
 from kvloom.lab.sim.fleet import Rescheduling, simulated
