@@ -6,49 +6,46 @@ their order, and asks again after each change, and when the time of a `Wait` has
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
+from collections.abc import Set
 from dataclasses import dataclass
+from kvloom.cluster.actions import Action
+from kvloom.cluster.actions import BeginServing
+from kvloom.cluster.actions import DrainUnit
+from kvloom.cluster.actions import EndTurn
+from kvloom.cluster.actions import Forget
+from kvloom.cluster.actions import ForgetNode
+from kvloom.cluster.actions import Kill
+from kvloom.cluster.actions import LoseNode
+from kvloom.cluster.actions import MoveUnit
+from kvloom.cluster.actions import PassOver
+from kvloom.cluster.actions import ProveProgram
+from kvloom.cluster.actions import RaiseGeneration
+from kvloom.cluster.actions import ReadmitUnit
+from kvloom.cluster.actions import RetireGateway
+from kvloom.cluster.actions import RevertProgram
+from kvloom.cluster.actions import StartProcess
+from kvloom.cluster.actions import StopProcess
+from kvloom.cluster.actions import TellLack
+from kvloom.cluster.actions import Wait
+from kvloom.cluster.placement import Moves
+from kvloom.cluster.placement import gateway_nodes
+from kvloom.cluster.placement import placed
+from kvloom.cluster.state import ABSENT
+from kvloom.cluster.state import ALIVE
+from kvloom.cluster.state import ComponentStatus
+from kvloom.cluster.state import FleetSpec
+from kvloom.cluster.state import FleetStatus
+from kvloom.cluster.state import GATEWAY
+from kvloom.cluster.state import SCHEDULER
+from kvloom.cluster.state import UnitSpec
+from kvloom.cluster.state import gateway_name
+from kvloom.cluster.state import gateway_node
+from kvloom.cluster.state import generation_of
+from kvloom.cluster.state import is_drained
+from kvloom.cluster.state import is_gateway
+from kvloom.cluster.state import outlook
 from typing import Final
-
-from kvloom.cluster.actions import (
-    Action,
-    BeginServing,
-    DrainUnit,
-    EndTurn,
-    Forget,
-    ForgetNode,
-    Kill,
-    LoseNode,
-    MoveUnit,
-    PassOver,
-    ProveProgram,
-    RaiseGeneration,
-    ReadmitUnit,
-    RetireGateway,
-    RevertProgram,
-    StartProcess,
-    StopProcess,
-    TellLack,
-    Wait,
-)
-from kvloom.cluster.placement import Moves, gateway_nodes, placed
-from kvloom.cluster.state import (
-    ABSENT,
-    ALIVE,
-    GATEWAY,
-    SCHEDULER,
-    ComponentStatus,
-    FleetSpec,
-    FleetStatus,
-    UnitSpec,
-    gateway_name,
-    gateway_node,
-    generation_of,
-    is_drained,
-    is_gateway,
-    outlook,
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Timing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,15 @@ class Machine:
     """Bytes that an arena may take now."""
     gpus: int = 0
     """NVIDIA's GPUs that CUDA would show to this process."""
+
+    @classmethod
+    def together(cls, machines: Sequence[Machine]) -> Machine:
+        """Returns what several machines have in all."""
+        return cls(
+            cores=sum(one.cores for one in machines),
+            memory=sum(one.memory for one in machines),
+            gpus=sum(one.gpus for one in machines),
+        )
 
     @classmethod
     def here(cls) -> Machine:
