@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from kvloom.cluster.edits import Edit
-from kvloom.cluster.edits import NodeEdit
-from kvloom.cluster.edits import UnitEdit
-from kvloom.cluster.launcher import Ended
-from kvloom.cluster.launcher import FoundProcess
-from kvloom.cluster.launcher import News
-from kvloom.cluster.launcher import NodeJoined
-from kvloom.cluster.launcher import NodeLeft
-from kvloom.cluster.launcher import NodeLost
-from kvloom.cluster.launcher import NodeSilent
-from kvloom.cluster.placement import Place
-from kvloom.cluster.placement import gateway_nodes
-from kvloom.cluster.placement import needs
-from kvloom.cluster.placement import place
-from kvloom.cluster.placement import rooms
+
+from kvloom.cluster.edits import Edit, NodeEdit, UnitEdit
+from kvloom.cluster.launcher import Ended, FoundProcess, News, NodeJoined, NodeLeft, NodeLost, NodeSilent
+from kvloom.cluster.placement import Place, gateway_nodes, needs, place, rooms
 from kvloom.cluster.reconcile import Timing
-from kvloom.cluster.state import ABSENT
-from kvloom.cluster.state import FleetSpec
-from kvloom.cluster.state import UnitSpec
-from kvloom.cluster.state import gateway_name
+from kvloom.cluster.state import ABSENT, FleetSpec, UnitSpec, gateway_name
 from kvloom.types.spec import EngineSpec
-from tests.cluster.histories import History
-from tests.cluster.histories import Memory
-from tests.cluster.histories import ModelledHost
-from tests.cluster.histories import One
-from tests.cluster.histories import StillClock
-from tests.cluster.histories import engine
-import random
+from tests.cluster.histories import History, Memory, ModelledHost, One, StillClock, engine
 
 LEASE = Timing().lease
 NAMES = ("a", "b", "c", "d")

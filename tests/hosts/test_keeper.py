@@ -32,8 +32,9 @@ from kvloom.serve.nodes.wire import (
     connect,
 )
 from kvloom.types.errors import Unavailable
+from kvloom.types.request import TokenEvent
 from tests.checkpoints import make_checkpoint
-from tests.engines import ask, body, spec_of
+from tests.engines import body, spec_of
 from tests.hosts.hosts import Host, NoHosts, hosts
 from tests.oracle import Oracle
 
@@ -113,6 +114,12 @@ def keeper(two: list[Host], tmp_path: Path) -> Iterator[tuple[str, ssl.SSLContex
     assert not two[0].processes()
 
 
+async def generated(client: HttpEngineClient, prompt: list[int], count: int) -> list[int]:
+    """Returns the tokens that an engine makes."""
+    frames = client.start_generate(body("m", prompt, max_tokens=count))
+    return [event.token async for frame in frames for event in frame if isinstance(event, TokenEvent)]
+
+
 def test_an_engine_answers_another_host(keeper: tuple[str, ssl.SSLContext], checkpoint: Path) -> None:
     prompt = [5, 6, 7]
 
@@ -124,7 +131,7 @@ def test_an_engine_answers_another_host(keeper: tuple[str, ssl.SSLContext], chec
             assert isinstance(answered, Answered)
             client = HttpEngineClient(answered.endpoint, secret=SECRET, tls=keeper[1], name=NAME)
             async with client:
-                tokens = (await ask(client, body("m", prompt, max_tokens=12))).tokens[0]
+                tokens = await generated(client, prompt, 12)
             wrong = HttpEngineClient(answered.endpoint, secret="another", tls=keeper[1], name=NAME)
             async with wrong:
                 with pytest.raises(Exception, match="secret"):
@@ -171,12 +178,12 @@ def test_a_host_that_is_cut_off_for_less_than_its_lease(
                 await client.models()
                 two[0].cut_off()
                 try:
-                    asked = asyncio.create_task(ask(client, body("m", prompt, max_tokens=16)))
+                    asked = asyncio.create_task(generated(client, prompt, 16))
                     await asyncio.sleep(LEASE / 3)
                     assert not asked.done()
                 finally:
                     two[0].join_again()
-                return (await asked).tokens[0]
+                return await asked
 
     Oracle(checkpoint).check_at_once(prompt, asyncio.run(play()))
 

@@ -3,24 +3,22 @@ node has left."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import replace
-from kvloom.cluster.actions import Action
-from kvloom.cluster.actions import StartProcess
-from kvloom.cluster.actions import TellLack
-from kvloom.cluster.state import ABSENT
-from kvloom.cluster.state import ALIVE
-from kvloom.cluster.state import ComponentStatus
-from kvloom.cluster.state import FleetSpec
-from kvloom.cluster.state import FleetStatus
-from kvloom.cluster.state import SCHEDULER
-from kvloom.cluster.state import UnitSpec
-from kvloom.cluster.state import is_drained
-from kvloom.cluster.state import outlook
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Final
+
+from kvloom.cluster.actions import Action, StartProcess, TellLack
+from kvloom.cluster.state import (
+    ABSENT,
+    ALIVE,
+    SCHEDULER,
+    ComponentStatus,
+    FleetSpec,
+    FleetStatus,
+    UnitSpec,
+    is_drained,
+    outlook,
+)
 
 _GPU: Final = "cuda:"
 

@@ -6,46 +6,49 @@ their order, and asks again after each change, and when the time of a `Wait` has
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
-from kvloom.cluster.actions import Action
-from kvloom.cluster.actions import BeginServing
-from kvloom.cluster.actions import DrainUnit
-from kvloom.cluster.actions import EndTurn
-from kvloom.cluster.actions import Forget
-from kvloom.cluster.actions import ForgetNode
-from kvloom.cluster.actions import Kill
-from kvloom.cluster.actions import LoseNode
-from kvloom.cluster.actions import MoveUnit
-from kvloom.cluster.actions import PassOver
-from kvloom.cluster.actions import ProveProgram
-from kvloom.cluster.actions import RaiseGeneration
-from kvloom.cluster.actions import ReadmitUnit
-from kvloom.cluster.actions import RetireGateway
-from kvloom.cluster.actions import RevertProgram
-from kvloom.cluster.actions import StartProcess
-from kvloom.cluster.actions import StopProcess
-from kvloom.cluster.actions import TellLack
-from kvloom.cluster.actions import Wait
-from kvloom.cluster.placement import Moves
-from kvloom.cluster.placement import gateway_nodes
-from kvloom.cluster.placement import placed
-from kvloom.cluster.state import ABSENT
-from kvloom.cluster.state import ALIVE
-from kvloom.cluster.state import ComponentStatus
-from kvloom.cluster.state import FleetSpec
-from kvloom.cluster.state import FleetStatus
-from kvloom.cluster.state import GATEWAY
-from kvloom.cluster.state import SCHEDULER
-from kvloom.cluster.state import UnitSpec
-from kvloom.cluster.state import gateway_name
-from kvloom.cluster.state import gateway_node
-from kvloom.cluster.state import generation_of
-from kvloom.cluster.state import is_drained
-from kvloom.cluster.state import is_gateway
-from kvloom.cluster.state import outlook
 from typing import Final
+
+from kvloom.cluster.actions import (
+    Action,
+    BeginServing,
+    DrainUnit,
+    EndTurn,
+    Forget,
+    ForgetNode,
+    Kill,
+    LoseNode,
+    MoveUnit,
+    PassOver,
+    ProveProgram,
+    RaiseGeneration,
+    ReadmitUnit,
+    RetireGateway,
+    RevertProgram,
+    StartProcess,
+    StopProcess,
+    TellLack,
+    Wait,
+)
+from kvloom.cluster.placement import Moves, gateway_nodes, placed
+from kvloom.cluster.state import (
+    ABSENT,
+    ALIVE,
+    GATEWAY,
+    SCHEDULER,
+    ComponentStatus,
+    FleetSpec,
+    FleetStatus,
+    UnitSpec,
+    gateway_name,
+    gateway_node,
+    generation_of,
+    is_drained,
+    is_gateway,
+    outlook,
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
@@ -93,9 +96,16 @@ def reconcile(
 ) -> tuple[Action, ...]:
     """Returns what is due at `now`: at most one action for each component, and at last at most one `Wait`."""
     found = list(placed(_all(spec, status, now, timing), spec, status))
+    if not status.opened and _starts_units(found, spec):
+        # A gateway that would have served without these units waits for them.
+        found = [action for action in found if not isinstance(action, BeginServing)]
     actions = [action for action in found if not isinstance(action, Wait)]
     waits = [action.until for action in found if isinstance(action, Wait)]
     return (*actions, Wait(min(waits))) if waits else tuple(actions)
+
+
+def _starts_units(found: list[Action], spec: FleetSpec) -> bool:
+    return any(isinstance(action, StartProcess) and action.component in spec.units for action in found)
 
 
 def _all(spec: FleetSpec, status: FleetStatus, now: float, timing: Timing) -> Iterator[Action]:

@@ -111,9 +111,7 @@ class Supervisor:
                 timing=timing,
                 watch=lambda *change: self._events.put_nowait(partial(self._show, *change)),
             )
-            beside = [group.create_task(self._controller.run())]
-            if isinstance(launcher, NodesLauncher) and self._cluster is not None:
-                beside.append(group.create_task(self._cluster.follow(launcher, self._screen.warn)))
+            beside = [group.create_task(self._control(launcher))]
             try:
                 return await self._follow()
             finally:
@@ -123,6 +121,8 @@ class Supervisor:
                 self._listener.close()
                 forks.cancel()
                 await launcher.end(END_SECONDS)
+                if self._cluster is not None:
+                    await self._cluster.end()
                 watched.cancel()
 
     def _over_nodes(self, cluster: Cluster, local: LocalLauncher, group: asyncio.TaskGroup) -> NodesLauncher:
@@ -135,6 +135,18 @@ class Supervisor:
             hear_node=lambda report: self._controller.hear(report),  # noqa: PLW0108 -- it is made later
             log=self._screen.log,
         )
+
+    async def _control(self, launcher: LocalLauncher | NodesLauncher) -> None:
+        """Runs the controller; if there are hosts, once those that are there have joined, so that the first
+        to answer does not get all units."""
+        if self._cluster is None or isinstance(launcher, LocalLauncher):
+            await self._controller.run()
+            return
+        await self._cluster.look(launcher, self._screen.warn)
+        await launcher.answered()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._controller.run())
+            tasks.create_task(self._cluster.follow(launcher, self._screen.warn))
 
     async def _follow(self) -> Outcome:
         while True:

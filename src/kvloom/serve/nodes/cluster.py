@@ -25,6 +25,12 @@ class Cluster(Protocol):
     @property
     def secret(self) -> str: ...
 
+    async def look(self, joins: Joins, told: Callable[[str, str], None]) -> None:
+        """Tells of the hosts that have come and gone since the last look. told: called with a host and what
+        is wrong with it, once for each problem."""
+
     async def follow(self, joins: Joins, told: Callable[[str, str], None]) -> None:
-        """Tells of hosts that come and go, until it is cancelled. told: called with a host and what is wrong
-        with it."""
+        """Looks again and again, until it is cancelled."""
+
+    async def end(self) -> None:
+        """Leaves nothing of the fleet with whoever knows the hosts."""

@@ -65,6 +65,8 @@ class _Node:
     """When the last lease that it was given is over, by this host's clock."""
     touch: asyncio.Task[None] | None = None
     """Keeps in touch with it."""
+    tried: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once its keeper has answered, or has not."""
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the connection is closed."""
 
@@ -111,6 +113,11 @@ class NodesLauncher:
             node.address = address
             node.touch = self._tasks.create_task(self._keep_in_touch(node))
 
+    async def answered(self) -> None:
+        """Waits until each node that has joined has answered, or could not be reached."""
+        for node in list(self._nodes.values()):
+            await node.tried.wait()
+
     def leave(self, name: str) -> None:
         """Keeps in touch with a node no more. The controller hears of it once nothing there can serve."""
         if (node := self._nodes.pop(name, None)) is not None:
@@ -132,6 +139,7 @@ class NodesLauncher:
                 problem = await self._follow(node, await connect(node.address, self._context))
             except Unavailable as error:
                 problem = error.message
+            node.tried.set()
             left = self._left(node)
             if node.phase != "lost" and left <= 0:
                 node.phase = "lost"
@@ -159,6 +167,7 @@ class NodesLauncher:
                         node.wire, node.phase = wire, "there"
                         node.closed.clear()
                         self._hear_node(self._joined(node, message))
+                        node.tried.set()
                     case LeaseAsked():
                         node.until = self._clock.now() + self._lease
                         wire.send(Granted(message.asked))

@@ -70,29 +70,27 @@ class RayNodes:
         self._clock = clock
         self._fleet = hashlib.sha256(self.secret.encode()).hexdigest()[:12]
         self._known: dict[str, str] = {}  # node's name by Ray's id of it
+        self._problems: dict[str, str] = {}  # what was told of nodes without a keeper
 
     async def follow(self, joins: Joins, told: Callable[[str, str], None]) -> None:
-        problems: dict[str, str] = {}
         while True:
-            alive = await asyncio.to_thread(_alive)
-            for identifier in set(self._known) - set(alive):
-                joins.leave(self._known.pop(identifier))
-            for identifier, name in alive.items():
-                if identifier in self._known:
-                    continue
-                try:
-                    address = await asyncio.to_thread(self._keeper, identifier, name)
-                except (RayError, OSError, ValueError, RuntimeError) as error:
-                    cause = getattr(error, "cause", None) or error  # what the agent has raised
-                    problem = " ".join(str(cause).split())[:300] or type(cause).__name__
-                    if problems.get(name) != problem:
-                        problems[name] = problem
-                        told(name, f"has no keeper: {problem}; it is tried again")
-                    continue
-                self._known[identifier] = name
-                problems.pop(name, None)
-                joins.join(name, address)
             await self._clock.sleep(LOOK_SECONDS)
+            await self.look(joins, told)
+
+    async def look(self, joins: Joins, told: Callable[[str, str], None]) -> None:
+        alive = await asyncio.to_thread(_alive)
+        for identifier in set(self._known) - set(alive):
+            joins.leave(self._known.pop(identifier))
+        new = {identifier: name for identifier, name in alive.items() if identifier not in self._known}
+        found = await asyncio.gather(*(asyncio.to_thread(self._keeper, *one) for one in new.items()))
+        for (identifier, name), (address, problem) in zip(new.items(), found, strict=True):
+            if address:
+                self._known[identifier] = name
+                self._problems.pop(name, None)
+                joins.join(name, address)
+            elif self._problems.get(name) != problem:
+                self._problems[name] = problem
+                told(name, f"has no keeper: {problem}; it is tried again")
 
     def machines(self) -> list[Machine]:
         """Returns what the nodes have."""
@@ -105,15 +103,18 @@ class RayNodes:
             lacking = ray.get(self._agent(identifier).lacking.remote(models), timeout=AGENT_SECONDS)
             for name, path in lacking.items():
                 raise ConfigError(
-                    f"models.{name}: the node {node} has no folder {path}; the checkpoint at the same path on "
-                    "all nodes is right"
+                    f"models.{name}: the node {node} has no folder {path}; the same path on all nodes is right"
                 )
 
-    def _keeper(self, identifier: str, name: str) -> str:
+    def _keeper(self, identifier: str, name: str) -> tuple[str, str]:
+        """Returns the address of a node's keeper, or an empty one and why there is none."""
         order = KeeperOrder(host=name, secret=self.secret, identity=self.identity, fleet=self._fleet)
-        asked = self._agent(identifier).keeper.remote(msgspec.json.encode(order))
-        address: str = ray.get(asked, timeout=AGENT_SECONDS)
-        return address
+        try:
+            asked = self._agent(identifier).keeper.remote(msgspec.json.encode(order))
+            return str(ray.get(asked, timeout=AGENT_SECONDS)), ""
+        except (RayError, RuntimeError, ValueError) as error:
+            cause = getattr(error, "cause", None) or error  # what the agent has raised
+            return "", " ".join(str(cause).split())[:300] or type(cause).__name__
 
     def _agent(self, identifier: str) -> Any:
         """Returns the agent on a node, which is started if there is none."""
@@ -132,9 +133,12 @@ class RayNodes:
             .remote()
         )
 
-    def end(self) -> None:
+    async def end(self) -> None:
+        await asyncio.to_thread(self._end)
+
+    def _end(self) -> None:
         """Ends the agents, and this process's connection to the cluster."""
-        for identifier in self._known:
+        for identifier in _alive():
             ray.kill(self._agent(identifier))
         ray.shutdown()
 
