@@ -11,7 +11,8 @@ import itertools
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -175,6 +176,14 @@ def hosts(count: int, folder: Path) -> Iterator[list[Host]]:
             stack.callback(host.cut_power)
             made.append(host)
         yield made
+
+
+def eventually(holds: Callable[[], bool], seconds: float) -> None:
+    """Waits until something holds. Raises AssertionError if it does not in time."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it never came to be"
+        time.sleep(0.1)
 
 
 def _children(pid: int) -> list[int]:

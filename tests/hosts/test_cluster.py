@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import re
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 
+import httpx
 import pytest
 
-from tests.hosts.hosts import Host
+from kvloom.config.config import DEMO
+from tests.hosts.hosts import Host, HostProcess, NoHosts, eventually, hosts
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 DEADLINE = 120.0
 CONFIG = """\
 host: 0.0.0.0
-port: 8000
 kv_memory: 48MiB
+node_lease: 5s
 models: {{sums: {demo}/sums}}
 units: [{{models: [sums], replicas: 3, threads: 1}}]
 """
@@ -22,9 +32,113 @@ CHAT = {
     "model": "sums",
     "messages": [{"role": "user", "content": "What is 17 + 25?"}],
     "temperature": 0,
-    "max_tokens": 12,
+    "max_tokens": 400,
+    "ignore_eos": True,
 }
 
 
 def kvloom(host: Host, *arguments: str) -> str:
     return host.run(sys.executable, "-m", "kvloom.cli", *arguments, seconds=DEADLINE)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+    """Hosts of one cluster, the head first."""
+    folder = tmp_path_factory.mktemp("three")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(folder))  # where the token is kept
+        try:
+            with hosts(3, folder) as made:
+                head, *others = made
+                told = kvloom(head, "cluster", "start", "--head", "--address", head.address)
+                assert f"kvloom cluster join {head.address}:6379" in told
+                for host in others:
+                    kvloom(host, "cluster", "join", f"{head.address}:6379")
+                yield made
+        except NoHosts as why:
+            pytest.skip(str(why))
+
+
+@dataclass
+class Serving:
+    """A fleet that serves from the head."""
+
+    process: HostProcess
+    url: str
+    printed: list[str] = field(default_factory=list)
+
+    def read(self) -> None:
+        for line in self.process.stdout:
+            self.printed.append(line.decode())
+
+    def end(self) -> None:
+        self.process.signal(signal.SIGINT)
+        assert self.process.wait(DEADLINE) == 0, "".join(self.printed)
+
+
+@contextmanager
+def serving(three: list[Host], folder: Path) -> Iterator[Serving]:
+    config = folder / "fleet.yaml"
+    config.write_text(CONFIG.format(demo=DEMO))
+    process = three[0].start(sys.executable, "-m", "kvloom.cli", "serve", str(config), "--cluster", "auto")
+    made = Serving(process, f"http://{three[0].address}:8000")
+    reading = threading.Thread(target=made.read)
+    reading.start()
+    try:
+        eventually(lambda: any("Ready in" in line for line in made.printed), seconds=DEADLINE)
+        yield made
+    finally:
+        process.signal(signal.SIGINT)
+        process.wait(DEADLINE)
+        reading.join()
+
+
+def of_kvloom(host: Host) -> list[str]:
+    """Returns what of kvloom runs at a host."""
+    lines = []
+    for pid in host.processes():
+        try:
+            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if re.search(r"kvloom|NodeAgent", line):
+            lines.append(line)
+    return lines
+
+
+def text_of(url: str) -> str:
+    """Returns the whole text of a streamed chat."""
+    pieces = []
+    with httpx.stream(
+        "POST", f"{url}/v1/chat/completions", json=CHAT | {"stream": True}, timeout=DEADLINE
+    ) as answer:
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                pieces += [choice["delta"].get("content", "") for choice in event["choices"]]
+    assert line == "data: [DONE]" or not line
+    return "".join(pieces)
+
+
+def test_a_host_s_power_is_cut_under_streams(three: list[Host], tmp_path: Path) -> None:
+    """Its streams go on elsewhere with the same tokens, its unit starts elsewhere once the lease is over, and
+    a clean end leaves nothing anywhere."""
+    with serving(three, tmp_path) as fleet:
+        for host in three:
+            assert sum("engine_process unit-" in line or "unit-" in line for line in of_kvloom(host)) == 1
+        right = text_of(fleet.url)
+        found: list[str] = []
+        asking = [
+            threading.Thread(target=lambda: found.append(text_of(fleet.url)), daemon=True) for _ in range(6)
+        ]
+        for one in asking:
+            one.start()
+        three[2].cut_power()
+        for one in asking:
+            one.join(DEADLINE)
+        assert found == [right] * 6
+        eventually(lambda: kvloom(three[0], "unit", "list").count(" up ") == 3, seconds=DEADLINE)
+    assert not of_kvloom(three[0])
+    assert not of_kvloom(three[1])

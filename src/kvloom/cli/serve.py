@@ -42,6 +42,7 @@ CONFIG.yaml, with the defaults:
   priorities: {-1: 4000} # headroom in tokens, by urgency; none by default
   rescheduling: {period: 0.5, out: 24, into: 48} # moves between units; or none
   load_timeout: 1800s    # how long a unit may load its models
+  node_lease: 30s        # how long a cluster's node serves when it is cut off
   program: data_parallel # or {name: balanced, ratio: 0.2}, or my_module:my_own
   max_body: 8MiB         # of a request
   max_connections: 4096  # that one address, which is no proxy's, may have open

@@ -134,6 +134,7 @@ class Supervisor:
             hear=self._hear,
             hear_node=lambda report: self._controller.hear(report),  # noqa: PLW0108 -- it is made later
             log=self._screen.log,
+            lease=self._config.node_lease,
         )
 
     async def _control(self, launcher: LocalLauncher | NodesLauncher) -> None:

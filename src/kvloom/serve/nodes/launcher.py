@@ -44,7 +44,6 @@ from kvloom.types.clock import Clock
 from kvloom.types.errors import Unavailable
 from kvloom.types.spec import EngineSpec
 
-LEASE_SECONDS: Final = 30.0
 MARGIN_SECONDS: Final = 1.0  # by which a node's lease is taken to hold longer than it does
 PAUSE_SECONDS: Final = 0.5  # between two attempts to reach a keeper
 SILENT_SECONDS: Final = 3.0  # without a word of a keeper, which asks for a lease each second
@@ -85,8 +84,8 @@ class NodesLauncher:
         hear: Callable[[str, Heard], None],
         hear_node: Callable[[NodeReport], None],
         log: Callable[[str, str], None],
+        lease: float,
         life: int = 1,
-        lease: float = LEASE_SECONDS,
     ) -> None:
         """context: with which keepers are called; life: counts the fleet's controllers; lease: the seconds
         for which a node may serve without hearing of this one."""

@@ -103,7 +103,7 @@ class RayNodes:
             lacking = ray.get(self._agent(identifier).lacking.remote(models), timeout=AGENT_SECONDS)
             for name, path in lacking.items():
                 raise ConfigError(
-                    f"models.{name}: the node {node} has no folder {path}; the same path on all nodes is right"
+                    f"models.{name}: node {node} has no folder {path}; the same path on all nodes is right"
                 )
 
     def _keeper(self, identifier: str, name: str) -> tuple[str, str]:
