@@ -94,7 +94,7 @@ class Host:
         """Returns the command by which something runs at this host."""
         return [
             *("nsenter", f"--target={self._first}", "--net", "--pid", "--mount", "--uts"),
-            *("env", f"TMPDIR={self._folder}", *arguments),
+            *("env", f"TMPDIR={self._folder}", f"HOME={self._folder}", *arguments),
         ]
 
     def start(self, *arguments: str) -> HostProcess:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -37,26 +39,26 @@ CHAT = {
 }
 
 
-def kvloom(host: Host, *arguments: str) -> str:
-    return host.run(sys.executable, "-m", "kvloom.cli", *arguments, seconds=DEADLINE)
+def kvloom(host: Host, *arguments: str, token: str = "") -> str:
+    """Runs a command at a host, and returns what it prints. Raises CalledProcessError."""
+    environment = [f"RAY_AUTH_TOKEN={token}"] if token else []
+    return host.run("env", *environment, sys.executable, "-m", "kvloom.cli", *arguments, seconds=DEADLINE)
 
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
     """Hosts of one cluster, the head first."""
     folder = tmp_path_factory.mktemp("three")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(folder))  # where the token is kept
-        try:
-            with hosts(3, folder) as made:
-                head, *others = made
-                told = kvloom(head, "cluster", "start", "--head", "--address", head.address)
-                assert f"kvloom cluster join {head.address}:6379" in told
-                for host in others:
-                    kvloom(host, "cluster", "join", f"{head.address}:6379")
-                yield made
-        except NoHosts as why:
-            pytest.skip(str(why))
+    try:
+        with hosts(3, folder) as made:
+            head, *others = made
+            told = kvloom(head, "cluster", "start", "--head", "--address", head.address)
+            [token] = re.findall(rf"RAY_AUTH_TOKEN=(\w+) kvloom cluster join {head.address}:6379", told)
+            for host in others:
+                kvloom(host, "cluster", "join", f"{head.address}:6379", token=token)
+            yield made
+    except NoHosts as why:
+        pytest.skip(str(why))
 
 
 @dataclass
@@ -122,6 +124,44 @@ def text_of(url: str) -> str:
     return "".join(pieces)
 
 
+def test_a_node_that_lacks_a_checkpoint_is_named_before_anything_starts(
+    three: list[Host], tmp_path: Path
+) -> None:
+    shutil.copytree(f"{DEMO}/sums", tmp_path / "sums")
+    three[1].run("mount", "-t", "tmpfs", "none", str(tmp_path))  # there it is another folder, and empty
+    try:
+        said = refused(three[0], "serve", "--model", f"m={tmp_path}/sums", "--cluster", "auto")
+    finally:
+        three[1].run("umount", str(tmp_path))
+    lacking = f"models.m: node {three[1].address} has no folder {tmp_path}/sums"
+    assert lacking in said
+
+
+@pytest.mark.parametrize(
+    ("cluster", "problem"),
+    [
+        ("nonsense", "no address; `auto`, or HOST:PORT of a head, is right"),
+        ("127.0.0.1:9", "cannot be reached (Connection refused)"),
+    ],
+)
+def test_a_cluster_that_cannot_be_reached(three: list[Host], cluster: str, problem: str) -> None:
+    assert problem in refused(three[0], "serve", "--cluster", cluster)
+
+
+def test_a_host_with_another_token_does_not_join(three: list[Host]) -> None:
+    head = f"{three[0].address}:6379"
+    said = refused(three[2], "cluster", "join", head, token="0" * 64)
+    assert said.startswith("kvloom: Ray cannot start here: ")
+
+
+def refused(host: Host, *arguments: str, token: str = "") -> str:
+    """Returns the one line with which a command ends that cannot do what it is told."""
+    with pytest.raises(subprocess.CalledProcessError) as ended:
+        kvloom(host, *arguments, token=token)
+    [line] = [line for line in str(ended.value.stderr).splitlines() if line.startswith("kvloom: ")]
+    return line
+
+
 def test_a_host_s_power_is_cut_under_streams(three: list[Host], tmp_path: Path) -> None:
     """Its streams go on elsewhere with the same tokens, its unit starts elsewhere once the lease is over, and
     a clean end leaves nothing anywhere."""
@@ -140,5 +180,4 @@ def test_a_host_s_power_is_cut_under_streams(three: list[Host], tmp_path: Path) 
             one.join(DEADLINE)
         assert found == [right] * 6
         eventually(lambda: kvloom(three[0], "unit", "list").count(" up ") == 3, seconds=DEADLINE)
-    assert not of_kvloom(three[0])
-    assert not of_kvloom(three[1])
+    eventually(lambda: not of_kvloom(three[0]) and not of_kvloom(three[1]), seconds=DEADLINE)

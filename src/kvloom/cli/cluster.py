@@ -19,6 +19,7 @@ from kvloom.types.files import replacing
 
 PORT: Final = 6379
 TOKEN: Final = "RAY_AUTH_TOKEN"
+KEPT: Final = Path("~/.ray/auth_token")
 _LEAST_TOKEN: Final = 16  # characters
 _STORE: Final = (
     80_000_000  # bytes of Ray's object store, which kvloom does not use, and of which this is the least
@@ -62,6 +63,7 @@ def start(
         *(["--dashboard-host=127.0.0.1"] if dashboard else []),
         token=token,
     )
+    _keep(token)
     print(f"The cluster has begun at {here}:{port}. On each further host:")
     print(f"  {TOKEN}={token} kvloom cluster join {here}:{port}")
     print("Then, here:")
@@ -80,7 +82,9 @@ def join(
     if not host or not port.isdigit():
         raise ConfigError(f"{head}: no address of a head; HOST:PORT, as 10.0.0.1:{PORT}, is right")
     here = address or own_address(host)
-    _ray("start", f"--address={head}", f"--node-ip-address={here}", token=_token())
+    token = _token()
+    _ray("start", f"--address={head}", f"--node-ip-address={here}", token=token)
+    _keep(token)
     print(f"This host, {here}, has joined the cluster of {head}.")
 
 
@@ -106,19 +110,21 @@ def own_address(toward: str = "192.0.2.1") -> str:
 
 def _token(*, make: bool = False) -> str:
     """Returns the cluster's token. make: whether one is made if there is none."""
-    kept = Path.home() / ".ray" / "auth_token"
+    kept = KEPT.expanduser()
     token = os.environ.get(TOKEN, "") or (kept.read_text().strip() if kept.exists() else "")
     if not token and not make:
         raise ConfigError(f"{TOKEN} is not set, and there is no {kept}; the token of the head is right")
-    if not token:
-        token = secrets.token_hex(32)
-    if len(token) < _LEAST_TOKEN:
+    if token and len(token) < _LEAST_TOKEN:
         raise ConfigError(f"{TOKEN}: has {len(token)} characters; at least {_LEAST_TOKEN} are right")
-    if not kept.exists() or kept.read_text().strip() != token:
-        kept.parent.mkdir(mode=0o700, exist_ok=True)
-        with replacing(kept) as file:
-            file.write(token.encode())
-    return token
+    return token or secrets.token_hex(32)
+
+
+def _keep(token: str) -> None:
+    """Keeps the token where Ray looks for it, now that the host is in the cluster."""
+    kept = KEPT.expanduser()
+    kept.parent.mkdir(mode=0o700, exist_ok=True)
+    with replacing(kept) as file:
+        file.write(token.encode())
 
 
 def _ray(*arguments: str, token: str = "") -> None:

@@ -41,8 +41,8 @@ def connect(address: str) -> None:
         ray.init(address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     except ConnectionError as error:
         raise ConfigError(
-            f"--cluster {address}: no Ray cluster can be reached; `kvloom cluster start --head` starts one, "
-            "and HOST:PORT of a head is right"
+            f"--cluster {address}: no Ray cluster can be reached, or it has another token than this host; "
+            "`kvloom cluster start --head` starts one, and HOST:PORT of a head is right"
         ) from error
     except (RuntimeError, ValueError, RayError) as error:
         raise ConfigError(f"--cluster {address}: {' '.join(str(error).split())[:400]}") from error
