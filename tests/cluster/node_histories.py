@@ -7,15 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvloom.cluster.edits import Edit, NodeEdit, UnitEdit
-from kvloom.cluster.launcher import (
-    Ended,
-    FoundProcess,
-    News,
-    NodeJoined,
-    NodeLeft,
-    NodeLost,
-    NodeSilent,
-)
+from kvloom.cluster.launcher import Ended, FoundProcess, News, NodeJoined, NodeLeft, NodeLost, NodeSilent
 from kvloom.cluster.placement import Place, gateway_nodes, needs, place, rooms
 from kvloom.cluster.reconcile import Timing
 from kvloom.cluster.state import ABSENT, FleetSpec, UnitSpec, gateway_name

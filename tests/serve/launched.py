@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from kvloom.cluster.launcher import Snapshot
-from kvloom.serve.processes.messages import GatewayNews, GatewayOrder, Ready, RetireOrder, StartProgress
+from kvloom.serve.processes.messages import GatewayOrder, Ready, RetireOrder, StartProgress, Told
 from kvloom.serve.processes.parent import Parent, run_child
 from kvloom.types.errors import ConfigError
 
@@ -43,7 +43,7 @@ def main(parent: Parent) -> None:
     asyncio.run(serve(parent, life))
 
 
-def heed(news: GatewayNews) -> None:
+def heed(news: Told) -> None:
     if isinstance(news, RetireOrder):
         os.kill(os.getpid(), signal.SIGTERM)
 

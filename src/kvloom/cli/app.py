@@ -53,6 +53,7 @@ COMMANDS: Final = (
     ("node", "kvloom.cli.admin:node", "Show the nodes of a fleet, or empty one."),
     ("model", "kvloom.cli.models:model", "Show models, add or remove one while a fleet serves."),
     ("config", "kvloom.cli.models:config", "Bring a fleet that serves to another config."),
+    ("cluster", "kvloom.cli.cluster:cluster", "Let several hosts serve together, on Ray."),
     ("key", "kvloom.cli.key:key", "Make, show, rotate or revoke keys with names and limits."),
     ("restart", "kvloom.cli.admin:restart", "Restart a whole fleet while it serves."),
     ("workload", "kvloom.cli.bench:workload", "Make or show a workload."),

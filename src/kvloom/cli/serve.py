@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import App, Parameter
 
 from kvloom.cli.app import INVALID, CommandFailed, Models, Whole
 from kvloom.serve.machine import raise_open_files
 from kvloom.serve.processes.prefork import launched
+from kvloom.types.clock import WallClock
 from kvloom.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvloom.serve.nodes.ray_nodes import RayNodes
 
 EXAMPLES: Final = """\
 examples:
@@ -38,6 +43,7 @@ CONFIG.yaml, with the defaults:
   priorities: {-1: 4000} # headroom in tokens, by urgency; none by default
   rescheduling: {period: 0.5, out: 24, into: 48} # moves between units; or none
   load_timeout: 1800s    # how long a unit may load its models
+  node_lease: 30s        # how long a cluster's node serves when it is cut off
   program: data_parallel # or {name: balanced, ratio: 0.2}, or my_module:my_own
   max_body: 8MiB         # of a request
   max_connections: 4096  # that one address, which is no proxy's, may have open
@@ -83,6 +89,10 @@ def serve(
     admin_key_file: Annotated[
         Path | None, Parameter(help="the keys of those who may administer, one a line")
     ] = None,
+    cluster: Annotated[
+        str | None,
+        Parameter(metavar="auto|HOST:PORT", help="the Ray cluster that has the engines (this host)"),
+    ] = None,
 ) -> None:
     """Serve several models from one KV pool behind an OpenAI API.
 
@@ -100,9 +110,14 @@ def serve(
         from kvloom.config.machine import Machine  # noqa: PLC0415
         from kvloom.serve.supervisor import serve_fleet  # noqa: PLC0415
 
-        read = load_config(config, flags, parse_models(model), Machine.here())
+        nodes = None if cluster is None else _connected(cluster)
+        machine = Machine.here() if nodes is None else Machine.together(nodes.machines())
+        read = load_config(config, flags, parse_models(model), machine)
+        if nodes is not None:
+            folders = {name: one.path for name, one in read.models.items() if Path(one.path).is_dir()}
+            nodes.require(folders)
         try:
-            outcome = serve_fleet(read, forks)
+            outcome = serve_fleet(read, forks, nodes)
         except ConfigError as error:
             key = error.message.partition(":")[0]
             if config is None or key in flags or key not in ("host", "port"):
@@ -112,3 +127,13 @@ def serve(
         raise ConfigError(outcome.why)
     if outcome.code:
         raise CommandFailed(outcome.why, outcome.code)
+
+
+def _connected(cluster: str) -> RayNodes:
+    """Returns the nodes of the Ray cluster. Raises ConfigError."""
+    if find_spec("ray") is None:
+        raise ConfigError("--cluster: Ray is not installed; `pip install 'kvloom[cluster]'` installs it")
+    from kvloom.serve.nodes import ray_nodes  # noqa: PLC0415 -- the only place that needs Ray
+
+    ray_nodes.connect(cluster)
+    return ray_nodes.RayNodes(WallClock())

@@ -96,9 +96,16 @@ def reconcile(
 ) -> tuple[Action, ...]:
     """Returns what is due at `now`: at most one action for each component, and at last at most one `Wait`."""
     found = list(placed(_all(spec, status, now, timing), spec, status))
+    if not status.opened and _starts_units(found, spec):
+        # A gateway that would have served without these units waits for them.
+        found = [action for action in found if not isinstance(action, BeginServing)]
     actions = [action for action in found if not isinstance(action, Wait)]
     waits = [action.until for action in found if isinstance(action, Wait)]
     return (*actions, Wait(min(waits))) if waits else tuple(actions)
+
+
+def _starts_units(found: list[Action], spec: FleetSpec) -> bool:
+    return any(isinstance(action, StartProcess) and action.component in spec.units for action in found)
 
 
 def _all(spec: FleetSpec, status: FleetStatus, now: float, timing: Timing) -> Iterator[Action]:

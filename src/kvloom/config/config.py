@@ -27,6 +27,7 @@ from kvloom.config.fields import (
     Count,
     LoadSeconds,
     Memory,
+    NodeLease,
     NoNull,
     Origins,
     Priorities,
@@ -84,7 +85,7 @@ KEPT_FROM_START: Final = (
     *("host", "port", "tls", "proxies", "allow_origins"),
     *("api_key_file", "admin_key_file", "keys", "share_prefixes", "audit_file"),
     *("max_body", "max_connections", "request_timeout"),
-    *("drain", "patience", "load_timeout", "watchdog", "rescheduling"),
+    *("drain", "patience", "load_timeout", "watchdog", "node_lease", "rescheduling"),
 )
 """Keys that are none of units, models and program. A fleet that serves keeps what it was started with."""
 Keys = TypeVar("Keys")
@@ -117,6 +118,7 @@ class Config(ConfigSection):
     drain: Seconds = Field(default="60s", validate_default=True)
     patience: Seconds = Field(default=f"{PATIENCE:g}s", validate_default=True)
     load_timeout: LoadSeconds = Field(default=f"{TIMING.load:g}s", validate_default=True)
+    node_lease: NodeLease = Field(default="30s", validate_default=True)
     watchdog: Watchdog = Field(default="30s", validate_default=True)
     api_key_file: Path | None = None
     admin_key_file: Path | None = None

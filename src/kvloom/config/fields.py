@@ -371,6 +371,7 @@ Threads = Annotated[int | Auto, PlainValidator(_threads)]
 Seconds = Annotated[float, _seconds(1, 3600)]
 LoadSeconds = Annotated[float, _seconds(1, 86400)]  # a download of the weights may be in it
 Watchdog = Annotated[float, _seconds(3, 3600)]
+NodeLease = Annotated[float, _seconds(5, 3600)]
 Period = Annotated[float, _seconds(0.05, 60)]
 Steps = Annotated[float, BeforeValidator(no_bool), Field(ge=-1e9, le=1e9)]
 Timeout = Annotated[float | None, PlainValidator(_timeout)]

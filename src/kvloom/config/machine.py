@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,15 @@ class Machine:
     """NVIDIA's GPUs that CUDA would show to this process."""
     name: str = ""
     """The name of the node that it is; empty if nobody has to know."""
+
+    @classmethod
+    def together(cls, machines: Sequence[Machine]) -> Machine:
+        """Returns what several machines have in all."""
+        return cls(
+            cores=sum(one.cores for one in machines),
+            memory=sum(one.memory for one in machines),
+            gpus=sum(one.gpus for one in machines),
+        )
 
     @classmethod
     def here(cls) -> Machine:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ssl
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import Final, Self
@@ -27,14 +28,21 @@ KEEP_ALIVE_SECONDS = 30.0  # The engine's is longer, so that the engine never cl
 
 
 class HttpEngineClient(RemoteEngine):
-    """An `EngineClient` over `http://host:port` or `unix:///path/of/a/socket`, and an async context manager.
+    """An `EngineClient` over `http://host:port`, `https://host:port` or `unix:///path/of/a/socket`. It is an
+    async context manager.
 
     Each stream has a connection of its own. A stream that is closed early closes its connection, which tells
     the engine.
     """
 
-    def __init__(self, url: str, *, secret: str) -> None:
+    def __init__(
+        self, url: str, *, secret: str, tls: ssl.SSLContext | None = None, name: str | None = None
+    ) -> None:
+        """tls: with which the engine is spoken to, if it is at another host; name: that of its certificate,
+        if it is not its host's."""
         self._url = url
+        self._tls = tls
+        self._name = name
         self._headers = {
             "authorization": f"Bearer {secret}",
             "kvloom-protocol": PROTOCOL,
@@ -58,7 +66,9 @@ class HttpEngineClient(RemoteEngine):
             )
             base = "http://engine"
         else:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
+            connector = aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, ssl=True if self._tls is None else self._tls
+            )
             base = self._url
         self._session = aiohttp.ClientSession(
             base,
@@ -119,12 +129,48 @@ class HttpEngineClient(RemoteEngine):
         async with asyncio.timeout(seconds):
             while True:
                 try:
-                    return await self._session.request(method, path, data=body, timeout=timeout)
+                    return await self._session.request(
+                        method, path, data=body, timeout=timeout, server_hostname=self._name
+                    )
                 except aiohttp.ClientOSError as error:
                     if error.errno not in _LISTENER_FULL:
                         raise
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
+
+
+class UnitClient(RemoteEngine):
+    """An `EngineClient` that calls a unit's process wherever it is by now, and an async context manager."""
+
+    def __init__(self, where: Callable[[], str], make: Callable[[str], HttpEngineClient]) -> None:
+        """where: returns the unit's address; empty if it has none. make: returns the client of an address."""
+        self._where = where
+        self._make = make
+        self._clients: dict[str, HttpEngineClient] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for client in self._clients.values():
+            await client.__aexit__(kind, error, trace)
+
+    def _at(self) -> HttpEngineClient:
+        """Returns the client of the unit's present address. Raises Unavailable if it has none."""
+        url = self._where()
+        if not url:
+            raise Unavailable("the engine has no process")
+        if url not in self._clients:
+            self._clients[url] = self._make(url).open()
+        return self._clients[url]
+
+    async def call(self, verb: Verb[Body, Answer], body: Body) -> Answer:
+        return await self._at().call(verb, body)
+
+    def start_generate(self, body: StartGenerate) -> Frames:
+        return self._at().start_generate(body)
 
 
 class _FrameStream:

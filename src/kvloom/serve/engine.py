@@ -7,12 +7,14 @@ import asyncio
 import functools
 import importlib
 import signal
+import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final, Protocol
 
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError
+from starlette.types import ASGIApp
 
 from kvloom.api.verbs import create_verbs
 from kvloom.engine.engine import Engine
@@ -23,10 +25,13 @@ from kvloom.kv.arena import Arena, ArenaMemory
 from kvloom.offload.cpu.attention import CpuOffloadBackend
 from kvloom.offload.loans import LoanKeeper
 from kvloom.offload.terms import OffloadBackend
+from kvloom.serve.nodes.identity import serving_context
+from kvloom.serve.nodes.lease import HeldLease
 from kvloom.serve.processes.messages import EngineOrder, Ready, StartProgress, keep_cards
 from kvloom.serve.processes.parent import Parent, end_at_once
 from kvloom.serve.processes.sandbox import Limits, Sandbox, grammar_trial
-from kvloom.serve.server import HttpServer
+from kvloom.serve.server import BACKLOG, HttpServer
+from kvloom.serve.tls import FixedCertificate, TlsServer
 from kvloom.transfer.shared_memory import ShmTransport
 from kvloom.types.clock import Clock, WallClock
 from kvloom.types.errors import ConfigError
@@ -62,8 +67,9 @@ def ahead() -> list[Callable[[], object]]:
     return [*(kernel.compile for kernel in kernels()), *imports]
 
 
-async def serve(parent: Parent, order: EngineOrder) -> None:
-    """Loads the models, then answers verbs until SIGTERM, which also comes when the parent ends."""
+async def serve(parent: Parent, order: EngineOrder, lease: HeldLease | None = None) -> None:
+    """Loads the models, then answers verbs until SIGTERM, which also comes when the parent ends, or until the
+    lease is over, if there is one."""
     spec = order.spec
     require_hub(spec.models)
     hide_progress()
@@ -77,26 +83,48 @@ async def serve(parent: Parent, order: EngineOrder) -> None:
     cards = await engine.models()
     keep_cards(folder, spec.unit, cards)
     chat = tuple(card.name for card in cards if card.chat_template is not None)
-    server = HttpServer(
-        create_verbs(engine, secret=order.secret, lend=engine.lend),
-        unix=order.socket,
-        grace=GRACE_SECONDS,
-        ready=lambda: parent.report(Ready(chat)),
-    )
+    verbs = create_verbs(engine, secret=order.secret, lend=engine.lend)
+    server, listeners = make_server(order, verbs, lambda endpoint: parent.report(Ready(chat, endpoint)))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.end)
     try:
         async with sandbox, asyncio.TaskGroup() as group:
             group.create_task(engine.run())
             beside = [group.create_task(parent.beat()), group.create_task(_end_when_lost(executor))]
+            if lease is not None:
+                beside.append(group.create_task(_end_when_over(lease)))
             if spec.weave is not None:
                 beside.append(group.create_task(_borrow(engine, spec, spec.weave, order, clock)))
-            await server.serve()
+            await server.serve(listeners)
             await engine.stop()
             for task in beside:
                 task.cancel()
     finally:
         transport.close_all()
         executor.close()
+
+
+def make_server(
+    order: EngineOrder, app: ASGIApp, ready: Callable[[str], None]
+) -> tuple[HttpServer, list[socket.socket] | None]:
+    """Returns the server of an engine's verbs, and the sockets at which it is to listen; None if it makes its
+    own. ready: called with the address for other hosts, which is empty if there are none. Raises ConfigError
+    if the host's address cannot be listened at."""
+    if order.identity is None:
+        return HttpServer(app, unix=order.socket, grace=GRACE_SECONDS, ready=lambda: ready("")), None
+    inside = socket.socket(socket.AF_UNIX)
+    Path(order.socket).unlink(missing_ok=True)  # that of a process that was killed
+    inside.bind(order.socket)
+    inside.listen(BACKLOG)
+    try:
+        outside = socket.create_server((order.host, 0), backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"the address {order.host} cannot be listened at: {error.strerror}; one of this host is right"
+        ) from error
+    endpoint = f"https://{order.host}:{outside.getsockname()[1]}"
+    certificates = FixedCertificate(serving_context(order.identity))
+    server = TlsServer(app, certificates=certificates, grace=GRACE_SECONDS, ready=lambda: ready(endpoint))
+    return server, [inside, outside]
 
 
 def require_hub(models: Iterable[ModelSpec]) -> None:
@@ -172,6 +200,12 @@ async def _end_when_lost(executor: UnitExecutor) -> None:
     """Ends the process at once when no job can run any more: its streams break, so that the router goes on
     with them."""
     end_at_once(await executor.lost())
+
+
+async def _end_when_over(lease: HeldLease) -> None:
+    """Ends the process at once when it may not serve any more."""
+    await lease.over()
+    end_at_once("this host's lease is over: the fleet's controller cannot be reached")
 
 
 def open_transport(spec: EngineSpec, arena: ArenaMemory, secret: str = "") -> Transport:

@@ -7,18 +7,25 @@ from pathlib import Path
 
 import uvloop
 
-from kvloom.serve.processes.messages import EngineOrder, StartProgress
+from kvloom.serve.nodes.lease import HeldLease
+from kvloom.serve.processes.messages import EngineOrder, Lease, StartProgress, Told
 from kvloom.serve.processes.parent import Parent, run_child
 
 
 def main(parent: Parent) -> None:
     order = parent.next_order(EngineOrder)
-    parent.watch(Path(order.socket).parent)
+    lease = HeldLease(order.lease) if order.lease is not None else None
+
+    def heed(told: Told) -> None:
+        if lease is not None and isinstance(told, Lease):
+            lease.renew(told.until)
+
+    parent.watch(Path(order.socket).parent, heed)
     parent.report(StartProgress("starting the engine"))
     from kvloom.serve.engine import serve  # noqa: PLC0415 -- for seconds, because it imports torch
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(parent, order))
+        runner.run(serve(parent, order, lease))
 
 
 if __name__ == "__main__":

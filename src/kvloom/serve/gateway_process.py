@@ -28,19 +28,21 @@ from kvloom.cluster.edits import Edit
 from kvloom.cluster.launcher import Snapshot
 from kvloom.cluster.mirror import Mirror
 from kvloom.cluster.orders import FleetOrders
-from kvloom.router.client import UNIX, HttpEngineClient
+from kvloom.router.client import UNIX, HttpEngineClient, UnitClient
 from kvloom.router.program import Program, load_program
 from kvloom.router.rescheduling import Rescheduler
 from kvloom.router.router import Router
 from kvloom.router.units import FleetLink
 from kvloom.serve.connections import OpenConnections
+from kvloom.serve.nodes.identity import NAME, calling_context
 from kvloom.serve.processes.log import AppendedFile, Background
 from kvloom.serve.processes.messages import (
     ChildReport,
-    GatewayNews,
     GatewayOrder,
+    Lease,
     Ready,
     RetireOrder,
+    Told,
     kept_cards,
 )
 from kvloom.serve.processes.parent import Parent, run_child
@@ -65,10 +67,10 @@ class GatewayServer:
     ending: asyncio.Event
     """Set once it is told to end."""
 
-    def heed(self, news: GatewayNews) -> None:
+    def heed(self, news: Told) -> None:
         if isinstance(news, RetireOrder):
             self.server.retire(self.drain)
-        else:
+        elif not isinstance(news, Lease):
             self.mirror.heed(news)
 
     def end(self) -> None:
@@ -87,13 +89,21 @@ async def gateway(
     async with AsyncExitStack() as stack:
         clients = await stack.enter_async_context(AsyncExitStack())  # closed last: those below call engines
 
+        tls = None if order.identity is None else calling_context(order.identity)
+
+        def client(address: str) -> HttpEngineClient:
+            """Returns the client of an address: that of another host, or a socket's path on this one."""
+            if address.startswith("https:"):
+                return HttpEngineClient(address, secret=order.secret, tls=tls, name=NAME)
+            return HttpEngineClient(f"{UNIX}{address}", secret=order.secret)
+
         @cache
-        def connect(unit: str) -> HttpEngineClient:
+        def connect(unit: str) -> UnitClient:
             """Returns the unit's client, whether it has a process or not. One that went and comes again has
             the client that it had."""
-            client = HttpEngineClient(f"{UNIX}{order.sockets}/{unit}.sock", secret=order.secret).open()
-            clients.push_async_exit(client)
-            return client
+            made = UnitClient(lambda: mirror.process(unit).endpoint, client)
+            clients.push_async_exit(made)
+            return made
 
         link = FleetLink(mirror, connect, lambda unit: kept_cards(Path(order.sockets), unit))
         router = await stack.enter_async_context(Router(link, program, clock, patience=order.patience))
@@ -203,10 +213,10 @@ def set_program(
 async def serve(parent: Parent, order: GatewayOrder, program: Program, snapshot: Snapshot) -> None:
     """Answers the OpenAI API until SIGTERM, which the parent's end is too."""
     loop = asyncio.get_running_loop()
-    early: list[GatewayNews] = []
+    early: list[Told] = []
     serving: GatewayServer | None = None
 
-    def heed(news: GatewayNews) -> None:
+    def heed(news: Told) -> None:
         if serving is None:
             early.append(news)
         else:
@@ -223,7 +233,7 @@ async def serve(parent: Parent, order: GatewayOrder, program: Program, snapshot:
         beating.cancel()
 
 
-def soon(loop: asyncio.AbstractEventLoop, heed: Callable[[GatewayNews], None], news: GatewayNews) -> None:
+def soon(loop: asyncio.AbstractEventLoop, heed: Callable[[Told], None], news: Told) -> None:
     """Calls a function on the event loop, from any thread."""
     with suppress(RuntimeError):  # the loop has ended
         loop.call_soon_threadsafe(heed, news)

@@ -14,12 +14,13 @@ from kvloom.cluster.launcher import Answered, Ended, FoundProcess, Missed, News,
 from kvloom.cluster.reconcile import TIMING, Timing
 from kvloom.cluster.state import GATEWAY, SCHEDULER, Phase, is_gateway
 from kvloom.config.config import Config
+from kvloom.config.tls import TlsFiles
 from kvloom.serve.processes.child import ChildProcess
 from kvloom.serve.processes.messages import (
     Alive,
     EngineOrder,
-    GatewayNews,
     GatewayOrder,
+    Lease,
     Order,
     OrderRefused,
     Ready,
@@ -27,6 +28,7 @@ from kvloom.serve.processes.messages import (
     Said,
     SchedulerOrder,
     StartProgress,
+    Told,
 )
 from kvloom.types.clock import Clock
 from kvloom.types.spec import EngineSpec, SchedulerSpec
@@ -56,10 +58,20 @@ class Role:
 class Roles:
     """The roles of one fleet's processes, which share a secret that is made here."""
 
-    def __init__(self, config: Config, listener: socket.socket, inside: socket.socket, folder: Path) -> None:
+    def __init__(
+        self,
+        config: Config,
+        listener: socket.socket,
+        inside: socket.socket,
+        folder: Path,
+        identity: TlsFiles | None = None,
+        secret: str = "",
+    ) -> None:
         """listener: the socket at which clients connect; inside: the Unix socket at which the fleet's own
-        processes do; folder: the fleet's own, for sockets."""
-        self.secret = secrets.token_urlsafe(32)
+        processes do; folder: the fleet's own, for sockets; identity: with what processes of several hosts
+        know each other; secret: what engines are told, if it is made already."""
+        self.secret = secret or secrets.token_urlsafe(32)
+        self._identity = identity
         self._config = config
         self._listener = listener
         self._inside = inside
@@ -99,6 +111,7 @@ class Roles:
             drain=config.drain,
             patience=config.patience,
             tls=None if config.tls is None else config.tls.files,
+            identity=self._identity,
             proxies=config.proxies,
             allow_origins=config.allow_origins,
             request_timeout=config.request_timeout,
@@ -142,7 +155,9 @@ class _Child:
     phase: Phase = "starting"
     process: ChildProcess | None = None
     """None until it is started."""
-    news: asyncio.Queue[GatewayNews] = field(default_factory=asyncio.Queue)
+    endpoint: str = ""
+    """Where it answers, once it does."""
+    news: asyncio.Queue[Told] = field(default_factory=asyncio.Queue)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     killed: bool = False
     alive: bool = False
@@ -206,7 +221,7 @@ class LocalLauncher:
             child.phase = "retiring"
             child.news.put_nowait(RetireOrder())
 
-    def tell(self, component: str, news: News) -> None:
+    def tell(self, component: str, news: News | Lease) -> None:
         if child := self._children.get(component):
             child.news.put_nowait(news)
 
@@ -220,7 +235,7 @@ class LocalLauncher:
                 child.generation,
                 child.phase,
                 pid=child.process.pid if child.process else None,
-                endpoint=child.role.socket,
+                endpoint=child.endpoint or child.role.socket,
             )
             for name, child in self._children.items()
         ]
@@ -285,10 +300,11 @@ class LocalLauncher:
             match report:
                 case OrderRefused(message):
                     refusal = message
-                case Ready(chat):
+                case Ready(chat, endpoint):
                     if child.phase == "starting":
                         child.phase = "ready"
-                    self._hear(name, Answered(name, endpoint=child.role.socket, chat=chat))
+                    child.endpoint = endpoint or child.role.socket
+                    self._hear(name, Answered(name, endpoint=child.endpoint, chat=chat))
                     watch = group.create_task(self._watch(name, child))
                 case Alive():
                     child.alive = True

@@ -22,6 +22,9 @@ from kvloom.cluster.state import GATEWAY, ComponentStatus, FleetSpec, UnitSpec, 
 from kvloom.config.config import Config
 from kvloom.serve.local import ENGINE_MODULE, Heard, LocalLauncher, Roles
 from kvloom.serve.machine import listen, listen_inside, private_folder
+from kvloom.serve.nodes.cluster import Cluster
+from kvloom.serve.nodes.identity import calling_context
+from kvloom.serve.nodes.launcher import NodesLauncher
 from kvloom.serve.processes.forkserver import ForkServer
 from kvloom.serve.processes.log import log_to
 from kvloom.serve.processes.messages import StartProgress
@@ -42,9 +45,9 @@ class Outcome:
 
 
 class Supervisor:
-    """Runs a fleet on this host: an engine for each unit and replica, one gateway and, if requests can move,
-    a fleet scheduler, each a process of its own. It holds the socket at which clients connect, so that they
-    may wait for a gateway that is being replaced."""
+    """Runs a fleet: an engine for each unit and replica, one gateway and, if requests can move, a fleet
+    scheduler, each a process of its own. All are on this host, or the engines on the hosts of a cluster. It
+    holds the socket at which clients connect, so that they may wait for a gateway that is being replaced."""
 
     def __init__(
         self,
@@ -56,17 +59,21 @@ class Supervisor:
         folder: Path,
         forks: LaunchedForkServer | None,
         manager: ServiceManager,
+        cluster: Cluster | None = None,
     ) -> None:
         """listener: the socket at which clients connect; inside: the one at which the fleet's own processes
         do; folder: the fleet's own, for sockets; manager: is told when the fleet serves, and that it
-        lives."""
+        lives; cluster: on whose hosts the engines are, if not on this one."""
         self._manager = manager
         self._config = config
         self._screen = screen
         self._clock = clock
         self._listener = listener
         self._folder = folder
-        self._roles = Roles(config, listener, inside, folder)
+        self._cluster = cluster
+        identity = None if cluster is None else cluster.identity.keep(folder)
+        secret = "" if cluster is None else cluster.secret
+        self._roles = Roles(config, listener, inside, folder, identity, secret)
         self._events: asyncio.Queue[Callable[[], Outcome | None]] = asyncio.Queue()
         """What is still to be shown; who shows it returns why the fleet ends, if it does."""
         self._announced = False
@@ -87,7 +94,7 @@ class Supervisor:
             watched = group.create_task(self._manager.keep_told(self._clock))
             # first, so that engines that start now are its forks
             forks = group.create_task(self._forks.run())
-            launcher = LocalLauncher(
+            local = LocalLauncher(
                 self._roles.of,
                 group,
                 self._clock,
@@ -96,23 +103,51 @@ class Supervisor:
                 timing=timing,
                 start=self._forks.start,
             )
+            launcher = local if self._cluster is None else self._over_nodes(self._cluster, local, group)
             self._controller = Controller(
-                specified(self._config),
+                specified(self._config, on_nodes=self._cluster is not None),
                 launcher,
                 self._clock,
                 timing=timing,
                 watch=lambda *change: self._events.put_nowait(partial(self._show, *change)),
             )
-            controlling = group.create_task(self._controller.run())
+            beside = [group.create_task(self._control(launcher))]
             try:
                 return await self._follow()
             finally:
                 self._manager.tell(STOPPING)
-                controlling.cancel()
+                for task in beside:
+                    task.cancel()
                 self._listener.close()
                 forks.cancel()
                 await launcher.end(END_SECONDS)
+                if self._cluster is not None:
+                    await self._cluster.end()
                 watched.cancel()
+
+    def _over_nodes(self, cluster: Cluster, local: LocalLauncher, group: asyncio.TaskGroup) -> NodesLauncher:
+        return NodesLauncher(
+            local,
+            calling_context(cluster.identity.keep(self._folder)),
+            group,
+            self._clock,
+            hear=self._hear,
+            hear_node=lambda report: self._controller.hear(report),  # noqa: PLW0108 -- it is made later
+            log=self._screen.log,
+            lease=self._config.node_lease,
+        )
+
+    async def _control(self, launcher: LocalLauncher | NodesLauncher) -> None:
+        """Runs the controller; if there are hosts, once those that are there have joined, so that the first
+        to answer does not get all units."""
+        if self._cluster is None or isinstance(launcher, LocalLauncher):
+            await self._controller.run()
+            return
+        await self._cluster.look(launcher, self._screen.warn)
+        await launcher.answered()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._controller.run())
+            tasks.create_task(self._cluster.follow(launcher, self._screen.warn))
 
     async def _follow(self) -> Outcome:
         while True:
@@ -220,9 +255,9 @@ class Supervisor:
         return _shown(component) if len(self._controller.spec.units) > 1 else ""
 
 
-def serve_fleet(config: Config, forks: LaunchedForkServer | None) -> Outcome:
-    """Serves until the fleet ends, and returns how it did. Raises ConfigError if nothing can be listened at,
-    or there is no place for sockets."""
+def serve_fleet(config: Config, forks: LaunchedForkServer | None, cluster: Cluster | None = None) -> Outcome:
+    """Serves until the fleet ends, and returns how it did. cluster: on whose hosts the engines are. Raises
+    ConfigError if nothing can be listened at, or there is no place for sockets."""
     clock = WallClock()
     screen = Screen(Console(highlight=False), clock)
     log_to(lambda line: screen.warn("fleet", line))
@@ -232,7 +267,7 @@ def serve_fleet(config: Config, forks: LaunchedForkServer | None) -> Outcome:
         private_folder() as folder,
         listen_inside(folder / GATEWAY) as inside,
     ):
-        supervisor = Supervisor(config, screen, clock, listener, inside, folder, forks, manager)
+        supervisor = Supervisor(config, screen, clock, listener, inside, folder, forks, manager, cluster)
         try:
             outcome = asyncio.run(supervisor.run())
         finally:
@@ -242,9 +277,11 @@ def serve_fleet(config: Config, forks: LaunchedForkServer | None) -> Outcome:
     return outcome
 
 
-def specified(config: Config) -> FleetSpec:
-    """Returns what the config's fleet is to be at first."""
+def specified(config: Config, *, on_nodes: bool = False) -> FleetSpec:
+    """Returns what the config's fleet is to be at first. on_nodes: whether its units are on hosts of a
+    cluster."""
     return FleetSpec(
+        on_nodes=on_nodes,
         units={
             engine.unit: UnitSpec(engine=engine, wanted=engine.unit in config.first)
             for engine in config.engines

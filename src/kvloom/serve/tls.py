@@ -9,8 +9,9 @@ import socket
 import ssl
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Protocol
 
 from msgspec.structs import asdict
 from uvicorn import Server
@@ -92,6 +93,22 @@ class Certificates:
                 _log.warning("tls: %s is not kept for another gateway: %s", path, error.strerror)
 
 
+class Contexts(Protocol):
+    """Gives each new connection its context."""
+
+    async def context(self) -> ssl.SSLContext: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FixedCertificate:
+    """Satisfies `Contexts` with one that never changes."""
+
+    fixed: ssl.SSLContext
+
+    async def context(self) -> ssl.SSLContext:
+        return self.fixed
+
+
 class TlsServer(HttpServer):
     """A server whose connections speak TLS, but for those to a Unix socket, which no stranger can see. A
     connection is the application's once its handshake is done.
@@ -108,7 +125,7 @@ class TlsServer(HttpServer):
     """Bytes that wait to be encrypted before no more of an answer is made, as without TLS; asyncio would let
     eight times as many wait. As many again wait behind them, encrypted."""
 
-    def __init__(self, *arguments: Any, certificates: Certificates, **options: Any) -> None:
+    def __init__(self, *arguments: Any, certificates: Contexts, **options: Any) -> None:
         """arguments, options: those of `HttpServer`."""
         super().__init__(*arguments, **options)
         self._certificates = certificates

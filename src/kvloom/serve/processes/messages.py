@@ -31,6 +31,13 @@ class EngineOrder(Struct, frozen=True, kw_only=True):
     """The path at which it serves the verbs."""
     secret: str
     """What callers must know."""
+    host: str = ""
+    """The address at which it serves them to other hosts as well; empty if there are none."""
+    identity: TlsFiles | None = None
+    """With what it and its callers on other hosts know each other."""
+    lease: float | None = None
+    """When it is to end unless it has heard of a `Lease` by then; None if it ends with its supervisor
+    alone."""
 
 
 class GatewayOrder(Struct, frozen=True, kw_only=True):
@@ -67,6 +74,8 @@ class GatewayOrder(Struct, frozen=True, kw_only=True):
     patience: float = PATIENCE
     """Seconds for which a request waits for a unit."""
 
+    identity: TlsFiles | None = None
+    """With what it and engines on other hosts know each other."""
     tls: TlsFiles | None = None
     """The certificates with which callers are spoken to; None for plain HTTP."""
     proxies: tuple[str, ...] = ()
@@ -89,6 +98,13 @@ class SchedulerOrder(Struct, frozen=True, kw_only=True):
     """The fleet's own folder, in which the engines' sockets are."""
 
 
+class Lease(Struct, frozen=True, tag="lease"):
+    """Tells an engine until when it may serve, by `leased_time`. One that hears of no other lease ends then,
+    because its unit may get another process on another host."""
+
+    until: float
+
+
 class RetireOrder(Struct, frozen=True, tag="retire"):
     """Tells a gateway that another one serves in its place, and that it is to end with the last of its
     requests."""
@@ -105,6 +121,8 @@ class Ready(Struct, frozen=True, tag="ready"):
 
     chat: tuple[str, ...] = ()
     """The models that have a chat template, if it knows."""
+    endpoint: str = ""
+    """Where it answers other hosts, if it does."""
 
 
 class Alive(Struct, frozen=True, tag="alive"):
@@ -121,7 +139,9 @@ Said = Edit | UnitSeen | Counted
 """What a gateway says to the fleet's controller."""
 GatewayNews = Snapshot | Change | Edited | RetireOrder
 """What a gateway is told while it serves."""
-Order = EngineOrder | GatewayOrder | SchedulerOrder | GatewayNews
+Told = GatewayNews | Lease
+"""What a process is told after its order."""
+Order = EngineOrder | GatewayOrder | SchedulerOrder | Told
 ChildReport = StartProgress | Ready | Alive | OrderRefused | Said
 
 

@@ -18,7 +18,7 @@ from typing import Final, NoReturn, TypeVar
 import msgspec
 
 from kvloom.serve.processes.log import log_to_stderr
-from kvloom.serve.processes.messages import Alive, ChildReport, GatewayNews, Order, OrderRefused
+from kvloom.serve.processes.messages import Alive, ChildReport, Order, OrderRefused, Told
 from kvloom.serve.processes.prefork import ORDERS
 from kvloom.types.errors import ConfigError, Unavailable
 
@@ -49,7 +49,7 @@ class Parent:
         line, _, self._rest = self._rest.partition(b"\n")
         return msgspec.json.decode(line, type=kind)
 
-    def watch(self, folder: Path, heed: Callable[[GatewayNews], None] = lambda _: None) -> None:
+    def watch(self, folder: Path, heed: Callable[[Told], None] = lambda _: None) -> None:
         """Hands what still comes to `heed`, on a thread of its own. When the supervisor is gone, its `folder`
         is removed, and this process gets a SIGTERM; if it still lives some seconds later it is ended."""
         arguments = folder, heed, self._rest
@@ -70,12 +70,12 @@ class Parent:
             await asyncio.sleep(seconds)
 
 
-def _end_with_parent(folder: Path, heed: Callable[[GatewayNews], None], rest: bytes) -> None:
+def _end_with_parent(folder: Path, heed: Callable[[Told], None], rest: bytes) -> None:
     piece = b""
     while True:
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
-            heed(msgspec.json.decode(line, type=GatewayNews))
+            heed(msgspec.json.decode(line, type=Told))
         if not (piece := os.read(ORDERS, PIECE)):
             break
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,219 @@
+"""The keeper of one host: it starts, watches and ends a fleet's engines there, as the controller says.
+
+It is a process in a session of its own. The controller may go and come again: what runs meanwhile goes on,
+and the next controller is told of it. The engines end when the host's lease is over (`lease.py`), and the
+keeper with all that is left if no controller comes for long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+from kvloom.config.machine import Machine
+from kvloom.config.tls import TlsFiles
+from kvloom.serve.local import ENGINE_MODULE, Heard, LocalLauncher, Role, StartChild
+from kvloom.serve.nodes.identity import serving_context
+from kvloom.serve.nodes.lease import leased_time
+from kvloom.serve.nodes.wire import (
+    VERSION,
+    Begin,
+    EndOrder,
+    FromController,
+    Granted,
+    HeardAt,
+    KillOrder,
+    LeaseAsked,
+    Logged,
+    NodeHere,
+    Refused,
+    StartOrder,
+    StopOrder,
+    Wire,
+)
+from kvloom.serve.processes.child import ChildProcess
+from kvloom.serve.processes.messages import EngineOrder, Lease, Said
+from kvloom.types.clock import Clock
+from kvloom.types.errors import ConfigError, Unavailable
+from kvloom.types.spec import EngineSpec
+
+ASK_SECONDS: Final = 1.0  # between two askings for a lease
+ABANDONED_SECONDS: Final = 60.0  # without a controller, once the lease is over; then the keeper ends
+BEGIN_SECONDS: Final = 5.0  # for a caller's first words
+END_SECONDS: Final = 4.0  # for the engines, once the keeper is to end
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a keeper is, and with what it knows its fleet."""
+
+    host: str
+    """The address at which others reach this host."""
+    folder: Path
+    """The fleet's own at this host."""
+    identity: TlsFiles
+    secret: str
+    """What callers of engines must know."""
+
+
+class Keeper:
+    """Follows the orders of the latest controller."""
+
+    def __init__(
+        self,
+        place: Place,
+        machine: Machine,
+        tasks: asyncio.TaskGroup,
+        clock: Clock,
+        start: StartChild = ChildProcess.start,
+    ) -> None:
+        """start: starts a process."""
+        self._place = place
+        self._machine = machine
+        self._clock = clock
+        self._launcher = LocalLauncher(
+            self._role, tasks, clock, hear=self._hear, log=self._logged, start=start
+        )
+        self._wire: Wire | None = None
+        self._begin: Begin | None = None
+        self._until = 0.0  # the end of the lease
+        self._heard_of = clock.now()  # when a controller was last heard of
+        self._over = asyncio.Event()
+
+    async def serve(self, ready: Callable[[str], None]) -> None:
+        """Serves until a controller says that this is the end, `end` is called, or no controller has come for
+        long. ready: called with the address at which it listens. Raises ConfigError if it cannot listen."""
+        place = self._place
+        try:
+            server = await asyncio.start_server(
+                self._take, place.host, 0, ssl=serving_context(place.identity)
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"the address {place.host} cannot be listened at: {error.strerror}; one of this host is right"
+            ) from error
+        asking = asyncio.create_task(self._ask_for_leases())
+        try:
+            ready(f"{place.host}:{server.sockets[0].getsockname()[1]}")
+            await self._over.wait()
+        finally:
+            asking.cancel()
+            server.close()
+            await self._launcher.end(END_SECONDS)
+            if self._wire is not None:
+                self._wire.close()
+
+    def end(self) -> None:
+        self._over.set()
+
+    # -- controllers ------------------------------------------------------------------------------------
+
+    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Lets a controller give its orders until it is gone, or a later one comes."""
+        wire = Wire(reader, writer, FromController)
+        orders = wire.messages()
+        try:
+            async with asyncio.timeout(BEGIN_SECONDS):
+                begin = await anext(orders, None)
+            if not isinstance(begin, Begin) or not self._follows(wire, begin):
+                return
+            async for order in orders:
+                if self._wire is not wire:
+                    return
+                self._heard_of = self._clock.now()
+                self._obey(order)
+        except (Unavailable, TimeoutError) as error:
+            _log.warning("a controller is cut off: %s", error)
+        finally:
+            if self._wire is wire:
+                self._wire = None
+            wire.close()
+
+    def _follows(self, wire: Wire, begin: Begin) -> bool:
+        """Returns whether this controller's orders are followed from now on."""
+        if begin.version != VERSION:
+            wire.send(Refused(f"it speaks version {VERSION}, and the controller {begin.version}"))
+            return False
+        if self._begin is not None and begin.life < self._begin.life:
+            wire.send(Refused(f"controller {self._begin.life} has come after controller {begin.life}"))
+            return False
+        if self._wire is not None:
+            self._wire.close()
+        self._wire, self._begin, self._heard_of = wire, begin, self._clock.now()
+        machine = self._machine
+        wire.send(
+            NodeHere(
+                kvloom=metadata.version("kvloom"),
+                cores=machine.cores,
+                memory=machine.memory,
+                gpus=machine.gpus,
+                running=tuple(self._launcher.running()),
+            )
+        )
+        wire.send(LeaseAsked(leased_time()))
+        return True
+
+    def _obey(self, order: object) -> None:
+        match order:
+            case StartOrder(component, generation, engine):
+                self._launcher.start(component, generation, engine)
+            case StopOrder(component):
+                self._launcher.stop(component)
+            case KillOrder(component):
+                self._launcher.kill(component)
+            case Granted(asked):
+                self._renew(asked)
+            case EndOrder():
+                self.end()
+
+    # -- leases -----------------------------------------------------------------------------------------
+
+    async def _ask_for_leases(self) -> None:
+        while True:
+            await self._clock.sleep(ASK_SECONDS)
+            if self._wire is not None:
+                self._wire.send(LeaseAsked(leased_time()))
+            elif self._is_abandoned:
+                _log.warning("no controller has come for long: this host's part of the fleet ends")
+                self.end()
+
+    @property
+    def _is_abandoned(self) -> bool:
+        lease = 0.0 if self._begin is None else self._begin.lease
+        return self._clock.now() - self._heard_of > lease + ABANDONED_SECONDS
+
+    def _renew(self, asked: float) -> None:
+        assert self._begin is not None
+        self._until = max(self._until, asked + self._begin.lease)
+        for found in self._launcher.running():
+            self._launcher.tell(found.component, Lease(self._until))
+
+    # -- processes --------------------------------------------------------------------------------------
+
+    def _role(self, component: str, engine: EngineSpec | None) -> Role:
+        assert engine is not None, f"{component} is no unit"
+        place = self._place
+        path = str(place.folder / f"{engine.unit}.sock")
+        order = EngineOrder(
+            spec=engine,
+            socket=path,
+            secret=place.secret,
+            host=place.host,
+            identity=place.identity,
+            lease=self._until,
+        )
+        return Role(engine.unit, ENGINE_MODULE, order, socket=path)
+
+    def _hear(self, component: str, heard: Heard) -> None:
+        if self._wire is not None and not isinstance(heard, Said):  # which engines never do
+            self._wire.send(HeardAt(component, heard))
+
+    def _logged(self, name: str, line: str) -> None:
+        if self._wire is not None:
+            self._wire.send(Logged(name, line))

@@ -1,0 +1,39 @@
+"""Leases: until when a host's processes may serve.
+
+A fleet's controller gives each host a lease, again and again. A host that is cut off hears of no other one,
+and its engines end when theirs is over; the controller starts none of their units elsewhere before. So no
+unit has two processes that serve, whichever side of a broken network asks. The controller counts from when
+it gave the lease, and the host from when it had asked for it, which was earlier.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final
+
+LOOK_SECONDS: Final = 0.5  # The event loop's clock stands still while a host is suspended.
+
+
+def leased_time() -> float:
+    """Returns the seconds since the host was booted, those in which it was suspended too. All processes of
+    the host agree on it."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class HeldLease:
+    """The lease of one process."""
+
+    def __init__(self, until: float, now: Callable[[], float] = leased_time) -> None:
+        self._until = until
+        self._now = now
+
+    def renew(self, until: float) -> None:
+        """Takes another lease in. An older one that comes late changes nothing."""
+        self._until = max(self._until, until)
+
+    async def over(self) -> None:
+        """Waits until the lease is over."""
+        while (left := self._until - self._now()) > 0:  # noqa: ASYNC110 -- nothing tells when it is over
+            await asyncio.sleep(min(left, LOOK_SECONDS))

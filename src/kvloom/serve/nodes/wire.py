@@ -1,0 +1,155 @@
+"""What a fleet's controller and the keepers of its hosts tell each other, over TCP with the fleet's
+certificate."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import struct
+from collections.abc import AsyncIterator
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from kvloom.cluster.launcher import Answered, Ended, FoundProcess, Missed, Started
+from kvloom.serve.nodes.identity import NAME
+from kvloom.serve.processes.messages import StartProgress
+from kvloom.types.errors import Unavailable
+from kvloom.types.spec import EngineSpec
+
+VERSION: Final = 1
+"""Of these messages. Both ends must have the same."""
+LONGEST: Final = 1 << 26  # bytes of a message
+CONNECT_SECONDS: Final = 5.0
+_LENGTH: Final = struct.Struct(">I")
+
+
+class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
+    """A controller's first words to a keeper."""
+
+    version: int
+    life: int
+    """Counts the fleet's controllers. A keeper listens to the latest one alone."""
+    lease: float
+    """Seconds for which a lease holds."""
+
+
+class StartOrder(Struct, frozen=True, tag="start"):
+    """Starts a process of a unit. engine: what it is to serve."""
+
+    component: str
+    generation: int
+    engine: EngineSpec
+
+
+class StopOrder(Struct, frozen=True, tag="stop"):
+    component: str
+
+
+class KillOrder(Struct, frozen=True, tag="kill"):
+    component: str
+
+
+class Granted(Struct, frozen=True, tag="granted"):
+    """Answers `LeaseAsked`: the host has a lease, from when it had asked."""
+
+    asked: float
+
+
+class EndOrder(Struct, frozen=True, tag="end"):
+    """Ends all processes of the host, and the keeper."""
+
+
+class NodeHere(Struct, frozen=True, kw_only=True, tag="here"):
+    """A keeper's answer to `Begin`: what the host has, and what runs there."""
+
+    kvloom: str
+    """The version of the host's kvloom."""
+    cores: int
+    memory: int
+    """Bytes that were free when the keeper began."""
+    gpus: int
+    running: tuple[FoundProcess, ...]
+
+
+class Refused(Struct, frozen=True, tag="refused"):
+    """A keeper's answer to a controller that it does not listen to."""
+
+    why: str
+
+
+class LeaseAsked(Struct, frozen=True, tag="lease"):
+    """Asks for a lease. asked: by the host's `leased_time`."""
+
+    asked: float
+
+
+class HeardAt(Struct, frozen=True, tag="heard"):
+    """Passes on what a component's process is reported to do, or says."""
+
+    component: str
+    heard: Started | Answered | Ended | Missed | StartProgress
+
+
+class Logged(Struct, frozen=True, tag="logged"):
+    """Passes on a line that a process has printed."""
+
+    name: str
+    line: str
+
+
+FromController = Begin | StartOrder | StopOrder | KillOrder | Granted | EndOrder
+FromKeeper = NodeHere | Refused | LeaseAsked | HeardAt | Logged
+
+
+class Wire:
+    """One end of a connection between a controller and a keeper."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        kind: object,
+    ) -> None:
+        """kind: what the other end says."""
+        self._reader = reader
+        self._writer = writer
+        self._decode = msgspec.msgpack.Decoder[FromController | FromKeeper](kind).decode
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def send(self, message: FromController | FromKeeper) -> None:
+        """Sends a message, unless the connection is closed. It never waits."""
+        if not self._writer.is_closing():
+            data = self._encode(message)
+            self._writer.write(_LENGTH.pack(len(data)) + data)
+
+    async def messages(self) -> AsyncIterator[FromController | FromKeeper]:
+        """Yields what comes, until the connection ends. Raises Unavailable for what is no message."""
+        while True:
+            try:
+                [length] = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                if length > LONGEST:
+                    raise Unavailable(f"a message of {length} bytes; at most {LONGEST} are right")
+                data = await self._reader.readexactly(length)
+            except (OSError, EOFError):
+                return
+            try:
+                yield self._decode(data)
+            except msgspec.MsgspecError as error:
+                raise Unavailable(f"a message that cannot be read: {error}") from error
+
+    def close(self) -> None:
+        self._writer.transport.abort()
+
+
+async def connect(address: str, context: ssl.SSLContext) -> Wire:
+    """Connects to the keeper at `host:port`. Raises Unavailable."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(CONNECT_SECONDS):
+            reader, writer = await asyncio.open_connection(host, int(port), ssl=context, server_hostname=NAME)
+    except (OSError, TimeoutError) as error:
+        reason = str(error) or f"no answer in {CONNECT_SECONDS:g} s"
+        raise Unavailable(f"{address} cannot be reached: {reason}") from error
+    return Wire(reader, writer, FromKeeper)

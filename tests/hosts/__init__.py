@@ -1,0 +1,1 @@
+"""Hosts on one machine: network namespaces joined by a bridge, with processes of their own."""
