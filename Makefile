@@ -67,7 +67,7 @@ $(INSTALLED): pyproject.toml | $(BIN)/pip
 	@echo "== installing kvloom and its tools"
 	@$(BIN)/python -m pip install --editable '.[dev]'
 	@$(BIN)/python -m pip install --editable '.[cluster]' || \
-	  echo "== NIXL cannot be installed here: no units on several hosts, and its tests are skipped"
+	  echo "== NIXL or Ray cannot be installed here: no units on several hosts, and their tests are skipped"
 	@touch $@
 
 # The CPU kernels are compiled once here, not while somebody waits for the first answer.

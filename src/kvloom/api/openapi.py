@@ -104,6 +104,7 @@ def _operation(row: RouteRow, meanings: dict[int, str], units: Sequence[str]) ->
     for name, schema in (
         ("model", {"minLength": 1}),
         ("name", {"minLength": 1}),
+        ("node", {"minLength": 1}),
         ("unit", {"enum": [*units]}),
     ):
         if f"{{{name}" in row.path:

@@ -63,7 +63,7 @@ COMMANDS: Final = (
     ("plan", "kvloom.cli.plan:app", "Find out which models go together on which devices."),
     ("replan", "kvloom.cli.replan:app", "Bring a fleet that serves to another plan."),
     ("reproduce", "kvloom.cli.reproduce:app", "Run the experiments of a paper."),
-    ("chaos", "kvloom.cli.chaos:app", "Let things go wrong, and check the laws."),
+    ("chaos", "kvloom.cli.simulate:chaos", "Let things go wrong, and check the laws."),
 )
 """Each command's name, its place, and what the list of commands says of it; its docstring says the rest."""
 

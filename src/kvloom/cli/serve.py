@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -104,13 +105,14 @@ def serve(
         if file is not None:
             flags[key] = file.expanduser().absolute()
     raise_open_files()  # before the first process starts, for all of them
-    with launched() as forks:
+    with ExitStack() as stack:
+        forks = stack.enter_context(launched())
         # imported while that process imports torch
         from kvloom.config.file import load_config, parse_models  # noqa: PLC0415
         from kvloom.config.machine import Machine  # noqa: PLC0415
         from kvloom.serve.supervisor import serve_fleet  # noqa: PLC0415
 
-        nodes = None if cluster is None else _connected(cluster)
+        nodes = None if cluster is None else stack.enter_context(closing(_connected(cluster)))
         machine = Machine.here() if nodes is None else Machine.together(nodes.machines())
         read = load_config(config, flags, parse_models(model), machine)
         if nodes is not None:

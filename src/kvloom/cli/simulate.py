@@ -26,6 +26,7 @@ from kvloom.cli.tables import console_for
 from kvloom.config.file import load_config
 from kvloom.config.machine import Machine
 from kvloom.config.units import ReschedulingConfig, refuse_moves
+from kvloom.lab.faults import chaos as faults
 from kvloom.lab.sim.fleet import Rescheduling, rescheduling
 from kvloom.lab.sim.run import check_models, scaled
 from kvloom.lab.sim.run import simulate as play
@@ -175,3 +176,25 @@ def _configured(path: Path, profile: Path | None, policy: Policy | None) -> _Fle
         rescheduling(scheduler, config.groups, away) if scheduler else None,
         config.patience,
     )
+
+
+chaos = App(name="chaos")
+
+
+@chaos.default
+def run_faults(
+    *,
+    seeds: Annotated[Whole, Parameter(help="runs")] = 100,
+    first: Annotated[Whole, Parameter(help="the first run's seed")] = 0,
+    jobs: Annotated[Whole, Parameter(help="runs at a time")] = 1,
+    replay: Annotated[
+        Whole | None, Parameter(help="tell one run event by event, whether it fails or not")
+    ] = None,
+) -> int:
+    """Run kvloom's own engines and router in virtual time while things go wrong.
+
+    Engines die, gateways are lost, calls are lost, late or doubled, streams break, links are slow, jobs fail,
+    clients hang up, pools are tiny. Each seed is one run, after which the laws are checked: no block is lost,
+    no token is another, no stream is silently short, nothing leaks, nobody waits for ever. The first that
+    breaks one is replayed event by event."""
+    return faults.chaos(seeds=seeds, first=first, jobs=jobs, replay=replay)

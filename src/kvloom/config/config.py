@@ -137,6 +137,7 @@ class Config(ConfigSection):
 
     _folder: Path = PrivateAttr()
     _machine: Machine = PrivateAttr()
+    _nodes: dict[str, str] = PrivateAttr()
     _engines: tuple[EngineSpec, ...] = PrivateAttr()
     _groups: dict[str, GroupSpec] = PrivateAttr()
     _first: tuple[str, ...] = PrivateAttr()
@@ -205,7 +206,8 @@ class Config(ConfigSection):
         here = Surroundings.of(info)
         self._folder, self._machine = here.folder, here.machine
         engines = list_engines(self.units or (UnitConfig(models=tuple(self.models)),), self.models)
-        check_nodes(engines, here.machine.name)
+        check_nodes(engines, here.machine)
+        self._nodes = {engine.name: engine.unit.node for engine in engines if engine.unit.node is not None}
         devices = share_devices(engines, self.device, here.machine)
         if self.transport == "tcp" and any(device != "cpu" for device in devices):
             raise ValueError("transport: tcp carries K and V of CPU units; nixl or shm is right for GPUs")
@@ -224,7 +226,7 @@ class Config(ConfigSection):
                 engine.name: PairedUnit(
                     len(engine.unit.models),
                     device,
-                    unit_abilities(device, engine.unit.tensor_parallel, self.transport),
+                    unit_abilities(device, engine.unit.tensor_parallel, self._transport(device)),
                 )
                 for engine, device in zip(engines, devices, strict=True)
             },
@@ -235,6 +237,12 @@ class Config(ConfigSection):
         )
         check_abilities(self._engines, engines, self.program.name)
         return self
+
+    def _transport(self, device: str) -> TransportName:
+        """Returns the transport of a unit. Units of a cluster may be on two hosts, which share no memory."""
+        return (
+            "tcp" if self.transport == "shm" and device == "cpu" and self._machine.nodes else self.transport
+        )
 
     def _spec(
         self, engine: ConfiguredEngine, pool: int, threads: int, device: str, weave: WeaveSpec | None
@@ -252,7 +260,7 @@ class Config(ConfigSection):
             threads=threads,
             priorities=self.priorities,
             lease=self.lease,
-            transport=self.transport,
+            transport=self._transport(device),
             transport_host=self.transport_host,
             tensor_parallel=unit.tensor_parallel,
             device=device,
@@ -274,6 +282,11 @@ class Config(ConfigSection):
     def kept_from_start(self) -> list[str]:
         """Returns the keys that the config sets, and that only another start of the fleet applies."""
         return [key for key in KEPT_FROM_START if key in self.model_fields_set]
+
+    @property
+    def nodes(self) -> Mapping[str, str]:
+        """Returns the nodes that units are bound to, by the unit's name."""
+        return self._nodes
 
     @property
     def groups(self) -> Mapping[str, GroupSpec]:

@@ -23,14 +23,17 @@ class Machine:
     """NVIDIA's GPUs that CUDA would show to this process."""
     name: str = ""
     """The name of the node that it is; empty if nobody has to know."""
+    nodes: tuple[str, ...] = ()
+    """The nodes of the cluster for which this stands; none if it is one machine."""
 
     @classmethod
     def together(cls, machines: Sequence[Machine]) -> Machine:
-        """Returns what several machines have in all."""
+        """Returns what the nodes of a cluster have in all."""
         return cls(
             cores=sum(one.cores for one in machines),
             memory=sum(one.memory for one in machines),
             gpus=sum(one.gpus for one in machines),
+            nodes=tuple(one.name for one in machines),
         )
 
     @classmethod

@@ -9,14 +9,20 @@ from kvloom.config.machine import Machine
 from kvloom.config.units import CPU, CUDA, ConfiguredEngine, Device
 
 
-def check_nodes(engines: Sequence[ConfiguredEngine], here: str) -> None:
-    """Raises ValueError if a unit is to be on another machine than this one, whose name is `here`."""
+def check_nodes(engines: Sequence[ConfiguredEngine], machine: Machine) -> None:
+    """Raises ValueError if a unit is to be on a node that there is not."""
     for engine in engines:
-        if engine.unit.node not in (None, here):
+        node = engine.unit.node
+        if node is None or node in (machine.nodes or (machine.name,)):
+            continue
+        if machine.nodes:
             raise ValueError(
-                f"{engine.key}.node: {engine.unit.node!r}, and this machine is {here!r}; without --cluster "
-                "units are served on this machine alone"
+                f"{engine.key}.node: {node!r} is no node of the cluster; {', '.join(machine.nodes)} are right"
             )
+        raise ValueError(
+            f"{engine.key}.node: {node!r}, and this machine is {machine.name!r}; without --cluster "
+            "units are served on this machine alone"
+        )
 
 
 def check_ranks(engines: Sequence[ConfiguredEngine], cores: Sequence[int]) -> None:

@@ -283,7 +283,11 @@ def specified(config: Config, *, on_nodes: bool = False) -> FleetSpec:
     return FleetSpec(
         on_nodes=on_nodes,
         units={
-            engine.unit: UnitSpec(engine=engine, wanted=engine.unit in config.first)
+            engine.unit: UnitSpec(
+                engine=engine,
+                wanted=engine.unit in config.first,
+                node=config.nodes.get(engine.unit, "") if on_nodes else "",
+            )
             for engine in config.engines
         },
         groups=dict(config.groups),

@@ -15,6 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+from msgspec.structs import replace
+
 from kvloom.config.machine import Machine
 from kvloom.config.tls import TlsFiles
 from kvloom.serve.local import ENGINE_MODULE, Heard, LocalLauncher, Role, StartChild
@@ -201,7 +203,7 @@ class Keeper:
         place = self._place
         path = str(place.folder / f"{engine.unit}.sock")
         order = EngineOrder(
-            spec=engine,
+            spec=replace(engine, transport_host=place.host),
             socket=path,
             secret=place.secret,
             host=place.host,

@@ -94,8 +94,13 @@ class RayNodes:
 
     def machines(self) -> list[Machine]:
         """Returns what the nodes have."""
-        asked = [self._agent(identifier).machine.remote() for identifier in _alive()]
-        return [Machine(*told) for told in ray.get(asked, timeout=AGENT_SECONDS)]
+        alive = _alive()
+        asked = [self._agent(identifier).machine.remote() for identifier in alive]
+        told = ray.get(asked, timeout=AGENT_SECONDS)
+        return [
+            Machine(cores, memory, gpus, name=name)
+            for name, (cores, memory, gpus) in zip(alive.values(), told, strict=True)
+        ]
 
     def require(self, models: Mapping[str, str]) -> None:
         """Raises ConfigError if a node lacks a model's folder. models: paths of folders by name."""
@@ -134,10 +139,12 @@ class RayNodes:
         )
 
     async def end(self) -> None:
-        await asyncio.to_thread(self._end)
+        await asyncio.to_thread(self.close)
 
-    def _end(self) -> None:
-        """Ends the agents, and this process's connection to the cluster."""
+    def close(self) -> None:
+        """Ends the agents, and this process's connection to the cluster, unless that is done."""
+        if not ray.is_initialized():
+            return
         for identifier in _alive():
             ray.kill(self._agent(identifier))
         ray.shutdown()
