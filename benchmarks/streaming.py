@@ -16,7 +16,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,8 +67,8 @@ class Front:
     engine_pid: int
 
 
-def serving(units: Iterable[str]) -> Snapshot:
-    """Returns a fleet of which these units serve."""
+def serving(sockets: Mapping[str, str]) -> Snapshot:
+    """Returns a fleet whose units serve. sockets: their paths by unit."""
     engine = EngineSpec(
         models=(ModelSpec(name="m", path=""),),
         kv_bytes=0,
@@ -79,8 +79,10 @@ def serving(units: Iterable[str]) -> Snapshot:
         chunk_tokens=1,
         threads=1,
     )
-    spec = FleetSpec(units={unit: UnitSpec(engine=replace(engine, unit=unit)) for unit in units})
-    processes = {unit: ComponentStatus(phase="ready", generation=1) for unit in spec.units}
+    spec = FleetSpec(units={unit: UnitSpec(engine=replace(engine, unit=unit)) for unit in sockets})
+    processes = {
+        unit: ComponentStatus(phase="ready", generation=1, endpoint=path) for unit, path in sockets.items()
+    }
     return Snapshot(seq=1, spec=spec, status=FleetStatus(processes=processes))
 
 
@@ -114,7 +116,9 @@ async def front(period: float, shape: Shape = ONE) -> AsyncIterator[Front]:
                 folder=folder,
                 sockets=folder,
             )
-            await gateway.order(order, serving(shape.sockets))
+            await gateway.order(
+                order, serving({unit: str(Path(folder) / name) for unit, name in shape.sockets.items()})
+            )
             await _ready(gateway)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             yield Front(urls["unit-0"], secret, url, gateway.pid, engine.pid)

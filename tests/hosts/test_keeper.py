@@ -16,7 +16,6 @@ import pytest
 
 from kvloom.cluster.launcher import Answered, Ended
 from kvloom.router.client import HttpEngineClient
-from kvloom.serve.nodes.identity import NAME, FleetIdentity, calling_context
 from kvloom.serve.nodes.order import KeeperOrder
 from kvloom.serve.nodes.wire import (
     VERSION,
@@ -31,6 +30,7 @@ from kvloom.serve.nodes.wire import (
     Wire,
     connect,
 )
+from kvloom.serve.processes.identity import NAME, FleetIdentity, calling_context
 from kvloom.types.errors import Unavailable
 from kvloom.types.request import TokenEvent
 from tests.checkpoints import make_checkpoint
@@ -105,7 +105,7 @@ def keeper(two: list[Host], tmp_path: Path) -> Iterator[tuple[str, ssl.SSLContex
     """The address of a keeper at the first host, and with what it is called."""
     identity = FleetIdentity.make()
     order = KeeperOrder(host=two[0].address, secret=SECRET, identity=identity, fleet="test")
-    process = two[0].start(sys.executable, "-m", "kvloom.serve.keeper_process")
+    process = two[0].start(sys.executable, "-m", "kvloom.serve.nodes.keeper_process")
     process.stdin.write(msgspec.json.encode(order) + b"\n")
     process.stdin.close()
     yield process.stdout.readline().decode().strip(), calling_context(identity.keep(tmp_path))

@@ -44,7 +44,7 @@ def engine_order(folder: Path) -> EngineOrder:
 def fleet_of(engine: EngineOrder) -> Snapshot:
     """The one unit serves."""
     spec = FleetSpec(units={"unit-0": UnitSpec(engine=engine.spec)})
-    processes = {"unit-0": ComponentStatus(phase="ready", generation=1)}
+    processes = {"unit-0": ComponentStatus(phase="ready", generation=1, endpoint=engine.socket)}
     return Snapshot(seq=1, spec=spec, status=FleetStatus(processes=processes))
 
 

@@ -84,6 +84,12 @@ class HttpEngineClient(RemoteEngine):
     ) -> None:
         await self._session.close()
 
+    async def cut(self) -> None:
+        """Closes it at once, streams that are under way and all."""
+        if self._session.connector is not None:
+            await self._session.connector.close(abort_ssl=True)
+        await self._session.close()
+
     async def call(self, verb: Verb[Body, Answer], body: Body) -> Answer:
         method, encoded = ("GET", None) if verb.reports else ("POST", self._encode(body))
         async with self._open(method, f"/verbs/{verb.name}", encoded, verb.seconds) as response:
@@ -156,6 +162,13 @@ class UnitClient(RemoteEngine):
     ) -> None:
         for client in self._clients.values():
             await client.__aexit__(kind, error, trace)
+
+    async def cut(self) -> None:
+        """Breaks the connections to other hosts where the unit's process is no more: if the host is cut off,
+        nobody else closes them. What was asked there goes on elsewhere."""
+        here = self._where()
+        for url in [url for url in self._clients if url != here and not url.startswith("/")]:
+            await self._clients.pop(url).cut()
 
     def _at(self) -> HttpEngineClient:
         """Returns the client of the unit's present address. Raises Unavailable if it has none."""

@@ -25,8 +25,8 @@ from kvloom.kv.arena import Arena, ArenaMemory
 from kvloom.offload.cpu.attention import CpuOffloadBackend
 from kvloom.offload.loans import LoanKeeper
 from kvloom.offload.terms import OffloadBackend
-from kvloom.serve.nodes.identity import serving_context
-from kvloom.serve.nodes.lease import HeldLease
+from kvloom.serve.processes.identity import serving_context
+from kvloom.serve.processes.lease import HeldLease
 from kvloom.serve.processes.messages import EngineOrder, Ready, StartProgress, keep_cards
 from kvloom.serve.processes.parent import Parent, end_at_once
 from kvloom.serve.processes.sandbox import Limits, Sandbox, grammar_trial

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import uvloop
 
-from kvloom.serve.nodes.lease import HeldLease
+from kvloom.serve.processes.lease import HeldLease
 from kvloom.serve.processes.messages import EngineOrder, Lease, StartProgress, Told
 from kvloom.serve.processes.parent import Parent, run_child
 

@@ -10,7 +10,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -28,13 +28,14 @@ from kvloom.cluster.edits import Edit
 from kvloom.cluster.launcher import Snapshot
 from kvloom.cluster.mirror import Mirror
 from kvloom.cluster.orders import FleetOrders
+from kvloom.cluster.state import ALIVE
 from kvloom.router.client import UNIX, HttpEngineClient, UnitClient
 from kvloom.router.program import Program, load_program
 from kvloom.router.rescheduling import Rescheduler
 from kvloom.router.router import Router
 from kvloom.router.units import FleetLink
 from kvloom.serve.connections import OpenConnections
-from kvloom.serve.nodes.identity import NAME, calling_context
+from kvloom.serve.processes.identity import NAME, calling_context
 from kvloom.serve.processes.log import AppendedFile, Background
 from kvloom.serve.processes.messages import (
     ChildReport,
@@ -97,13 +98,19 @@ async def gateway(
                 return HttpEngineClient(address, secret=order.secret, tls=tls, name=NAME)
             return HttpEngineClient(f"{UNIX}{address}", secret=order.secret)
 
+        connected: dict[str, UnitClient] = {}
+
         @cache
         def connect(unit: str) -> UnitClient:
             """Returns the unit's client, whether it has a process or not. One that went and comes again has
             the client that it had."""
-            made = UnitClient(lambda: mirror.process(unit).endpoint, client)
+            made = connected[unit] = UnitClient(partial(address_of, mirror, unit), client)
             clients.push_async_exit(made)
             return made
+
+        def cut(units: Collection[str]) -> None:
+            for unit in connected.keys() & set(units):
+                tasks.create_task(connected[unit].cut())
 
         link = FleetLink(mirror, connect, lambda unit: kept_cards(Path(order.sockets), unit))
         router = await stack.enter_async_context(Router(link, program, clock, patience=order.patience))
@@ -113,6 +120,7 @@ async def gateway(
         rescheduler = await stack.enter_async_context(Rescheduler(router, clock, orders))
         trail = stack.enter_context(audit(order.audit_file))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        mirror.follow(cut)
         texts = await stack.enter_async_context(TextProcesses())
         following = None
         ring: KeyRing | None = None
@@ -150,6 +158,12 @@ async def gateway(
         last.cancel()
         if following is not None:
             following.cancel()
+
+
+def address_of(mirror: Mirror, unit: str) -> str:
+    """Returns where a unit's process answers; nothing if it has none."""
+    process = mirror.process(unit)
+    return process.endpoint if process.phase in ALIVE else ""
 
 
 @contextmanager

@@ -23,9 +23,9 @@ from kvloom.config.config import Config
 from kvloom.serve.local import ENGINE_MODULE, Heard, LocalLauncher, Roles
 from kvloom.serve.machine import listen, listen_inside, private_folder
 from kvloom.serve.nodes.cluster import Cluster
-from kvloom.serve.nodes.identity import calling_context
 from kvloom.serve.nodes.launcher import NodesLauncher
 from kvloom.serve.processes.forkserver import ForkServer
+from kvloom.serve.processes.identity import calling_context
 from kvloom.serve.processes.log import log_to
 from kvloom.serve.processes.messages import StartProgress
 from kvloom.serve.processes.prefork import LaunchedForkServer

@@ -33,7 +33,16 @@ class NodeAgent:
         path = place(told.fleet).with_suffix(".log")
         with path.open("wb") as log:
             process = subprocess.Popen(
-                ["sh", "-c", _DETACHED, "sh", sys.executable, "-P", "-m", "kvloom.serve.keeper_process"],
+                [
+                    "sh",
+                    "-c",
+                    _DETACHED,
+                    "sh",
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "kvloom.serve.nodes.keeper_process",
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

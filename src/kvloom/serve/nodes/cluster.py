@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from kvloom.serve.nodes.identity import FleetIdentity
+from kvloom.serve.processes.identity import FleetIdentity
 
 
 class Joins(Protocol):

@@ -1,7 +1,7 @@
 """The keeper of one host: it starts, watches and ends a fleet's engines there, as the controller says.
 
 It is a process in a session of its own. The controller may go and come again: what runs meanwhile goes on,
-and the next controller is told of it. The engines end when the host's lease is over (`lease.py`), and the
+and the next controller is told of it. The engines end when the host's lease is over (`processes/lease.py`), and the
 keeper with all that is left if no controller comes for long.
 """
 
@@ -20,8 +20,6 @@ from msgspec.structs import replace
 from kvloom.config.machine import Machine
 from kvloom.config.tls import TlsFiles
 from kvloom.serve.local import ENGINE_MODULE, Heard, LocalLauncher, Role, StartChild
-from kvloom.serve.nodes.identity import serving_context
-from kvloom.serve.nodes.lease import leased_time
 from kvloom.serve.nodes.wire import (
     VERSION,
     Begin,
@@ -39,6 +37,8 @@ from kvloom.serve.nodes.wire import (
     Wire,
 )
 from kvloom.serve.processes.child import ChildProcess
+from kvloom.serve.processes.identity import serving_context
+from kvloom.serve.processes.lease import leased_time
 from kvloom.serve.processes.messages import EngineOrder, Lease, Said
 from kvloom.types.clock import Clock
 from kvloom.types.errors import ConfigError, Unavailable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from kvloom.serve.nodes.identity import FleetIdentity
+from kvloom.serve.processes.identity import FleetIdentity
 
 
 class KeeperOrder(Struct, frozen=True, kw_only=True):

@@ -21,8 +21,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from kvloom.config.machine import Machine
 from kvloom.serve.nodes.agent import NodeAgent
 from kvloom.serve.nodes.cluster import Joins
-from kvloom.serve.nodes.identity import FleetIdentity
 from kvloom.serve.nodes.order import KeeperOrder
+from kvloom.serve.processes.identity import FleetIdentity
 from kvloom.types.clock import Clock
 from kvloom.types.errors import ConfigError
 

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from kvloom.cluster.launcher import Answered, Ended, FoundProcess, Missed, Started
-from kvloom.serve.nodes.identity import NAME
+from kvloom.serve.processes.identity import NAME
 from kvloom.serve.processes.messages import StartProgress
 from kvloom.types.errors import Unavailable
 from kvloom.types.spec import EngineSpec

@@ -1,4 +1,4 @@
-"""The process of a host's keeper: `python -m kvloom.serve.keeper_process`.
+"""The process of a host's keeper: `python -m kvloom.serve.nodes.keeper_process`.
 
 It reads a `KeeperOrder` from its stdin, prints the address at which controllers find it, and says nothing to
 who has started it any more.
