@@ -1,8 +1,8 @@
 """The keeper of one host: it starts, watches and ends a fleet's engines there, as the controller says.
 
 It is a process in a session of its own. The controller may go and come again: what runs meanwhile goes on,
-and the next controller is told of it. The engines end when the host's lease is over (`processes/lease.py`), and the
-keeper with all that is left if no controller comes for long.
+and the next controller is told of it. The engines end when the host's lease is over
+(`serve/processes/lease.py`), and the keeper with all that is left if no controller comes for long.
 """
 
 from __future__ import annotations
