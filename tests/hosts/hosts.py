@@ -11,6 +11,7 @@ import itertools
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -147,15 +148,17 @@ class Host:
 
 
 @contextmanager
-def hosts(count: int, folder: Path) -> Iterator[list[Host]]:
-    """Makes so many hosts on one bridge, with their temporary files in `folder`. At the end all that runs
-    there is killed, and nothing is left. Raises NoHosts."""
+def hosts(count: int) -> Iterator[list[Host]]:
+    """Makes so many hosts on one bridge. At the end all that runs there is killed, and nothing is left.
+    Raises NoHosts."""
     if why := _unable():
         raise NoHosts(why)
     number = next(_numbers)
     tag = f"kv{os.getpid() % 0xFFFFF:x}{number:x}"
     network = f"10.{200 + number % 50}.{os.getpid() % 250}"
     with ExitStack() as stack:
+        # Sockets' paths are short, and pytest's folders are not.
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvh", dir="/tmp")))
         _ip("link", "add", f"{tag}b", "type", "bridge")
         stack.callback(_ip, "link", "del", f"{tag}b")
         _ip("link", "set", f"{tag}b", "up")

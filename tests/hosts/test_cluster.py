@@ -46,11 +46,10 @@ def kvloom(host: Host, *arguments: str, token: str = "") -> str:
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+def three() -> Iterator[list[Host]]:
     """Hosts of one cluster, the head first."""
-    folder = tmp_path_factory.mktemp("three")
     try:
-        with hosts(3, folder) as made:
+        with hosts(3) as made:
             head, *others = made
             told = kvloom(head, "cluster", "start", "--head", "--address", head.address)
             [token] = re.findall(rf"RAY_AUTH_TOKEN=(\w+) kvloom cluster join {head.address}:6379", told)
@@ -162,22 +161,52 @@ def refused(host: Host, *arguments: str, token: str = "") -> str:
     return line
 
 
+def units_of(host: Host) -> list[str]:
+    """Returns the units whose engines run at a host."""
+    return [unit for line in of_kvloom(host) for unit in re.findall(r"\bunit-\d+", line)]
+
+
+def test_a_host_is_cut_off_for_longer_than_its_lease(three: list[Host], tmp_path: Path) -> None:
+    """Its streams go on elsewhere, and so does its unit, once nothing there can answer any more; when it is
+    back, no unit has two processes."""
+    with serving(three, tmp_path) as fleet:
+        right = text_of(fleet.url)
+        [cut] = units_of(three[1])
+        with asking(fleet.url, 6) as found:
+            three[1].cut_off()
+        try:
+            assert found == [right] * 6
+            eventually(lambda: cut in units_of(three[0]) + units_of(three[2]), seconds=DEADLINE)
+            assert not units_of(three[1]), "two processes of a unit"
+        finally:
+            three[1].join_again()
+        eventually(lambda: kvloom(three[0], "unit", "list").count(" up ") == 3, seconds=DEADLINE)
+        units = [unit for host in three for unit in units_of(host)]
+        assert sorted(units) == ["unit-0", "unit-1", "unit-2"]
+        assert text_of(fleet.url) == right
+    eventually(lambda: not any(map(of_kvloom, three)), seconds=DEADLINE)
+
+
+@contextmanager
+def asking(url: str, count: int) -> Iterator[list[str]]:
+    """Asks for so many streams at the same time. Their texts are in the list when the block has ended."""
+    found: list[str] = []
+    threads = [threading.Thread(target=lambda: found.append(text_of(url)), daemon=True) for _ in range(count)]
+    for one in threads:
+        one.start()
+    yield found
+    for one in threads:
+        one.join(DEADLINE)
+
+
 def test_a_host_s_power_is_cut_under_streams(three: list[Host], tmp_path: Path) -> None:
     """Its streams go on elsewhere with the same tokens, its unit starts elsewhere once the lease is over, and
     a clean end leaves nothing anywhere."""
     with serving(three, tmp_path) as fleet:
-        for host in three:
-            assert sum("engine_process unit-" in line or "unit-" in line for line in of_kvloom(host)) == 1
+        assert [len(units_of(host)) for host in three] == [1, 1, 1]
         right = text_of(fleet.url)
-        found: list[str] = []
-        asking = [
-            threading.Thread(target=lambda: found.append(text_of(fleet.url)), daemon=True) for _ in range(6)
-        ]
-        for one in asking:
-            one.start()
-        three[2].cut_power()
-        for one in asking:
-            one.join(DEADLINE)
+        with asking(fleet.url, 6) as found:
+            three[2].cut_power()
         assert found == [right] * 6
         eventually(lambda: kvloom(three[0], "unit", "list").count(" up ") == 3, seconds=DEADLINE)
     eventually(lambda: not of_kvloom(three[0]) and not of_kvloom(three[1]), seconds=DEADLINE)

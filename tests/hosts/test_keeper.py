@@ -44,9 +44,9 @@ DEADLINE = 60.0
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+def two() -> Iterator[list[Host]]:
     try:
-        with hosts(2, tmp_path_factory.mktemp("two")) as made:
+        with hosts(2) as made:
             yield made
     except NoHosts as why:
         pytest.skip(str(why))

@@ -14,7 +14,7 @@ from tests.checkpoints import make_checkpoint
 from tests.processes import DEADLINE, Fleet
 from tests.serve.streaming import call, metric, serving, streamed
 
-MOST = 2000  # tokens of a stream: many times what a move takes
+MOST = 4000  # tokens of a stream: many times what a move takes
 CONFIG = """
 kv_memory: 64MiB
 models: {{llama: {path}}}

@@ -17,6 +17,7 @@ from kvloom.types.verbs import CacheChanges, CachedSince
 
 NAME_BYTES: Final = 8
 MOST_CHANGES: Final = 1 << 14  # remembered for those who ask what is new
+LEAST_CHANGES: Final = 64  # remembered whatever is held
 MOST_NAMED: Final = 1 << 16  # pages that an answer names
 
 
@@ -81,3 +82,5 @@ class PrefixFeed:
     def _changed(self, name: bytes) -> None:
         self._log.append(name)
         self._version += 1
+        if len(self._log) > LEAST_CHANGES + 2 * len(self._held):
+            self._log.popleft()  # It takes less to tell all that is held than so many changes.

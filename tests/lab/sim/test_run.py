@@ -10,7 +10,7 @@ import pytest
 
 from kvloom.lab.sim.fleet import simulated
 from kvloom.lab.sim.run import scaled, simulate
-from kvloom.lab.workload.request import Prompts, WorkloadRequest
+from kvloom.lab.workload.request import Prompts, Segment, WorkloadRequest
 from kvloom.lab.workload.summary import Summary
 from kvloom.router.program import load_program
 from kvloom.router.programs import PROGRAMS
@@ -55,10 +55,16 @@ def test_an_answer_that_the_context_cuts_short_is_an_error() -> None:
 
 
 def sparse(count: int) -> Iterator[WorkloadRequest]:
-    """One after the other, in turn of both models, no two at once."""
+    """One after the other, in turn of both models, no two at once. Each prompt comes again after 200 others,
+    so that the router's index has met them all soon."""
     for number in range(count):
+        length = 8 + number % 5
         yield WorkloadRequest(
-            at=number * 0.1, model=("small", "deep")[number % 2], prompt=8 + number % 5, output=2
+            at=number * 0.1,
+            model=("small", "deep")[number % 2],
+            prompt=length,
+            output=2,
+            shared=(Segment(number % 200, length),),
         )
 
 
@@ -75,7 +81,7 @@ def marked(asks: Iterator[WorkloadRequest], at: int, peaks: list[int]) -> Iterat
 
 
 def test_memory_does_not_grow_with_the_number_of_requests() -> None:
-    """Of two halves, the first of which fills pools and histograms."""
+    """Of two halves, the first of which fills pools, histograms and the router's index."""
     units = [unit(f"unit-{i}", blocks=100) for i in range(2)]
     program, peaks = load_program("least_loaded"), list[int]()
     summary = Summary({"≤ 5×": scaled(units, 5.0)})
