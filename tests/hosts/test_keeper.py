@@ -16,7 +16,7 @@ import pytest
 
 from kvloom.cluster.launcher import Answered, Ended
 from kvloom.router.client import HttpEngineClient
-from kvloom.serve.nodes.order import KeeperOrder
+from kvloom.serve.nodes.agent import KeeperOrder
 from kvloom.serve.nodes.wire import (
     VERSION,
     Begin,

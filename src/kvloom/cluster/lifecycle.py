@@ -177,8 +177,8 @@ def bereaved(
 def _bereft(
     name: str, how: str, process: ComponentStatus, spec: FleetSpec, now: float, timing: Timing
 ) -> ComponentStatus:
-    """That was no death of its own: it starts elsewhere without a pause, and is no failure of what it was
-    told."""
+    """Returns the status of a component whose node is lost. That was no death of its own: it starts elsewhere
+    without a pause, and is no failure of what it was told."""
     if process.phase not in ("starting", "ready"):
         return _ended(name, how, process, spec, now, timing)
     gone = replace(process, pid=None, killed=False, misses=0, begun=False, seen=False, calls=None)

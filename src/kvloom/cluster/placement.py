@@ -99,7 +99,7 @@ class NodeRoom:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a unit starts."""
+    """Names the node, and the device there, on which a unit starts."""
 
     node: str
     device: str

@@ -1,5 +1,5 @@
-"""What a router does with the prefix caches of its units: it asks what they hold, for its index, lets them
-keep prefixes for longer than a request, and copies prefixes from one to another."""
+"""Asks a router's units what their prefix caches hold, for its index, lets them keep prefixes for longer than
+a request, and copies prefixes from one to another."""
 
 from __future__ import annotations
 

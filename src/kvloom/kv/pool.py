@@ -55,7 +55,7 @@ class Pool:
 
     @property
     def feed(self) -> PrefixFeed:
-        """What all models' prefix trees hold, for others."""
+        """Returns the feed that tells others what all models' prefix trees hold."""
         return self._recency.feed
 
     @property

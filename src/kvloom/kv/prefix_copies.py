@@ -30,7 +30,7 @@ class PrefixUse:
 
 @dataclass(frozen=True, slots=True)
 class CopyView:
-    """What the router knows of one model's prefixes. Units that are not named in `loads` are not up."""
+    """Holds what the router knows of one model's prefixes. Units that are not named in `loads` are not up."""
 
     prefixes: tuple[PrefixUse, ...]
     requests: float

@@ -1,4 +1,4 @@
-"""What a unit's prefix caches hold, for those who send it requests: names of pages, and a log of changes.
+"""Tells what a unit's prefix caches hold, for those who send it requests: names of pages, and changes.
 
 A full page is named by a digest over the model, the salt and all tokens from the first to its last, so equal
 prefixes have equal names on every unit, and a name says neither what was asked nor by whom.

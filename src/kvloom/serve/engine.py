@@ -9,6 +9,7 @@ import importlib
 import signal
 import socket
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -25,12 +26,13 @@ from kvloom.kv.arena import Arena, ArenaMemory
 from kvloom.offload.cpu.attention import CpuOffloadBackend
 from kvloom.offload.loans import LoanKeeper
 from kvloom.offload.terms import OffloadBackend
+from kvloom.serve.machine import listen, listen_inside
 from kvloom.serve.processes.identity import serving_context
 from kvloom.serve.processes.lease import HeldLease
 from kvloom.serve.processes.messages import EngineOrder, Ready, StartProgress, keep_cards
 from kvloom.serve.processes.parent import Parent, end_at_once
 from kvloom.serve.processes.sandbox import Limits, Sandbox, grammar_trial
-from kvloom.serve.server import BACKLOG, HttpServer
+from kvloom.serve.server import HttpServer
 from kvloom.serve.tls import FixedCertificate, TlsServer
 from kvloom.transfer.shared_memory import ShmTransport
 from kvloom.types.clock import Clock, WallClock
@@ -84,43 +86,40 @@ async def serve(parent: Parent, order: EngineOrder, lease: HeldLease | None = No
     keep_cards(folder, spec.unit, cards)
     chat = tuple(card.name for card in cards if card.chat_template is not None)
     verbs = create_verbs(engine, secret=order.secret, lend=engine.lend)
-    server, listeners = make_server(order, verbs, lambda endpoint: parent.report(Ready(chat, endpoint)))
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.end)
-    try:
-        async with sandbox, asyncio.TaskGroup() as group:
-            group.create_task(engine.run())
-            beside = [group.create_task(parent.beat()), group.create_task(_end_when_lost(executor))]
-            if lease is not None:
-                beside.append(group.create_task(_end_when_over(lease)))
-            if spec.weave is not None:
-                beside.append(group.create_task(_borrow(engine, spec, spec.weave, order, clock)))
-            await server.serve(listeners)
-            await engine.stop()
-            for task in beside:
-                task.cancel()
-    finally:
-        transport.close_all()
-        executor.close()
+    with ExitStack() as sockets:
+        server, listeners = make_server(
+            order, verbs, lambda endpoint: parent.report(Ready(chat, endpoint)), sockets
+        )
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.end)
+        try:
+            async with sandbox, asyncio.TaskGroup() as group:
+                group.create_task(engine.run())
+                beside = [group.create_task(parent.beat()), group.create_task(_end_when_lost(executor))]
+                if lease is not None:
+                    beside.append(group.create_task(_end_when_over(lease)))
+                if spec.weave is not None:
+                    beside.append(group.create_task(_borrow(engine, spec, spec.weave, order, clock)))
+                await server.serve(listeners)
+                await engine.stop()
+                for task in beside:
+                    task.cancel()
+        finally:
+            transport.close_all()
+            executor.close()
 
 
 def make_server(
-    order: EngineOrder, app: ASGIApp, ready: Callable[[str], None]
+    order: EngineOrder, app: ASGIApp, ready: Callable[[str], None], sockets: ExitStack
 ) -> tuple[HttpServer, list[socket.socket] | None]:
     """Returns the server of an engine's verbs, and the sockets at which it is to listen; None if it makes its
-    own. ready: called with the address for other hosts, which is empty if there are none. Raises ConfigError
-    if the host's address cannot be listened at."""
+    own. ready: called with the address for other hosts, which is empty if there are none; sockets: closes
+    them. Raises ConfigError if the host's address cannot be listened at."""
     if order.identity is None:
         return HttpServer(app, unix=order.socket, grace=GRACE_SECONDS, ready=lambda: ready("")), None
-    inside = socket.socket(socket.AF_UNIX)
-    Path(order.socket).unlink(missing_ok=True)  # that of a process that was killed
-    inside.bind(order.socket)
-    inside.listen(BACKLOG)
-    try:
-        outside = socket.create_server((order.host, 0), backlog=BACKLOG)
-    except OSError as error:
-        raise ConfigError(
-            f"the address {order.host} cannot be listened at: {error.strerror}; one of this host is right"
-        ) from error
+    path = Path(order.socket)
+    path.unlink(missing_ok=True)  # that of a process that was killed
+    inside = sockets.enter_context(listen_inside(path))
+    outside = sockets.enter_context(listen(order.host, 0))
     endpoint = f"https://{order.host}:{outside.getsockname()[1]}"
     certificates = FixedCertificate(serving_context(order.identity))
     server = TlsServer(app, certificates=certificates, grace=GRACE_SECONDS, ready=lambda: ready(endpoint))

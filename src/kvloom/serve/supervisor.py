@@ -20,10 +20,10 @@ from kvloom.cluster.launcher import Counted, Ended
 from kvloom.cluster.reconcile import TIMING, Timing
 from kvloom.cluster.state import GATEWAY, ComponentStatus, FleetSpec, UnitSpec, is_gateway
 from kvloom.config.config import Config
+from kvloom.config.tls import TlsFiles
 from kvloom.serve.local import ENGINE_MODULE, Heard, LocalLauncher, Roles
 from kvloom.serve.machine import listen, listen_inside, private_folder
-from kvloom.serve.nodes.cluster import Cluster
-from kvloom.serve.nodes.launcher import NodesLauncher
+from kvloom.serve.nodes.launcher import Cluster, NodesLauncher
 from kvloom.serve.processes.forkserver import ForkServer
 from kvloom.serve.processes.identity import calling_context
 from kvloom.serve.processes.log import log_to
@@ -71,9 +71,9 @@ class Supervisor:
         self._listener = listener
         self._folder = folder
         self._cluster = cluster
-        identity = None if cluster is None else cluster.identity.keep(folder)
+        self._identity = None if cluster is None else cluster.identity.keep(folder)
         secret = "" if cluster is None else cluster.secret
-        self._roles = Roles(config, listener, inside, folder, identity, secret)
+        self._roles = Roles(config, listener, inside, folder, self._identity, secret)
         self._events: asyncio.Queue[Callable[[], Outcome | None]] = asyncio.Queue()
         """What is still to be shown; who shows it returns why the fleet ends, if it does."""
         self._announced = False
@@ -103,7 +103,7 @@ class Supervisor:
                 timing=timing,
                 start=self._forks.start,
             )
-            launcher = local if self._cluster is None else self._over_nodes(self._cluster, local, group)
+            launcher = local if self._identity is None else self._over_nodes(self._identity, local, group)
             self._controller = Controller(
                 specified(self._config, on_nodes=self._cluster is not None),
                 launcher,
@@ -111,13 +111,12 @@ class Supervisor:
                 timing=timing,
                 watch=lambda *change: self._events.put_nowait(partial(self._show, *change)),
             )
-            beside = [group.create_task(self._control(launcher))]
+            controlling = group.create_task(self._control(launcher))
             try:
                 return await self._follow()
             finally:
                 self._manager.tell(STOPPING)
-                for task in beside:
-                    task.cancel()
+                controlling.cancel()
                 self._listener.close()
                 forks.cancel()
                 await launcher.end(END_SECONDS)
@@ -125,10 +124,12 @@ class Supervisor:
                     await self._cluster.end()
                 watched.cancel()
 
-    def _over_nodes(self, cluster: Cluster, local: LocalLauncher, group: asyncio.TaskGroup) -> NodesLauncher:
+    def _over_nodes(
+        self, identity: TlsFiles, local: LocalLauncher, group: asyncio.TaskGroup
+    ) -> NodesLauncher:
         return NodesLauncher(
             local,
-            calling_context(cluster.identity.keep(self._folder)),
+            calling_context(identity),
             group,
             self._clock,
             hear=self._hear,

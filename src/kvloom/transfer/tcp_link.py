@@ -50,7 +50,7 @@ Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 class Purpose(IntEnum):
-    """What a connection of a session is for."""
+    """Says what a connection of a session is for."""
 
     CONTROL = 0
     """Messages, both ways. It is the session's first connection."""
@@ -59,7 +59,7 @@ class Purpose(IntEnum):
 
 
 class Verdict(IntEnum):
-    """What the end that was connected to says of the other one's claim to know the secret."""
+    """The end that was connected to says so of the other one's claim to know the secret."""
 
     WELCOME = 0
     OTHER_SECRET = 1

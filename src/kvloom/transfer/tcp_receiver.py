@@ -1,4 +1,4 @@
-"""What a unit receives over TCP: its reservations, and the threads that write into its arena.
+"""Receives K and V over TCP: a unit's reservations, and the threads that write into its arena.
 
 The receiver alone decides. A thread for each connection reads pieces, and it writes only inside a fence,
 which it enters for one call to the kernel that copies what has come and does not wait. So a sender that

@@ -45,8 +45,8 @@ class WeaveSpec(Struct, frozen=True):
 
 
 class UnitAbilities(Struct, frozen=True, cache_hash=True):
-    """What a unit of one kind can do. Planner, config, engine and simulator ask this record, and have no rule
-    of their own."""
+    """Says what a unit of one kind can do. Planner, config, engine and simulator ask this record, and have no
+    rule of their own."""
 
     moves: bool
     """K and V are sent and received, so that its requests move and programs may split them over units."""

@@ -129,8 +129,8 @@ class EventIds:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What of an answer follows from nothing in its request's body: drawn when it is first asked for, and
-    read from the id when a stream of it is resumed."""
+    """Holds what of an answer follows from nothing in its request's body: it is drawn when that is first
+    asked for, and read from the id when a stream of it is resumed."""
 
     answer: int = field(default_factory=lambda: randbits(128))
     """The number in the answer's id."""

@@ -12,13 +12,25 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from msgspec import Struct
 
 from kvloom.config.machine import Machine
-from kvloom.serve.nodes.order import KeeperOrder
+from kvloom.serve.processes.identity import FleetIdentity
 
 # The shell ends at once, so that the keeper is nobody's child. It gives the null device to what it leaves in
 # the background, so the order comes by another descriptor.
 _DETACHED: Final = 'exec 3<&0; "$@" <&3 3<&- &'
+
+
+class KeeperOrder(Struct, frozen=True, kw_only=True):
+    """Tells a keeper where it is, and with what it knows its fleet."""
+
+    host: str
+    """The address at which others reach this host."""
+    secret: str
+    identity: FleetIdentity
+    fleet: str
+    """Names the fleet among those that this host may have a part of."""
 
 
 class NodeAgent:

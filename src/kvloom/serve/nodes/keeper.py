@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Final
 
@@ -151,7 +150,6 @@ class Keeper:
         machine = self._machine
         wire.send(
             NodeHere(
-                kvloom=metadata.version("kvloom"),
                 cores=machine.cores,
                 memory=machine.memory,
                 gpus=machine.gpus,

@@ -17,9 +17,8 @@ import msgspec
 from kvloom.config.machine import Machine
 from kvloom.serve.local import ENGINE_MODULE
 from kvloom.serve.machine import private_folder, raise_open_files
-from kvloom.serve.nodes.agent import place
+from kvloom.serve.nodes.agent import KeeperOrder, place
 from kvloom.serve.nodes.keeper import Keeper, Place
-from kvloom.serve.nodes.order import KeeperOrder
 from kvloom.serve.processes.forkserver import ForkServer
 from kvloom.serve.processes.log import log_to_stderr
 from kvloom.types.clock import WallClock

@@ -7,7 +7,7 @@ import ssl
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 from msgspec.structs import replace
 
@@ -40,6 +40,7 @@ from kvloom.serve.nodes.wire import (
     Wire,
     connect,
 )
+from kvloom.serve.processes.identity import FleetIdentity
 from kvloom.types.clock import Clock
 from kvloom.types.errors import Unavailable
 from kvloom.types.spec import EngineSpec
@@ -68,6 +69,34 @@ class _Node:
     """Set once its keeper has answered, or has not."""
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the connection is closed."""
+
+
+class Joins(Protocol):
+    """Hears of hosts, each with the address of its keeper."""
+
+    def join(self, name: str, address: str) -> None: ...
+
+    def leave(self, name: str) -> None: ...
+
+
+class Cluster(Protocol):
+    """Knows which hosts there are, and lets a keeper of the fleet run on each."""
+
+    @property
+    def identity(self) -> FleetIdentity: ...
+
+    @property
+    def secret(self) -> str: ...
+
+    async def look(self, joins: Joins, told: Callable[[str, str], None]) -> None:
+        """Tells of the hosts that have come and gone since the last look. told: called with a host and what
+        is wrong with it, once for each problem."""
+
+    async def follow(self, joins: Joins, told: Callable[[str, str], None]) -> None:
+        """Looks again and again, until it is cancelled."""
+
+    async def end(self) -> None:
+        """Leaves nothing of the fleet with whoever knows the hosts."""
 
 
 class NodesLauncher:
@@ -99,6 +128,9 @@ class NodesLauncher:
         self._life = life
         self._lease = lease
         self._nodes: dict[str, _Node] = {}
+        self._going: set[asyncio.Task[None]] = (
+            set()
+        )  # each waits until nothing of a node that has left can serve
         self._where: dict[str, str] = {}  # the node of each component that is on one
 
     # -- nodes ------------------------------------------------------------------------------------------
@@ -122,7 +154,9 @@ class NodesLauncher:
         if (node := self._nodes.pop(name, None)) is not None:
             if node.touch is not None:
                 node.touch.cancel()
-            self._tasks.create_task(self._outlive(node))
+            going = self._tasks.create_task(self._outlive(node))
+            self._going.add(going)
+            going.add_done_callback(self._going.discard)
 
     async def _outlive(self, node: _Node) -> None:
         await self._clock.sleep(max(0.0, self._left(node)))
@@ -243,19 +277,16 @@ class NodesLauncher:
         await self._local.end(seconds)
         ending = []
         for node in self._nodes.values():
-            if node.touch is not None:
-                if node.wire is None:
-                    node.touch.cancel()
-                else:
-                    node.wire.send(EndOrder())
-                    ending.append(node.closed)
+            if node.wire is not None:
+                node.wire.send(EndOrder())
+                ending.append(node.closed)
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 for closed in ending:
                     await closed.wait()
-        for node in self._nodes.values():
-            if node.touch is not None:
-                node.touch.cancel()
+        for task in (*self._going, *(node.touch for node in self._nodes.values())):
+            if task is not None:
+                task.cancel()
 
     def _send(self, component: str, order: FromController) -> None:
         self._send_to(self._where[component], order)

@@ -19,9 +19,8 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvloom.config.machine import Machine
-from kvloom.serve.nodes.agent import NodeAgent
-from kvloom.serve.nodes.cluster import Joins
-from kvloom.serve.nodes.order import KeeperOrder
+from kvloom.serve.nodes.agent import KeeperOrder, NodeAgent
+from kvloom.serve.nodes.launcher import Joins
 from kvloom.serve.processes.identity import FleetIdentity
 from kvloom.types.clock import Clock
 from kvloom.types.errors import ConfigError
@@ -150,11 +149,7 @@ class RayNodes:
         ray.shutdown()
 
 
-def _nodes() -> list[dict[str, Any]]:
-    """Returns what Ray tells of each node that is there."""
-    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-
-
 def _alive() -> dict[str, str]:
     """Returns the nodes that are there: their addresses by Ray's ids of them."""
-    return {node["NodeID"]: node["NodeManagerAddress"] for node in _nodes()}
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in nodes if node["Alive"]}

@@ -1,4 +1,4 @@
-"""What a fleet's controller and the keepers of its hosts tell each other, over TCP with the fleet's
+"""A fleet's controller and the keepers of its hosts exchange these messages, over TCP with the fleet's
 certificate."""
 
 from __future__ import annotations
@@ -64,8 +64,6 @@ class EndOrder(Struct, frozen=True, tag="end"):
 class NodeHere(Struct, frozen=True, kw_only=True, tag="here"):
     """A keeper's answer to `Begin`: what the host has, and what runs there."""
 
-    kvloom: str
-    """The version of the host's kvloom."""
     cores: int
     memory: int
     """Bytes that were free when the keeper began."""
