@@ -21,6 +21,7 @@ from kvloom.serve.nodes.wire import (
     VERSION,
     Begin,
     EndOrder,
+    FromKeeper,
     Granted,
     HeardAt,
     LeaseAsked,
@@ -61,7 +62,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Controller:
     """A controller of one host, as a test plays it."""
 
-    wire: Wire
+    wire: Wire[FromKeeper]
     grants: bool = True
     heard: list[object] = field(default_factory=list)
     more: asyncio.Event = field(default_factory=asyncio.Event)

@@ -7,6 +7,7 @@ import secrets
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Final
@@ -20,6 +21,7 @@ from kvloom.types.files import replacing
 PORT: Final = 6379
 TOKEN: Final = "RAY_AUTH_TOKEN"
 KEPT: Final = Path("~/.ray/auth_token")
+STOP_SECONDS: Final = 15.0  # for a keeper, or a controller with its fleet, to end
 _LEAST_TOKEN: Final = 16  # characters
 _STORE: Final = (
     80_000_000  # bytes of Ray's object store, which kvloom does not use, and of which this is the least
@@ -90,8 +92,21 @@ def join(
 
 @cluster.command
 def stop() -> None:
-    """Let this host leave its cluster. What a fleet has running here ends with its lease."""
-    _ray("stop")
+    """Let this host leave its cluster. The fleets that are controlled from here end, and what others have
+    running here."""
+    # They load much, of which the other commands need nothing.
+    from kvloom.serve.nodes.agent import keeper_places  # noqa: PLC0415
+    from kvloom.serve.nodes.home import FleetHome  # noqa: PLC0415
+    from kvloom.serve.nodes.lasting import end  # noqa: PLC0415
+
+    def stop_all(places: Sequence[Path]) -> None:
+        for place in places:
+            if not end(place, STOP_SECONDS):
+                print(f"What has locked {place} has not ended in {STOP_SECONDS:g} s.", file=sys.stderr)
+
+    stop_all([home.place for home in FleetHome.all()])
+    _ray("stop")  # before the keepers end, which Ray's actors would start again
+    stop_all(keeper_places())
     print("This host is in no cluster any more.")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -11,12 +11,12 @@ from cyclopts import App, Parameter
 
 from kvloom.cli.app import INVALID, CommandFailed, Models, Whole
 from kvloom.serve.machine import raise_open_files
-from kvloom.serve.processes.prefork import launched
-from kvloom.types.clock import WallClock
+from kvloom.serve.processes.prefork import LaunchedForkServer, launched
 from kvloom.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvloom.serve.nodes.ray_nodes import RayNodes
+    from kvloom.config.file import Settings
+    from kvloom.serve.supervisor import Outcome
 
 EXAMPLES: Final = """\
 examples:
@@ -103,23 +103,18 @@ def serve(
     flags: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     for key, file in (("api_key_file", api_key_file), ("admin_key_file", admin_key_file)):
         if file is not None:
-            flags[key] = file.expanduser().absolute()
+            flags[key] = str(file.expanduser().absolute())
     raise_open_files()  # before the first process starts, for all of them
+    if cluster is not None and find_spec("ray") is None:
+        raise ConfigError("--cluster: Ray is not installed; `pip install 'kvloom[cluster]'` installs it")
     with ExitStack() as stack:
-        forks = stack.enter_context(launched())
+        forks = None if cluster is not None else stack.enter_context(launched())
         # imported while that process imports torch
-        from kvloom.config.file import load_config, parse_models  # noqa: PLC0415
-        from kvloom.config.machine import Machine  # noqa: PLC0415
-        from kvloom.serve.supervisor import serve_fleet  # noqa: PLC0415
+        from kvloom.config.file import parse_models, read_settings  # noqa: PLC0415
 
-        nodes = None if cluster is None else stack.enter_context(closing(_connected(cluster)))
-        machine = Machine.here() if nodes is None else Machine.together(nodes.machines())
-        read = load_config(config, flags, parse_models(model), machine)
-        if nodes is not None:
-            folders = {name: one.path for name, one in read.models.items() if Path(one.path).is_dir()}
-            nodes.require(folders)
+        settings = read_settings(config, flags, parse_models(model))
         try:
-            outcome = serve_fleet(read, forks, nodes)
+            outcome = _served(settings, forks, cluster)
         except ConfigError as error:
             key = error.message.partition(":")[0]
             if config is None or key in flags or key not in ("host", "port"):
@@ -131,11 +126,13 @@ def serve(
         raise CommandFailed(outcome.why, outcome.code)
 
 
-def _connected(cluster: str) -> RayNodes:
-    """Returns the nodes of the Ray cluster. Raises ConfigError."""
-    if find_spec("ray") is None:
-        raise ConfigError("--cluster: Ray is not installed; `pip install 'kvloom[cluster]'` installs it")
-    from kvloom.serve.nodes import ray_nodes  # noqa: PLC0415 -- the only place that needs Ray
+def _served(settings: Settings, forks: LaunchedForkServer | None, cluster: str | None) -> Outcome:
+    """Serves on this host, or on the hosts of a cluster, and returns how that ended. Raises ConfigError."""
+    if cluster is not None:
+        from kvloom.serve.nodes.view import serve_over  # noqa: PLC0415 -- the only place that needs Ray
 
-    ray_nodes.connect(cluster)
-    return ray_nodes.RayNodes(WallClock())
+        return serve_over(cluster, settings)
+    from kvloom.config.machine import Machine  # noqa: PLC0415
+    from kvloom.serve.supervisor import serve_fleet  # noqa: PLC0415
+
+    return serve_fleet(settings.config(Machine.here()), forks)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from msgspec import Struct
 
 from kvloom.config.config import Config, build_config, demo_settings
 from kvloom.config.fields import told_unread
@@ -17,25 +18,49 @@ from kvloom.plan.plan import LEAST_RATE, PlannedUnit, is_plan, read_plan
 from kvloom.types.errors import ConfigError
 
 
-def load_config(
-    file: Path | None, flags: Mapping[str, Any], models: Mapping[str, str], machine: Machine
-) -> Config:
-    """Returns the config in `file`, overridden by `flags`, with `models` (from --model) added. With neither
-    file nor models it is the demo fleet's. Raises ConfigError."""
+class Settings(Struct, frozen=True, kw_only=True):
+    """The settings of a fleet as they were told, before a machine makes a config of them."""
+
+    values: dict[str, Any]
+    folder: str
+    """The folder from which relative paths count."""
+    origin: dict[str, str]
+    """The flags by which keys were set."""
+    file: str = ""
+
+    def config(self, machine: Machine) -> Config:
+        """Returns the config on this machine. Raises ConfigError."""
+        try:
+            return build_config(self.values, Path(self.folder), machine, self.origin)
+        except ConfigError as error:
+            from_flag = error.message.startswith("--")
+            told = error.message if not self.file or from_flag else f"{self.file}: {error.message}"
+            raise ConfigError(told) from error
+
+
+def read_settings(file: Path | None, flags: Mapping[str, Any], models: Mapping[str, str]) -> Settings:
+    """Returns the settings in `file`, overridden by `flags`, with `models` (from --model) added. With neither
+    file nor models they are the demo fleet's. Raises ConfigError."""
     if file is not None:
         settings = read_plan_settings(file) if is_plan(file) else read_yaml(file)
     else:
         settings = {} if models else demo_settings()
-    origin = {key: "--" + key.replace("_", "-") for key in flags}
     settings |= flags
     if models:
         settings["models"] = _add_models(settings.get("models"), models)
-    folder = file.parent.absolute() if file is not None else Path.cwd()
-    try:
-        return build_config(settings, folder, machine, origin)
-    except ConfigError as error:
-        from_flag = error.message.startswith("--")
-        raise error if file is None or from_flag else ConfigError(f"{file}: {error.message}") from error
+    return Settings(
+        values=settings,
+        folder=str(file.parent.absolute() if file is not None else Path.cwd()),
+        origin={key: "--" + key.replace("_", "-") for key in flags},
+        file=str(file or ""),
+    )
+
+
+def load_config(
+    file: Path | None, flags: Mapping[str, Any], models: Mapping[str, str], machine: Machine
+) -> Config:
+    """Returns the config of `read_settings` on this machine. Raises ConfigError."""
+    return read_settings(file, flags, models).config(machine)
 
 
 def _add_models(present: object, models: Mapping[str, str]) -> object:

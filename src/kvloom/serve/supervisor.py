@@ -9,23 +9,21 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from rich.console import Console
 
 from kvloom.cluster.controller import Controller
 from kvloom.cluster.edits import Edit
-from kvloom.cluster.launcher import Counted, Ended
+from kvloom.cluster.launcher import Counted, Ended, Launcher, NodeReport
 from kvloom.cluster.reconcile import TIMING, Timing
 from kvloom.cluster.state import GATEWAY, ComponentStatus, FleetSpec, UnitSpec, is_gateway
+from kvloom.cluster.store import SpecStore
 from kvloom.config.config import Config
-from kvloom.config.tls import TlsFiles
 from kvloom.serve.local import ENGINE_MODULE, Heard, LocalLauncher, Roles
 from kvloom.serve.machine import listen, listen_inside, private_folder
-from kvloom.serve.nodes.launcher import Cluster, NodesLauncher
 from kvloom.serve.processes.forkserver import ForkServer
-from kvloom.serve.processes.identity import calling_context
+from kvloom.serve.processes.lease import MARGIN_SECONDS
 from kvloom.serve.processes.log import log_to
 from kvloom.serve.processes.messages import StartProgress
 from kvloom.serve.processes.prefork import LaunchedForkServer
@@ -44,111 +42,151 @@ class Outcome:
     why: str
 
 
+class Hosts(Protocol):
+    """The hosts on which a fleet's processes run."""
+
+    url: str
+    """The gateway's address for people."""
+
+    def launcher(self, tasks: asyncio.TaskGroup, hearing: Hearing) -> Launcher:
+        """Returns the launcher of the fleet's processes. It is asked for once."""
+
+    async def answered(self) -> None:
+        """Waits until each host that is there has answered, so that the first one does not get all units."""
+
+    async def end(self) -> None:
+        """Ends all processes of the fleet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hearing:
+    """Takes what hosts tell of the fleet's processes."""
+
+    hear: Callable[[str, Heard], None]
+    """Is called with a component and what it reports, or is reported of it."""
+    hear_node: Callable[[NodeReport], None]
+    log: Callable[[str, str], None]
+    """Is called with a component's name and a line that it prints."""
+    timing: Timing
+
+
+class ThisHost:
+    """Satisfies `Hosts` with the host on which it runs. It holds the socket at which clients connect, so that
+    they may wait for a gateway that is being replaced."""
+
+    def __init__(
+        self,
+        roles: Roles,
+        clock: Clock,
+        log: Callable[[str, str], None],
+        listener: socket.socket,
+        forks: LaunchedForkServer | None,
+    ) -> None:
+        """log: is called with what the fork server prints; listener: the socket at which clients connect."""
+        self.url = roles.shown_url
+        self._roles = roles
+        self._clock = clock
+        self._listener = listener
+        self._forks = ForkServer([ENGINE_MODULE], clock, log, first=forks)
+        self._launcher: LocalLauncher
+        self._forking: asyncio.Task[None]
+
+    def launcher(self, tasks: asyncio.TaskGroup, hearing: Hearing) -> LocalLauncher:
+        # first, so that engines that start now are its forks
+        self._forking = tasks.create_task(self._forks.run())
+        self._launcher = LocalLauncher(
+            self._roles.of,
+            tasks,
+            self._clock,
+            hear=hearing.hear,
+            log=hearing.log,
+            timing=hearing.timing,
+            start=self._forks.start,
+        )
+        return self._launcher
+
+    async def answered(self) -> None:
+        """Returns at once: it is this host."""
+
+    async def end(self) -> None:
+        self._listener.close()
+        self._forking.cancel()
+        await self._launcher.end(END_SECONDS)
+
+
 class Supervisor:
-    """Runs a fleet: an engine for each unit and replica, one gateway and, if requests can move, a fleet
-    scheduler, each a process of its own. All are on this host, or the engines on the hosts of a cluster. It
-    holds the socket at which clients connect, so that they may wait for a gateway that is being replaced."""
+    """Runs a fleet: an engine for each unit and replica, gateways and, if requests can move, a fleet
+    scheduler, each a process of its own."""
 
     def __init__(
         self,
         config: Config,
+        spec: FleetSpec,
+        hosts: Hosts,
         screen: Screen,
         clock: Clock,
-        listener: socket.socket,
-        inside: socket.socket,
-        folder: Path,
-        forks: LaunchedForkServer | None,
         manager: ServiceManager,
-        cluster: Cluster | None = None,
+        store: SpecStore | None = None,
     ) -> None:
-        """listener: the socket at which clients connect; inside: the one at which the fleet's own processes
-        do; folder: the fleet's own, for sockets; manager: is told when the fleet serves, and that it
-        lives; cluster: on whose hosts the engines are, if not on this one."""
+        """spec: what the fleet is to be, if `store` keeps nothing; manager: is told when the fleet serves,
+        and that it lives."""
         self._manager = manager
         self._config = config
+        self._spec = spec
+        self._hosts = hosts
         self._screen = screen
         self._clock = clock
-        self._listener = listener
-        self._folder = folder
-        self._cluster = cluster
-        self._identity = None if cluster is None else cluster.identity.keep(folder)
-        secret = "" if cluster is None else cluster.secret
-        self._roles = Roles(config, listener, inside, folder, self._identity, secret)
+        self._store = store
         self._events: asyncio.Queue[Callable[[], Outcome | None]] = asyncio.Queue()
         """What is still to be shown; who shows it returns why the fleet ends, if it does."""
         self._announced = False
-        self._forks = ForkServer([ENGINE_MODULE], clock, screen.log, first=forks)
         self._refused: set[str] = set()  # Components that could not use their orders.
         self._controller: Controller
 
     async def run(self) -> Outcome:
-        """Serves until there is a reason to end, and then until no process is left."""
+        """Serves until there is a reason to end, and then until no process is left. Raises ConfigError if
+        what the store keeps cannot be used."""
         self._screen.step("starting the fleet")
-        for number in _heeded():
-            asyncio.get_running_loop().add_signal_handler(
-                number, self._events.put_nowait, partial(self._end, number)
-            )
+        for number in heeded():
+            asyncio.get_running_loop().add_signal_handler(number, self.end, number.name)
         # `check` is how soon a process that hangs is noticed (serve/local.py).
-        timing = Timing(check=self._config.watchdog / TIMING.misses, load=self._config.load_timeout)
+        timing = Timing(
+            check=self._config.watchdog / TIMING.misses,
+            load=self._config.load_timeout,
+            lease=self._config.node_lease + MARGIN_SECONDS,
+        )
+        hearing = Hearing(
+            hear=self._hear,
+            hear_node=lambda report: self._controller.hear(report),  # noqa: PLW0108 -- it is made later
+            log=self._screen.log,
+            timing=timing,
+        )
         async with asyncio.TaskGroup() as group:
             watched = group.create_task(self._manager.keep_told(self._clock))
-            # first, so that engines that start now are its forks
-            forks = group.create_task(self._forks.run())
-            local = LocalLauncher(
-                self._roles.of,
-                group,
-                self._clock,
-                hear=self._hear,
-                log=self._screen.log,
-                timing=timing,
-                start=self._forks.start,
-            )
-            launcher = local if self._identity is None else self._over_nodes(self._identity, local, group)
             self._controller = Controller(
-                specified(self._config, on_nodes=self._cluster is not None),
-                launcher,
+                self._spec,
+                self._hosts.launcher(group, hearing),
                 self._clock,
+                store=self._store,
                 timing=timing,
                 watch=lambda *change: self._events.put_nowait(partial(self._show, *change)),
             )
-            controlling = group.create_task(self._control(launcher))
+            controlling = group.create_task(self._control())
             try:
                 return await self._follow()
             finally:
                 self._manager.tell(STOPPING)
                 controlling.cancel()
-                self._listener.close()
-                forks.cancel()
-                await launcher.end(END_SECONDS)
-                if self._cluster is not None:
-                    await self._cluster.end()
+                await self._hosts.end()
                 watched.cancel()
 
-    def _over_nodes(
-        self, identity: TlsFiles, local: LocalLauncher, group: asyncio.TaskGroup
-    ) -> NodesLauncher:
-        return NodesLauncher(
-            local,
-            calling_context(identity),
-            group,
-            self._clock,
-            hear=self._hear,
-            hear_node=lambda report: self._controller.hear(report),  # noqa: PLW0108 -- it is made later
-            log=self._screen.log,
-            lease=self._config.node_lease,
-        )
+    async def _control(self) -> None:
+        await self._hosts.answered()
+        await self._controller.run()
 
-    async def _control(self, launcher: LocalLauncher | NodesLauncher) -> None:
-        """Runs the controller; if there are hosts, once those that are there have joined, so that the first
-        to answer does not get all units."""
-        if self._cluster is None or isinstance(launcher, LocalLauncher):
-            await self._controller.run()
-            return
-        await self._cluster.look(launcher, self._screen.warn)
-        await launcher.answered()
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._controller.run())
-            tasks.create_task(self._cluster.follow(launcher, self._screen.warn))
+    def end(self, why: str) -> None:
+        """Ends the fleet. why: as a person is told."""
+        self._events.put_nowait(partial(self._end, why))
 
     async def _follow(self) -> Outcome:
         while True:
@@ -172,9 +210,9 @@ class Supervisor:
 
     # -- what a person sees -----------------------------------------------------------------------------
 
-    def _end(self, number: signal.Signals) -> Outcome:
-        self._screen.step(f"ending the fleet ({number.name})")
-        return Outcome(0, number.name)
+    def _end(self, why: str) -> Outcome:
+        self._screen.step(f"ending the fleet ({why})")
+        return Outcome(0, why)
 
     def _show_step(self, component: str, text: str) -> None:
         if self._announced:
@@ -242,7 +280,7 @@ class Supervisor:
         config, tls = self._config, self._config.tls
         authority = "" if tls is None or not tls.own_authority else str(tls.certificate)
         locked = bool(config.api_key_file or config.keys)
-        self._screen.ready(self._roles.shown_url, models, chat, locked=locked, authority=authority)
+        self._screen.ready(self._hosts.url, models, chat, locked=locked, authority=authority)
 
     def _schedule(self) -> None:
         """Starts a fleet scheduler once there is something to move or to start, if there is none yet."""
@@ -256,31 +294,39 @@ class Supervisor:
         return _shown(component) if len(self._controller.spec.units) > 1 else ""
 
 
-def serve_fleet(config: Config, forks: LaunchedForkServer | None, cluster: Cluster | None = None) -> Outcome:
-    """Serves until the fleet ends, and returns how it did. cluster: on whose hosts the engines are. Raises
-    ConfigError if nothing can be listened at, or there is no place for sockets."""
+def serve_fleet(config: Config, forks: LaunchedForkServer | None) -> Outcome:
+    """Serves on this host until the fleet ends, and returns how it did. Raises ConfigError if nothing can be
+    listened at, or there is no place for sockets."""
     clock = WallClock()
     screen = Screen(Console(highlight=False), clock)
     log_to(lambda line: screen.warn("fleet", line))
-    manager = ServiceManager.named_by(os.environ)
     with (
         listen(config.host, config.port) as listener,
         private_folder() as folder,
         listen_inside(folder / GATEWAY) as inside,
     ):
-        supervisor = Supervisor(config, screen, clock, listener, inside, folder, forks, manager, cluster)
-        try:
-            outcome = asyncio.run(supervisor.run())
-        finally:
-            written = screen.close()
+        here = ThisHost(Roles(config, listener, inside, folder), clock, screen.log, listener, forks)
+        manager = ServiceManager.named_by(os.environ)
+        supervisor = Supervisor(config, specified(config), here, screen, clock, manager)
+        return shown(screen, lambda: asyncio.run(supervisor.run()))
+
+
+def shown(screen: Screen, run: Callable[[], Outcome]) -> Outcome:
+    """Returns how a fleet has ended, once the screen shows all that was told. The process ends here if nobody
+    reads the screen."""
+    try:
+        outcome = run()
+    finally:
+        written = screen.close()
     if not written:
         os._exit(outcome.code)  # the interpreter's own end would wait for whoever does not read
     return outcome
 
 
-def specified(config: Config, *, on_nodes: bool = False) -> FleetSpec:
-    """Returns what the config's fleet is to be at first. on_nodes: whether its units are on hosts of a
-    cluster."""
+def specified(config: Config, node: str = "") -> FleetSpec:
+    """Returns what the config's fleet is to be at first. node: that of its controller, if its units are on
+    nodes of a cluster."""
+    on_nodes = bool(node)
     return FleetSpec(
         on_nodes=on_nodes,
         units={
@@ -303,7 +349,7 @@ def _shown(component: str) -> str:
     return GATEWAY if is_gateway(component) else component
 
 
-def _heeded() -> list[signal.Signals]:
+def heeded() -> list[signal.Signals]:
     """Returns the signals that end the fleet; those that it was started to ignore, as by nohup, do not."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,11 +12,11 @@ import msgspec
 from msgspec import Struct
 
 from kvloom.config.machine import Machine
+from kvloom.serve.nodes.lasting import found_or_started
 from kvloom.serve.processes.identity import FleetIdentity
+from kvloom.types.errors import Unavailable
 
-# The shell ends at once, so that the keeper is nobody's child. It gives the null device to what it leaves in
-# the background, so the order comes by another descriptor.
-_DETACHED: Final = 'exec 3<&0; "$@" <&3 3<&- &'
+KEEPER_MODULE: Final = "kvloom.serve.nodes.keeper_process"
 
 
 class KeeperOrder(Struct, frozen=True, kw_only=True):
@@ -39,34 +36,11 @@ class NodeAgent:
     def keeper(self, order: bytes) -> str:
         """Returns the address of this node's keeper, which is started if none runs. order: a `KeeperOrder` as
         JSON. Raises RuntimeError if it does not start."""
-        told = msgspec.json.decode(order, type=KeeperOrder)
-        if address := found(told.fleet):
-            return address
-        path = place(told.fleet).with_suffix(".log")
-        with path.open("wb") as log:
-            process = subprocess.Popen(
-                [
-                    "sh",
-                    "-c",
-                    _DETACHED,
-                    "sh",
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "kvloom.serve.nodes.keeper_process",
-                ],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-                env=_environment(),
-            )
-        said, _ = process.communicate(order + b"\n")
-        address = said.decode().strip()
-        if not address:
-            lines = path.read_text(errors="replace").strip().splitlines()
-            raise RuntimeError(f"the node's keeper has ended as it started: {lines[-1] if lines else path}")
-        return address
+        place = keeper_place(msgspec.json.decode(order, type=KeeperOrder).fleet)
+        try:
+            return found_or_started(place, KEEPER_MODULE, order, place.with_suffix(".log"))
+        except Unavailable as error:
+            raise RuntimeError(f"the node's keeper has ended as it started: {error.message}") from error
 
     def lacking(self, models: Mapping[str, str]) -> dict[str, str]:
         """Returns those models whose folders this node does not have. models: paths by name."""
@@ -78,30 +52,12 @@ class NodeAgent:
         return here.cores, here.memory, here.gpus
 
 
-def place(fleet: str) -> Path:
+def keeper_place(fleet: str) -> Path:
     """Returns the file that a running keeper of the fleet has locked, and in which its address stands."""
     return Path(tempfile.gettempdir(), f"kvloom-keeper-{os.getuid()}-{fleet}")
 
 
-def found(fleet: str) -> str:
-    """Returns the address of the keeper that runs here; nothing if none does."""
-    try:
-        file = os.open(place(fleet), os.O_RDONLY | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return ""
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:  # It is alive.
-        return os.read(file, 1 << 10).decode().strip()
-    else:
-        return ""
-    finally:
-        os.close(file)
-
-
-def _environment() -> dict[str, str]:
-    """Returns the environment with which Ray was started on this node, and not what Ray has added for its
-    workers, as bounds on threads and devices."""
-    raw = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="surrogateescape")
-    pairs = (line.partition("=") for line in raw.split("\0") if "=" in line)
-    return {name: value for name, _, value in pairs if not name.startswith("RAY_")}
+def keeper_places() -> list[Path]:
+    """Returns the files of all keepers that this user has had on this host."""
+    there = Path(tempfile.gettempdir()).glob(f"kvloom-keeper-{os.getuid()}-*")
+    return [path for path in there if path.suffix != ".log"]

@@ -28,6 +28,7 @@ from kvloom.serve.nodes.wire import (
     HeardAt,
     KillOrder,
     LeaseAsked,
+    Leaving,
     Logged,
     NodeHere,
     Refused,
@@ -81,7 +82,7 @@ class Keeper:
         self._launcher = LocalLauncher(
             self._role, tasks, clock, hear=self._hear, log=self._logged, start=start
         )
-        self._wire: Wire | None = None
+        self._wire: Wire[FromController] | None = None
         self._begin: Begin | None = None
         self._until = 0.0  # the end of the lease
         self._heard_of = clock.now()  # when a controller was last heard of
@@ -108,7 +109,8 @@ class Keeper:
             server.close()
             await self._launcher.end(END_SECONDS)
             if self._wire is not None:
-                self._wire.close()
+                self._wire.send(Leaving())
+                await self._wire.end()
 
     def end(self) -> None:
         self._over.set()
@@ -117,7 +119,7 @@ class Keeper:
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Lets a controller give its orders until it is gone, or a later one comes."""
-        wire = Wire(reader, writer, FromController)
+        wire: Wire[FromController] = Wire(reader, writer, FromController)
         orders = wire.messages()
         try:
             async with asyncio.timeout(BEGIN_SECONDS):
@@ -136,7 +138,7 @@ class Keeper:
                 self._wire = None
             wire.close()
 
-    def _follows(self, wire: Wire, begin: Begin) -> bool:
+    def _follows(self, wire: Wire[FromController], begin: Begin) -> bool:
         """Returns whether this controller's orders are followed from now on."""
         if begin.version != VERSION:
             wire.send(Refused(f"it speaks version {VERSION}, and the controller {begin.version}"))

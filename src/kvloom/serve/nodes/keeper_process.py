@@ -7,8 +7,6 @@ who has started it any more.
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import os
 import signal
 import sys
 
@@ -17,12 +15,12 @@ import msgspec
 from kvloom.config.machine import Machine
 from kvloom.serve.local import ENGINE_MODULE
 from kvloom.serve.machine import private_folder, raise_open_files
-from kvloom.serve.nodes.agent import KeeperOrder, place
+from kvloom.serve.nodes.agent import KeeperOrder, keeper_place
 from kvloom.serve.nodes.keeper import Keeper, Place
+from kvloom.serve.nodes.lasting import last
 from kvloom.serve.processes.forkserver import ForkServer
 from kvloom.serve.processes.log import log_to_stderr
 from kvloom.types.clock import WallClock
-from kvloom.types.errors import ConfigError
 
 
 async def keep(order: KeeperOrder) -> None:
@@ -35,24 +33,10 @@ async def keep(order: KeeperOrder) -> None:
             forking = tasks.create_task(forks.run())
             keeper = Keeper(here, Machine.here(), tasks, clock, forks.start)
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, keeper.end)
-            await keeper.serve(lambda address: _tell(order.fleet, address))
+            place = keeper_place(order.fleet)
+            await keeper.serve(lambda address: last(place, address, "a keeper of the fleet"))
             forking.cancel()
-
-
-def _tell(fleet: str, address: str) -> None:
-    """Tells who has started this process where it is, and whoever looks for it later. Raises ConfigError if
-    another one runs."""
-    file = os.open(place(fleet), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
-    except BlockingIOError as error:
-        raise ConfigError("this host has a keeper of the fleet already; one is right") from error
-    os.truncate(file, 0)
-    os.write(file, address.encode())
-    print(address, flush=True)
-    silent = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silent, sys.stdout.fileno())
-    os.close(silent)
+            place.unlink(missing_ok=True)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import ssl
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 from msgspec.structs import replace
 
@@ -28,10 +28,12 @@ from kvloom.serve.nodes.wire import (
     Begin,
     EndOrder,
     FromController,
+    FromKeeper,
     Granted,
     HeardAt,
     KillOrder,
     LeaseAsked,
+    Leaving,
     Logged,
     NodeHere,
     Refused,
@@ -40,12 +42,11 @@ from kvloom.serve.nodes.wire import (
     Wire,
     connect,
 )
-from kvloom.serve.processes.identity import FleetIdentity
+from kvloom.serve.processes.lease import MARGIN_SECONDS
 from kvloom.types.clock import Clock
 from kvloom.types.errors import Unavailable
 from kvloom.types.spec import EngineSpec
 
-MARGIN_SECONDS: Final = 1.0  # by which a node's lease is taken to hold longer than it does
 PAUSE_SECONDS: Final = 0.5  # between two attempts to reach a keeper
 SILENT_SECONDS: Final = 3.0  # without a word of a keeper, which asks for a lease each second
 
@@ -57,46 +58,20 @@ class _Node:
     name: str
     address: str
     """Its keeper's."""
-    wire: Wire | None = None
+    wire: Wire[FromKeeper] | None = None
     """None while the keeper does not answer."""
     phase: Literal["there", "silent", "lost"] = "lost"
     """What the controller was told of it last."""
     until: float = 0.0
     """When the last lease that it was given is over, by this host's clock."""
+    leaves: bool = False
+    """Whether it is said to be no more; then it is forgotten as soon as it is lost."""
     touch: asyncio.Task[None] | None = None
     """Keeps in touch with it."""
     tried: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once its keeper has answered, or has not."""
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the connection is closed."""
-
-
-class Joins(Protocol):
-    """Hears of hosts, each with the address of its keeper."""
-
-    def join(self, name: str, address: str) -> None: ...
-
-    def leave(self, name: str) -> None: ...
-
-
-class Cluster(Protocol):
-    """Knows which hosts there are, and lets a keeper of the fleet run on each."""
-
-    @property
-    def identity(self) -> FleetIdentity: ...
-
-    @property
-    def secret(self) -> str: ...
-
-    async def look(self, joins: Joins, told: Callable[[str, str], None]) -> None:
-        """Tells of the hosts that have come and gone since the last look. told: called with a host and what
-        is wrong with it, once for each problem."""
-
-    async def follow(self, joins: Joins, told: Callable[[str, str], None]) -> None:
-        """Looks again and again, until it is cancelled."""
-
-    async def end(self) -> None:
-        """Leaves nothing of the fleet with whoever knows the hosts."""
 
 
 class NodesLauncher:
@@ -128,9 +103,6 @@ class NodesLauncher:
         self._life = life
         self._lease = lease
         self._nodes: dict[str, _Node] = {}
-        self._going: set[asyncio.Task[None]] = (
-            set()
-        )  # each waits until nothing of a node that has left can serve
         self._where: dict[str, str] = {}  # the node of each component that is on one
 
     # -- nodes ------------------------------------------------------------------------------------------
@@ -138,6 +110,7 @@ class NodesLauncher:
     def join(self, name: str, address: str) -> None:
         """Keeps in touch with a node from now on. address: of its keeper."""
         node = self._nodes.setdefault(name, _Node(name, address))
+        node.leaves = False
         if node.touch is None or node.address != address:
             if node.touch is not None:
                 node.touch.cancel()
@@ -150,24 +123,16 @@ class NodesLauncher:
             await node.tried.wait()
 
     def leave(self, name: str) -> None:
-        """Keeps in touch with a node no more. The controller hears of it once nothing there can serve."""
-        if (node := self._nodes.pop(name, None)) is not None:
-            if node.touch is not None:
-                node.touch.cancel()
-            going = self._tasks.create_task(self._outlive(node))
-            self._going.add(going)
-            going.add_done_callback(self._going.discard)
-
-    async def _outlive(self, node: _Node) -> None:
-        await self._clock.sleep(max(0.0, self._left(node)))
-        self._hear_node(NodeLeft(node.name))
+        """Keeps in touch with a node only as long as its keeper answers, or what runs there may serve."""
+        if (node := self._nodes.get(name)) is not None:
+            node.leaves = True
 
     def _left(self, node: _Node) -> float:
         """Returns the seconds for which a node may still serve."""
         return node.until + MARGIN_SECONDS - self._clock.now()
 
     async def _keep_in_touch(self, node: _Node) -> None:
-        while True:
+        while node.phase != "lost" or not node.leaves:
             try:
                 problem = await self._follow(node, await connect(node.address, self._context))
             except Unavailable as error:
@@ -176,13 +141,14 @@ class NodesLauncher:
             left = self._left(node)
             if node.phase != "lost" and left <= 0:
                 node.phase = "lost"
-                self._hear_node(NodeLost(node.name, problem))
+                self._hear_node(NodeLeft(node.name) if node.leaves else NodeLost(node.name, problem))
             elif node.phase == "there":
                 node.phase = "silent"
                 self._hear_node(NodeSilent(node.name, left, problem))
             await self._clock.sleep(min(PAUSE_SECONDS, left) if node.phase == "silent" else PAUSE_SECONDS)
+        del self._nodes[node.name]
 
-    async def _follow(self, node: _Node, wire: Wire) -> str:
+    async def _follow(self, node: _Node, wire: Wire[FromKeeper]) -> str:
         """Follows what a keeper says. Returns why that is over. Raises Unavailable for nonsense."""
         why = "its keeper has closed the connection"
         messages = wire.messages()
@@ -196,6 +162,9 @@ class NodesLauncher:
                         return why
                     case Refused():
                         why = f"its keeper refuses this controller: {message.why}"
+                    case Leaving():
+                        node.until = 0.0
+                        return "its keeper has ended"
                     case NodeHere():
                         node.wire, node.phase = wire, "there"
                         node.closed.clear()
@@ -284,9 +253,9 @@ class NodesLauncher:
             async with asyncio.timeout(seconds):
                 for closed in ending:
                     await closed.wait()
-        for task in (*self._going, *(node.touch for node in self._nodes.values())):
-            if task is not None:
-                task.cancel()
+        for node in self._nodes.values():
+            if node.touch is not None:
+                node.touch.cancel()
 
     def _send(self, component: str, order: FromController) -> None:
         self._send_to(self._where[component], order)

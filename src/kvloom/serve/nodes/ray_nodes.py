@@ -7,10 +7,8 @@ goes through Ray: neither orders to keepers, nor requests, tokens, K and V.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import secrets
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -20,8 +18,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvloom.config.machine import Machine
 from kvloom.serve.nodes.agent import KeeperOrder, NodeAgent
-from kvloom.serve.nodes.launcher import Joins
-from kvloom.serve.processes.identity import FleetIdentity
+from kvloom.serve.nodes.attach import Joins
+from kvloom.serve.nodes.home import FleetOrder
 from kvloom.types.clock import Clock
 from kvloom.types.errors import ConfigError
 
@@ -60,93 +58,145 @@ def _reach(address: str) -> None:
         ) from error
 
 
-class RayNodes:
-    """Satisfies `Cluster` with the nodes of the Ray cluster to which this process is connected."""
+def machines() -> list[Machine]:
+    """Returns what the cluster's nodes have. Raises ConfigError if a node does not tell."""
+    alive = _alive()
+    told = _asked([_agent(identifier).machine.remote() for identifier in alive])
+    return [
+        Machine(cores, memory, gpus, name=name)
+        for name, (cores, memory, gpus) in zip(alive.values(), told, strict=True)
+    ]
 
-    def __init__(self, clock: Clock) -> None:
-        self.secret = secrets.token_urlsafe(32)
-        self.identity = FleetIdentity.make()
+
+def require(models: Mapping[str, str]) -> None:
+    """Raises ConfigError if a node lacks a model's folder. models: paths of folders by name."""
+    alive = _alive()
+    told = _asked([_agent(identifier).lacking.remote(models) for identifier in alive])
+    for node, lacking in zip(alive.values(), told, strict=True):
+        for name, path in lacking.items():
+            raise ConfigError(
+                f"models.{name}: node {node} has no folder {path}; the same path on all nodes is right"
+            )
+
+
+def own_address() -> str:
+    """Returns the address by which the cluster knows this host."""
+    return _alive()[ray.get_runtime_context().get_node_id()]
+
+
+def keep_controller(order: FleetOrder, actor: type) -> str:
+    """Lets an actor on this host keep the fleet's controller alive, and returns the path of the socket at
+    which that is attached to. Raises ConfigError if it does not start."""
+    kept: Any = (
+        ray.remote(actor)
+        .options(
+            name=f"controller-{order.fleet}",
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_task_retries=-1,
+            num_cpus=0,
+            resources={f"node:{order.host}": 0.001},  # Ray gives each node one of these.
+        )
+        .remote(msgspec.json.encode(order))
+    )
+    try:
+        return str(ray.get(kept.address.remote(), timeout=AGENT_SECONDS))
+    except (RayError, RuntimeError) as error:
+        ray.kill(kept)
+        raise ConfigError(_why(error)) from error
+
+
+class RayNodes:
+    """Tells a fleet's controller which nodes a cluster has, and lets a keeper run on each."""
+
+    def __init__(self, order: FleetOrder, clock: Clock) -> None:
+        self._order = order
         self._clock = clock
-        self._fleet = hashlib.sha256(self.secret.encode()).hexdigest()[:12]
         self._known: dict[str, str] = {}  # node's name by Ray's id of it
         self._problems: dict[str, str] = {}  # what was told of nodes without a keeper
 
-    async def follow(self, joins: Joins, told: Callable[[str, str], None]) -> None:
-        while True:
-            await self._clock.sleep(LOOK_SECONDS)
-            await self.look(joins, told)
+    async def follow(self, joins: Joins, looked: Callable[[], None]) -> None:
+        """Tells of the nodes that come and go, and once of each problem, until it is cancelled. looked: is
+        called once the nodes that there are have been told. A node that is slow holds up no other one."""
+        async with asyncio.TaskGroup() as tasks:
+            asking: dict[str, asyncio.Task[None]] = {}
+            first = True
+            while True:
+                alive = await asyncio.to_thread(_alive)
+                for identifier in set(self._known) - set(alive):
+                    joins.leave(self._known.pop(identifier))
+                asking = {identifier: task for identifier, task in asking.items() if not task.done()}
+                for identifier in alive.keys() - self._known.keys() - asking.keys():
+                    asking[identifier] = tasks.create_task(self._ask(identifier, alive[identifier], joins))
+                if first:
+                    await asyncio.gather(*asking.values())
+                    looked()
+                first = False
+                await self._clock.sleep(LOOK_SECONDS)
 
-    async def look(self, joins: Joins, told: Callable[[str, str], None]) -> None:
-        alive = await asyncio.to_thread(_alive)
-        for identifier in set(self._known) - set(alive):
-            joins.leave(self._known.pop(identifier))
-        new = {identifier: name for identifier, name in alive.items() if identifier not in self._known}
-        found = await asyncio.gather(*(asyncio.to_thread(self._keeper, *one) for one in new.items()))
-        for (identifier, name), (address, problem) in zip(new.items(), found, strict=True):
-            if address:
-                self._known[identifier] = name
-                self._problems.pop(name, None)
-                joins.join(name, address)
-            elif self._problems.get(name) != problem:
-                self._problems[name] = problem
-                told(name, f"has no keeper: {problem}; it is tried again")
+    async def _ask(self, identifier: str, name: str, joins: Joins) -> None:
+        """Asks a node for its keeper."""
+        address, problem = await asyncio.to_thread(self._keeper, identifier, name)
+        if address:
+            self._known[identifier] = name
+            self._problems.pop(name, None)
+            joins.join(name, address)
+        elif self._problems.get(name) != problem:
+            self._problems[name] = problem
+            joins.warn(name, f"has no keeper: {problem}; it is tried again")
 
-    def machines(self) -> list[Machine]:
-        """Returns what the nodes have."""
-        alive = _alive()
-        asked = [self._agent(identifier).machine.remote() for identifier in alive]
-        told = ray.get(asked, timeout=AGENT_SECONDS)
-        return [
-            Machine(cores, memory, gpus, name=name)
-            for name, (cores, memory, gpus) in zip(alive.values(), told, strict=True)
-        ]
-
-    def require(self, models: Mapping[str, str]) -> None:
-        """Raises ConfigError if a node lacks a model's folder. models: paths of folders by name."""
-        for identifier, node in _alive().items():
-            lacking = ray.get(self._agent(identifier).lacking.remote(models), timeout=AGENT_SECONDS)
-            for name, path in lacking.items():
-                raise ConfigError(
-                    f"models.{name}: node {node} has no folder {path}; the same path on all nodes is right"
-                )
+    def again(self, name: str) -> None:
+        """Asks a node for its keeper again with the next look."""
+        self._known = {identifier: node for identifier, node in self._known.items() if node != name}
 
     def _keeper(self, identifier: str, name: str) -> tuple[str, str]:
         """Returns the address of a node's keeper, or an empty one and why there is none."""
-        order = KeeperOrder(host=name, secret=self.secret, identity=self.identity, fleet=self._fleet)
+        fleet = self._order
+        order = KeeperOrder(host=name, secret=fleet.secret, identity=fleet.identity, fleet=fleet.fleet)
         try:
-            asked = self._agent(identifier).keeper.remote(msgspec.json.encode(order))
+            asked = _agent(identifier).keeper.remote(msgspec.json.encode(order))
             return str(ray.get(asked, timeout=AGENT_SECONDS)), ""
         except (RayError, RuntimeError, ValueError) as error:
-            cause = getattr(error, "cause", None) or error  # what the agent has raised
-            return "", " ".join(str(cause).split())[:300] or type(cause).__name__
+            return "", _why(error)
 
-    def _agent(self, identifier: str) -> Any:
-        """Returns the agent on a node, which is started if there is none."""
-        return (
-            ray.remote(NodeAgent)
-            .options(
-                name=f"agent-{self._fleet}-{identifier}",
-                namespace=NAMESPACE,
-                lifetime="detached",
-                get_if_exists=True,
-                max_restarts=-1,
-                max_task_retries=-1,
-                num_cpus=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(identifier, soft=False),
-            )
-            .remote()
-        )
-
-    async def end(self) -> None:
-        await asyncio.to_thread(self.close)
-
-    def close(self) -> None:
-        """Ends the agents, and this process's connection to the cluster, unless that is done."""
-        if not ray.is_initialized():
-            return
+    def end(self) -> None:
+        """Ends the agents. Those of another fleet start again when they are asked for."""
         for identifier in _alive():
-            ray.kill(self._agent(identifier))
-        ray.shutdown()
+            ray.kill(_agent(identifier))
+
+
+def _agent(identifier: str) -> Any:
+    """Returns the agent on a node, which is started if there is none."""
+    return (
+        ray.remote(NodeAgent)
+        .options(
+            name=f"agent-{identifier}",
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_task_retries=-1,
+            num_cpus=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(identifier, soft=False),
+        )
+        .remote()
+    )
+
+
+def _asked(calls: Sequence[Any]) -> list[Any]:
+    """Returns what agents answer. Raises ConfigError."""
+    try:
+        return list(ray.get(calls, timeout=AGENT_SECONDS))
+    except RayError as error:
+        raise ConfigError(f"--cluster: a node does not answer: {_why(error)}") from error
+
+
+def _why(error: Exception) -> str:
+    """Returns what an actor has raised, in one line."""
+    cause = getattr(error, "cause", None) or error
+    return " ".join(str(cause).split())[:300] or type(cause).__name__
 
 
 def _alive() -> dict[str, str]:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import ssl
 import struct
-from collections.abc import AsyncIterator
-from typing import Final
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Final, Generic, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -83,6 +84,10 @@ class LeaseAsked(Struct, frozen=True, tag="lease"):
     asked: float
 
 
+class Leaving(Struct, frozen=True, tag="leaving"):
+    """A keeper ends by itself, and nothing that it has started runs any more."""
+
+
 class HeardAt(Struct, frozen=True, tag="heard"):
     """Passes on what a component's process is reported to do, or says."""
 
@@ -98,11 +103,13 @@ class Logged(Struct, frozen=True, tag="logged"):
 
 
 FromController = Begin | StartOrder | StopOrder | KillOrder | Granted | EndOrder
-FromKeeper = NodeHere | Refused | LeaseAsked | HeardAt | Logged
+FromKeeper = NodeHere | Refused | LeaseAsked | Leaving | HeardAt | Logged
+
+Message = TypeVar("Message")
 
 
-class Wire:
-    """One end of a connection between a controller and a keeper."""
+class Wire(Generic[Message]):
+    """One end of a connection."""
 
     def __init__(
         self,
@@ -113,16 +120,16 @@ class Wire:
         """kind: what the other end says."""
         self._reader = reader
         self._writer = writer
-        self._decode = msgspec.msgpack.Decoder[FromController | FromKeeper](kind).decode
+        self._decode: Callable[[bytes], Message] = msgspec.msgpack.Decoder(kind).decode
         self._encode = msgspec.msgpack.Encoder().encode
 
-    def send(self, message: FromController | FromKeeper) -> None:
+    def send(self, message: Struct) -> None:
         """Sends a message, unless the connection is closed. It never waits."""
         if not self._writer.is_closing():
             data = self._encode(message)
             self._writer.write(_LENGTH.pack(len(data)) + data)
 
-    async def messages(self) -> AsyncIterator[FromController | FromKeeper]:
+    async def messages(self) -> AsyncIterator[Message]:
         """Yields what comes, until the connection ends. Raises Unavailable for what is no message."""
         while True:
             try:
@@ -140,8 +147,14 @@ class Wire:
     def close(self) -> None:
         self._writer.transport.abort()
 
+    async def end(self) -> None:
+        """Closes it once all that was sent is on its way, or the other end is gone."""
+        with suppress(OSError):
+            self._writer.close()
+            await self._writer.wait_closed()
 
-async def connect(address: str, context: ssl.SSLContext) -> Wire:
+
+async def connect(address: str, context: ssl.SSLContext) -> Wire[FromKeeper]:
     """Connects to the keeper at `host:port`. Raises Unavailable."""
     host, _, port = address.rpartition(":")
     try:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+MARGIN_SECONDS: Final = 1.0  # by which who gives a lease takes it to hold longer than it does
 LOOK_SECONDS: Final = 0.5  # The event loop's clock stands still while a host is suspended.
 
 

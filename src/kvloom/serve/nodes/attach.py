@@ -1,0 +1,138 @@
+"""A controller's process listens at a Unix socket for those who attach to it: Ray's actor, which tells of
+nodes, and `kvloom serve`, which shows the fleet and may end it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+from kvloom.serve.nodes.wire import Wire
+from kvloom.serve.screen import Screen
+from kvloom.types.errors import Unavailable
+
+
+class AttachActor(Struct, frozen=True, tag="actor"):
+    """An actor's first words."""
+
+
+class NodeFound(Struct, frozen=True, tag="found"):
+    """Ray has a node, whose keeper is at an address."""
+
+    name: str
+    address: str
+
+
+class NodeGone(Struct, frozen=True, tag="gone"):
+    """Ray has a node no more."""
+
+    name: str
+
+
+class NodeProblem(Struct, frozen=True, tag="problem"):
+    """A node of Ray's has no keeper."""
+
+    name: str
+    problem: str
+
+
+class Looked(Struct, frozen=True, tag="looked"):
+    """All nodes that Ray has were told."""
+
+
+class AttachView(Struct, frozen=True, tag="view"):
+    """The first words of who shows the fleet."""
+
+
+class EndFleet(Struct, frozen=True, tag="end"):
+    """Ends the fleet. why: as a person is told."""
+
+    why: str
+
+
+class KeeperMissed(Struct, frozen=True, tag="missed"):
+    """Tells the actor that a node's keeper does not answer, so that it looks whether there is one."""
+
+    name: str
+
+
+class SpecCopy(Struct, frozen=True, tag="spec"):
+    """Tells the actor what is kept of the fleet in the controller's file."""
+
+    content: bytes
+
+
+class Step(Struct, frozen=True, tag="step"):
+    """Tells views what `Screen.step` shows, and so do those below."""
+
+    text: str
+    of: str
+
+
+class Done(Struct, frozen=True, tag="done"):
+    of: str
+
+
+class Line(Struct, frozen=True, tag="line"):
+    component: str
+    line: str
+    warns: bool = False
+
+
+class FleetReady(Struct, frozen=True, tag="ready"):
+    url: str
+    models: dict[str, str]
+    chat: list[str]
+    locked: bool
+    authority: str
+
+
+class Over(Struct, frozen=True, tag="over"):
+    """The fleet has ended. code: the exit code of `kvloom serve`."""
+
+    code: int
+    why: str
+
+
+FromActor = AttachActor | NodeFound | NodeGone | NodeProblem | Looked
+FromView = AttachView | EndFleet
+ToActor = KeeperMissed | SpecCopy | Over
+ToView = Step | Done | Line | FleetReady | Over
+
+
+class Joins(Protocol):
+    """Hears which nodes a cluster has."""
+
+    def join(self, name: str, address: str) -> None:
+        """A node has come. address: of its keeper."""
+
+    def leave(self, name: str) -> None: ...
+
+    def warn(self, name: str, problem: str) -> None:
+        """A node cannot be used."""
+
+
+def show(screen: Screen, shown: ToView) -> None:
+    """Shows on a view's screen what the fleet's shows."""
+    match shown:
+        case Step(text, of):
+            screen.step(text, of)
+        case Done(of):
+            screen.done(of)
+        case Line(component, line, warns):
+            (screen.warn if warns else screen.log)(component, line)
+        case FleetReady():
+            screen.ready(shown.url, shown.models, shown.chat, locked=shown.locked, authority=shown.authority)
+        case Over():
+            screen.end_steps()
+
+
+async def attach(address: str, kind: object) -> Wire[Any]:
+    """Returns a connection to the controller's process whose socket is at `address`. kind: what is to be
+    read. Raises Unavailable if nobody listens there."""
+    try:
+        reader, writer = await asyncio.open_unix_connection(address)
+    except OSError as error:
+        raise Unavailable(f"the fleet's controller cannot be reached: {error.strerror}") from error
+    return Wire(reader, writer, kind)

@@ -1,0 +1,133 @@
+"""The files of a fleet of several hosts, on the host of its controller: what it was told to be, what it is to
+be by now, and where its controller is.
+
+They last until the fleet is ended, so that a controller that comes again, after its process, Ray or the host
+has died, goes on with the fleet that there was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from kvloom.config.config import Config
+from kvloom.config.file import Settings
+from kvloom.config.machine import Machine
+from kvloom.serve.nodes.lasting import found
+from kvloom.serve.processes.identity import FleetIdentity
+from kvloom.types.errors import ConfigError
+from kvloom.types.files import replacing
+
+STATE: Final = "XDG_STATE_HOME"
+"""The variable that names the folder for such files, which is `~/.local/state` otherwise."""
+
+
+class FleetOrder(Struct, frozen=True, kw_only=True):
+    """Tells a fleet's controller all that it needs."""
+
+    settings: Settings
+    machines: tuple[Machine, ...]
+    """What the nodes had as the fleet began."""
+    host: str
+    """The node of the controller."""
+    folder: str
+    """The fleet's own, of a `FleetHome`."""
+    secret: str
+    """What the fleet's processes tell each other."""
+    identity: FleetIdentity
+
+    @property
+    def fleet(self) -> str:
+        """Returns a name that no other fleet has."""
+        return hashlib.sha256(self.secret.encode()).hexdigest()[:12]
+
+    def config(self) -> Config:
+        """Raises ConfigError."""
+        return self.settings.config(Machine.together(self.machines))
+
+
+class FleetHome:
+    """A fleet's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.spec = folder / "spec.json"
+        """Keeps what the fleet is to be by now."""
+        self.place = folder / "controller"
+        """Is locked by the controller's process, and tells where it listens."""
+        self.log = folder / "controller.log"
+        self._order = folder / "order.json"
+
+    @classmethod
+    def of(cls, port: int) -> FleetHome:
+        """Returns the folder of the fleet that is served at a port from this host."""
+        state = Path(os.environ.get(STATE) or Path.home() / ".local" / "state")
+        return cls(state / "kvloom" / "fleets" / str(port))
+
+    @classmethod
+    def all(cls) -> list[FleetHome]:
+        """Returns the folders of all fleets that were served from this host."""
+        return [cls(folder) for folder in cls.of(0).folder.parent.glob("*")]
+
+    def order(self, settings: Settings, machines: Sequence[Machine], host: str) -> FleetOrder:
+        """Returns the order of the fleet that was begun with these settings and has not been ended, or that
+        of a new one. Raises ConfigError if a fleet with others is served, or nothing can be kept."""
+        kept = self._kept()
+        if kept is not None and kept.host == host and _same(kept.settings, settings):
+            return kept
+        if found(self.place):
+            raise ConfigError(
+                f"port: a fleet of another config is served at it (see {self.log}); `kvloom serve` with that "
+                "config and Ctrl-C end it, or another port is right"
+            )
+        order = FleetOrder(
+            settings=settings,
+            machines=tuple(machines),
+            host=host,
+            folder=str(self.folder),
+            secret=secrets.token_urlsafe(32),
+            identity=FleetIdentity.make(),
+        )
+        self.end()
+        self.begin(order)
+        return order
+
+    def begin(self, order: FleetOrder) -> None:
+        """Keeps the order. Raises ConfigError if it cannot."""
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with replacing(self._order) as file:
+                file.write(msgspec.json.encode(order))
+        except OSError as error:
+            raise ConfigError(
+                f"{self.folder}: the fleet's order cannot be written ({error.strerror}); a folder with room "
+                f"is right, which {STATE} names"
+            ) from error
+
+    @property
+    def ended(self) -> bool:
+        """Whether the fleet was ended, or was never begun here."""
+        return not self._order.exists()
+
+    def end(self) -> None:
+        """Keeps nothing of the fleet but the log of its controller."""
+        for path in (self._order, self.spec, self.place):
+            with suppress(OSError):
+                path.unlink()
+
+    def _kept(self) -> FleetOrder | None:
+        with suppress(OSError, msgspec.MsgspecError):
+            return msgspec.json.decode(self._order.read_bytes(), type=FleetOrder)
+        return None
+
+
+def _same(one: Settings, other: Settings) -> bool:
+    return msgspec.json.encode(one, order="sorted") == msgspec.json.encode(other, order="sorted")

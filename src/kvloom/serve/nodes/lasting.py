@@ -1,0 +1,104 @@
+"""Processes that outlive who has started them. Whoever comes later finds one by a file that it has locked."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+from kvloom.types.errors import ConfigError, Unavailable
+
+# The shell ends at once, so that the process is nobody's child. It gives the null device to what it leaves in
+# the background, so the order comes by another descriptor.
+_DETACHED: Final = 'exec 3<&0; "$@" <&3 3<&- &'
+
+
+def found(place: Path) -> str:
+    """Returns the address of the process that has locked `place`; nothing if none runs."""
+    return _told(place)[0]
+
+
+def end(place: Path, seconds: float) -> bool:
+    """Tells the process that has locked `place` to end, and waits for that. Returns whether none runs."""
+    _, pid = _told(place)
+    if not pid:
+        return True
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        signal.pidfd_send_signal(process, signal.SIGTERM)
+        ended, _, _ = select.select([process], [], [], seconds)
+        return bool(ended)
+    finally:
+        os.close(process)
+
+
+def _told(place: Path) -> tuple[str, int]:
+    """Returns the address and the id of the process that has locked `place`; neither if none runs."""
+    try:
+        file = os.open(place, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return "", 0
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:  # It is alive.
+        address, _, pid = os.read(file, 1 << 10).decode().rpartition(" ")
+        return address, int(pid or 0)
+    else:
+        return "", 0
+    finally:
+        os.close(file)
+
+
+def found_or_started(place: Path, module: str, order: bytes, log: Path) -> str:
+    """Returns the address of the process that has locked `place`, which is started if none runs.
+
+    module: what it runs; order: a line for its stdin; log: takes what it prints as errors. Raises Unavailable
+    with the last line of the log if it ends as it starts, and OSError if it cannot be started."""
+    if address := found(place):
+        return address
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            ["sh", "-c", _DETACHED, "sh", sys.executable, "-P", "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
+            env=_environment(),
+        )
+    said, _ = process.communicate(order + b"\n")
+    if address := said.decode().strip():
+        return address
+    lines = log.read_text(errors="replace").strip().splitlines()
+    raise Unavailable(lines[-1] if lines else f"it has ended as it started, and {log} is empty")
+
+
+def last(place: Path, address: str, what: str) -> None:
+    """Locks `place` until this process ends, and tells the address there, and to who has started it, to whom
+    nothing is said any more. what: this process, for a person. Raises ConfigError if another one runs."""
+    file = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(f"this host has {what} already; one is right") from error
+    os.truncate(file, 0)
+    os.write(file, f"{address} {os.getpid()}".encode())
+    print(address, flush=True)
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, sys.stdout.fileno())
+    os.close(silent)
+
+
+def _environment() -> dict[str, str]:
+    """Returns the environment with which Ray was started on this node, and not what Ray has added for its
+    workers, as bounds on threads and devices."""
+    raw = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="surrogateescape")
+    pairs = (line.partition("=") for line in raw.split("\0") if "=" in line)
+    return {name: value for name, _, value in pairs if not name.startswith("RAY_")}

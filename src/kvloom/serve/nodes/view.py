@@ -1,0 +1,140 @@
+"""`kvloom serve --cluster`: begins a fleet on the nodes of a Ray cluster, or finds it, and shows it.
+
+The fleet is not this process's: if it dies, the fleet stays, and the same command finds it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import ray
+from rich.console import Console
+
+from kvloom.config.file import Settings
+from kvloom.config.machine import Machine
+from kvloom.serve.nodes import ray_nodes
+from kvloom.serve.nodes.attach import AttachView, EndFleet, FleetReady, Over, ToView, attach, show
+from kvloom.serve.nodes.controller_actor import ControllerActor
+from kvloom.serve.nodes.home import FleetHome
+from kvloom.serve.nodes.lasting import found
+from kvloom.serve.nodes.wire import Wire
+from kvloom.serve.screen import Screen
+from kvloom.serve.supervisor import Outcome, heeded, shown
+from kvloom.serve.systemd import READY, STOPPING, ServiceManager
+from kvloom.types.clock import Clock, WallClock
+from kvloom.types.errors import ConfigError, Unavailable
+
+AGAIN_SECONDS: Final = 60.0  # for a controller that has died to come again
+PAUSE_SECONDS: Final = 0.5  # between two looks whether it has
+
+
+def serve_over(cluster: str, settings: Settings) -> Outcome:
+    """Lets a cluster serve a fleet, and shows it until it ends. cluster: as `connect` has it. Returns how it
+    ended. Raises ConfigError."""
+    ray_nodes.connect(cluster)
+    try:
+        machines = ray_nodes.machines()
+        home, address = _begun(settings, machines, ray_nodes.own_address())
+    finally:
+        ray.shutdown()  # so that Ray's end is not this process's
+    clock = WallClock()
+    screen = Screen(Console(highlight=False), clock)
+    view = View(screen, clock, home, ServiceManager.named_by(os.environ))
+    return shown(screen, lambda: asyncio.run(view.run(address)))
+
+
+def _begun(settings: Settings, machines: Sequence[Machine], host: str) -> tuple[FleetHome, str]:
+    """Returns the folder of the fleet, and where its controller is attached to."""
+    config = settings.config(Machine.together(machines))
+    if not config.port:
+        raise ConfigError("port: 0; one that is free on each node with a gateway is right in a cluster")
+    ray_nodes.require(
+        {name: model.path for name, model in config.models.items() if Path(model.path).is_dir()}
+    )
+    home = FleetHome.of(config.port)
+    order = home.order(settings, machines, host)
+    try:
+        return home, ray_nodes.keep_controller(order, ControllerActor)
+    except ConfigError:
+        if not found(home.place):
+            home.end()
+        raise
+
+
+class View:
+    """Shows a fleet, whose controller may die and come again meanwhile."""
+
+    def __init__(self, screen: Screen, clock: Clock, home: FleetHome, manager: ServiceManager) -> None:
+        self._screen = screen
+        self._clock = clock
+        self._home = home
+        self._manager = manager
+        self._wire: Wire[ToView] | None = None
+        self._end: EndFleet | None = None  # what the controller is to be told
+
+    async def run(self, address: str) -> Outcome:
+        """Shows the fleet until it ends. address: where its controller is attached to. A signal to end ends
+        the fleet."""
+        for number in heeded():
+            asyncio.get_running_loop().add_signal_handler(number, partial(self._order_end, number.name))
+        telling = asyncio.create_task(self._manager.keep_told(self._clock))
+        try:
+            while True:
+                if outcome := await self._shown(address):
+                    return outcome
+                if self._home.ended:
+                    return Outcome(1, "the fleet was ended")
+                self._screen.warn("fleet", "its controller has died; what it has started serves on")
+                if not (address := await self._again(address)):
+                    return Outcome(
+                        1,
+                        f"the fleet's controller has not come again in {AGAIN_SECONDS:g} s "
+                        f"(see {self._home.log}); the same command starts it",
+                    )
+        finally:
+            telling.cancel()
+
+    def _order_end(self, why: str) -> None:
+        self._manager.tell(STOPPING)
+        self._end = EndFleet(why)
+        if self._wire is not None:
+            self._wire.send(self._end)
+
+    async def _shown(self, address: str) -> Outcome | None:
+        """Shows what one life of the controller tells. Returns how the fleet has ended, if it has."""
+        try:
+            wire = self._wire = await attach(address, ToView)
+        except Unavailable:
+            return None
+        try:
+            wire.send(AttachView())
+            if self._end is not None:
+                wire.send(self._end)
+            async for message in wire.messages():
+                show(self._screen, message)
+                match message:
+                    case FleetReady():
+                        self._manager.tell(READY)
+                    case Over(code, why):
+                        return Outcome(code, why)
+        except Unavailable as error:
+            self._screen.warn("fleet", error.message)
+        finally:
+            self._wire = None
+            wire.close()
+        return None
+
+    async def _again(self, before: str) -> str:
+        """Returns where the controller is attached to once it has come again; nothing if it does not.
+        before: where it was."""
+        until = self._clock.now() + AGAIN_SECONDS
+        while (address := found(self._home.place)) in ("", before):
+            if self._clock.now() >= until:
+                return ""
+            await self._clock.sleep(PAUSE_SECONDS)
+        return address
