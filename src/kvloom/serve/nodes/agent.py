@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from kvloom.config.machine import Machine
-from kvloom.serve.nodes.lasting import found_or_started
+from kvloom.serve.nodes.lasting import environment_of_ray, found_or_started
 from kvloom.serve.processes.identity import FleetIdentity
 from kvloom.types.errors import Unavailable
 
@@ -38,7 +38,9 @@ class NodeAgent:
         JSON. Raises RuntimeError if it does not start."""
         place = keeper_place(msgspec.json.decode(order, type=KeeperOrder).fleet)
         try:
-            return found_or_started(place, KEEPER_MODULE, order, place.with_suffix(".log"))
+            return found_or_started(
+                place, KEEPER_MODULE, order, place.with_suffix(".log"), environment_of_ray()
+            )
         except Unavailable as error:
             raise RuntimeError(f"the node's keeper has ended as it started: {error.message}") from error
 

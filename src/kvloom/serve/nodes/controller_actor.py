@@ -31,7 +31,7 @@ from kvloom.serve.nodes.attach import (
     attach,
 )
 from kvloom.serve.nodes.home import FleetHome, FleetOrder
-from kvloom.serve.nodes.lasting import found_or_started
+from kvloom.serve.nodes.lasting import environment_of_ray, found_or_started
 from kvloom.serve.nodes.ray_nodes import NAMESPACE, RayNodes
 from kvloom.serve.nodes.wire import Wire
 from kvloom.types.clock import Clock, WallClock
@@ -92,8 +92,10 @@ class KeptController:
             self._home.begin(self._told)
             if spec := await asyncio.to_thread(_internal_kv_get, self._key, namespace=NAMESPACE):
                 self._home.spec.write_bytes(spec)
-        home = self._home
-        return await asyncio.to_thread(found_or_started, home.place, CONTROLLER_MODULE, self._order, home.log)
+        home, environment = self._home, environment_of_ray()
+        return await asyncio.to_thread(
+            found_or_started, home.place, CONTROLLER_MODULE, self._order, home.log, environment
+        )
 
     async def follow(self) -> None:
         """Tells it of nodes, and starts it again when it has died, until the fleet is ended."""

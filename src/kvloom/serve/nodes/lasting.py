@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -44,7 +45,7 @@ def _told(place: Path) -> tuple[str, int]:
     """Returns the address and the id of the process that has locked `place`; neither if none runs."""
     try:
         file = os.open(place, os.O_RDONLY | os.O_NOFOLLOW)
-    except FileNotFoundError:
+    except OSError:
         return "", 0
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -57,7 +58,9 @@ def _told(place: Path) -> tuple[str, int]:
         os.close(file)
 
 
-def found_or_started(place: Path, module: str, order: bytes, log: Path) -> str:
+def found_or_started(
+    place: Path, module: str, order: bytes, log: Path, environment: Mapping[str, str]
+) -> str:
     """Returns the address of the process that has locked `place`, which is started if none runs.
 
     module: what it runs; order: a line for its stdin; log: takes what it prints as errors. Raises Unavailable
@@ -71,10 +74,10 @@ def found_or_started(place: Path, module: str, order: bytes, log: Path) -> str:
             stdout=subprocess.PIPE,
             stderr=errors,
             start_new_session=True,
-            env=_environment(),
+            env=environment,
         )
     said, _ = process.communicate(order + b"\n")
-    if address := said.decode().strip():
+    if address := said.decode().strip() or found(place):  # or another one was started at the same time
         return address
     lines = log.read_text(errors="replace").strip().splitlines()
     raise Unavailable(lines[-1] if lines else f"it has ended as it started, and {log} is empty")
@@ -96,9 +99,9 @@ def last(place: Path, address: str, what: str) -> None:
     os.close(silent)
 
 
-def _environment() -> dict[str, str]:
-    """Returns the environment with which Ray was started on this node, and not what Ray has added for its
-    workers, as bounds on threads and devices."""
+def environment_of_ray() -> dict[str, str]:
+    """Returns, in an actor, the environment with which Ray was started on this node, and not what Ray has
+    added for its workers, as bounds on threads and devices."""
     raw = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="surrogateescape")
     pairs = (line.partition("=") for line in raw.split("\0") if "=" in line)
     return {name: value for name, _, value in pairs if not name.startswith("RAY_")}
