@@ -60,6 +60,8 @@ class FoundProcess(Struct, frozen=True, tag="found"):
     endpoint: str = ""
     device: str = ""
     """The device that a unit was given, if it is another one than it specifies."""
+    chat: tuple[str, ...] = ()
+    """Its models that have a chat template."""
 
 
 class UnitSeen(Struct, frozen=True, tag="seen"):

@@ -211,6 +211,7 @@ def adopted(
         node=found.node,
         device=found.device,
         endpoint=found.endpoint,
+        chat=found.chat,
         proven=found.generation if ready else 0,
         begun=is_gateway(found.component),
         seen=ready,
@@ -285,7 +286,7 @@ def taken_in(
         del found[name]
         known[name] = replace(process, killed=False, misses=0)
         if one.phase == "ready":
-            known[name] = heard(Answered(name, one.endpoint), known[name], spec, now, timing)
+            known[name] = heard(Answered(name, one.endpoint, one.chat), known[name], spec, now, timing)
     for name, one in found.items():
         process = status.processes.get(name, ABSENT)
         if process.phase in ALIVE and process.node != node:

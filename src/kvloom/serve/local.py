@@ -157,6 +157,8 @@ class _Child:
     """None until it is started."""
     endpoint: str = ""
     """Where it answers, once it does."""
+    chat: tuple[str, ...] = ()
+    """The models that have a chat template, once it answers."""
     news: asyncio.Queue[Told] = field(default_factory=asyncio.Queue)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     killed: bool = False
@@ -236,6 +238,7 @@ class LocalLauncher:
                 child.phase,
                 pid=child.process.pid if child.process else None,
                 endpoint=child.endpoint or child.role.socket,
+                chat=child.chat,
             )
             for name, child in self._children.items()
         ]
@@ -303,7 +306,7 @@ class LocalLauncher:
                 case Ready(chat, endpoint):
                     if child.phase == "starting":
                         child.phase = "ready"
-                    child.endpoint = endpoint or child.role.socket
+                    child.endpoint, child.chat = endpoint or child.role.socket, chat
                     self._hear(name, Answered(name, endpoint=child.endpoint, chat=chat))
                     watch = group.create_task(self._watch(name, child))
                 case Alive():
