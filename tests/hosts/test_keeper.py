@@ -189,6 +189,26 @@ def test_a_host_that_is_cut_off_for_less_than_its_lease(
     Oracle(checkpoint).check_at_once(prompt, asyncio.run(play()))
 
 
+def test_a_stream_breaks_if_its_host_is_cut_off_for_long(
+    two: list[Host], keeper: tuple[str, ssl.SSLContext], checkpoint: Path
+) -> None:
+    """So it can go on elsewhere before the host's lease is over, which may be long."""
+
+    async def play() -> None:
+        async with controller(*keeper) as here:
+            endpoint = await started(here, checkpoint)
+            async with HttpEngineClient(endpoint, secret=SECRET, tls=keeper[1], name=NAME) as client:
+                await client.models()
+                two[0].cut_off()
+                try:
+                    with pytest.raises(Unavailable):
+                        await generated(client, [9, 8], 16)
+                finally:
+                    two[0].join_again()
+
+    asyncio.run(play())
+
+
 def test_another_controller_finds_what_runs(keeper: tuple[str, ssl.SSLContext], checkpoint: Path) -> None:
     async def play() -> None:
         async with controller(*keeper, life=2) as first:

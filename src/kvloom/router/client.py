@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import socket
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -24,6 +25,9 @@ UNIX: Final = "unix://"
 CONNECT_SECONDS = 5.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.5  # until an engine is asked again whose listener was full
 _LISTENER_FULL: Final = (errno.EAGAIN, errno.ENOTCONN)  # of a Unix socket, with uvloop and without
+LOST_SECONDS: Final = (
+    5  # without a sign of the other host, after which what was asked there goes on elsewhere
+)
 KEEP_ALIVE_SECONDS = 30.0  # The engine's is longer, so that the engine never closes first.
 
 
@@ -67,7 +71,10 @@ class HttpEngineClient(RemoteEngine):
             base = "http://engine"
         else:
             connector = aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, ssl=True if self._tls is None else self._tls
+                limit=0,
+                keepalive_timeout=KEEP_ALIVE_SECONDS,
+                ssl=True if self._tls is None else self._tls,
+                socket_factory=_watched_socket,
             )
             base = self._url
         self._session = aiohttp.ClientSession(
@@ -230,6 +237,22 @@ class _FrameStream:
             self._over = True
             if self._response is not None:
                 await self._opening.__aexit__(type(error) if error else None, error, None)
+
+
+def _watched_socket(info: aiohttp.AddrInfoType) -> socket.socket:
+    """Returns a socket whose connection breaks once its host has not answered for LOST_SECONDS. The kernel
+    asks, so an engine that is merely slow is not taken for lost."""
+    family, kind, protocol, _, _ = info
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, LOST_SECONDS - 3),
+        (socket.TCP_KEEPINTVL, 1),
+        (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_USER_TIMEOUT, 1000 * LOST_SECONDS),
+    ):
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
 
 
 def _decode(raw: bytes, kind: type[Answer]) -> Answer:
