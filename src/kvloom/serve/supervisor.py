@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,11 +18,11 @@ from kvloom.cluster.controller import Controller
 from kvloom.cluster.edits import Edit
 from kvloom.cluster.launcher import Counted, Ended
 from kvloom.cluster.reconcile import TIMING, Timing
-from kvloom.cluster.state import GATEWAY, ComponentStatus, FleetSpec, UnitSpec, is_gateway
+from kvloom.cluster.state import GATEWAY, ComponentStatus, FleetSpec, UnitSpec, gateway_node, is_gateway
 from kvloom.config.config import Config
 from kvloom.config.tls import TlsFiles
-from kvloom.serve.local import ENGINE_MODULE, Heard, LocalLauncher, Roles
-from kvloom.serve.machine import listen, listen_inside, private_folder
+from kvloom.serve.local import ENGINE_MODULE, Doors, Heard, LocalLauncher, Roles, doors, shown_url
+from kvloom.serve.machine import private_folder
 from kvloom.serve.nodes.launcher import Cluster, NodesLauncher
 from kvloom.serve.processes.forkserver import ForkServer
 from kvloom.serve.processes.identity import calling_context
@@ -46,34 +46,34 @@ class Outcome:
 
 class Supervisor:
     """Runs a fleet: an engine for each unit and replica, one gateway and, if requests can move, a fleet
-    scheduler, each a process of its own. All are on this host, or the engines on the hosts of a cluster. It
-    holds the socket at which clients connect, so that they may wait for a gateway that is being replaced."""
+    scheduler, each a process of its own. All are on this host, or all but the scheduler on the hosts of a
+    cluster. Whoever starts gateways holds the socket at which clients connect, so that they may wait for one
+    that is being replaced."""
 
     def __init__(
         self,
         config: Config,
         screen: Screen,
         clock: Clock,
-        listener: socket.socket,
-        inside: socket.socket,
+        at: Doors | None,
         folder: Path,
         forks: LaunchedForkServer | None,
         manager: ServiceManager,
         cluster: Cluster | None = None,
     ) -> None:
-        """listener: the socket at which clients connect; inside: the one at which the fleet's own processes
-        do; folder: the fleet's own, for sockets; manager: is told when the fleet serves, and that it
-        lives; cluster: on whose hosts the engines are, if not on this one."""
+        """at: where the gateway is called, if it is on this host; folder: the fleet's own, for sockets;
+        manager: is told when the fleet serves, and that it lives; cluster: on whose hosts the engines and the
+        gateways are, if not on this one."""
         self._manager = manager
         self._config = config
         self._screen = screen
         self._clock = clock
-        self._listener = listener
+        self._at = at
         self._folder = folder
         self._cluster = cluster
         self._identity = None if cluster is None else cluster.identity.keep(folder)
         secret = "" if cluster is None else cluster.secret
-        self._roles = Roles(config, listener, inside, folder, self._identity, secret)
+        self._roles = Roles(config, at, folder, self._identity, secret)
         self._events: asyncio.Queue[Callable[[], Outcome | None]] = asyncio.Queue()
         """What is still to be shown; who shows it returns why the fleet ends, if it does."""
         self._announced = False
@@ -105,7 +105,11 @@ class Supervisor:
             )
             launcher = local if self._identity is None else self._over_nodes(self._identity, local, group)
             self._controller = Controller(
-                specified(self._config, on_nodes=self._cluster is not None),
+                specified(
+                    self._config,
+                    on_nodes=self._cluster is not None,
+                    home="" if self._cluster is None else self._cluster.home,
+                ),
                 launcher,
                 self._clock,
                 timing=timing,
@@ -117,7 +121,8 @@ class Supervisor:
             finally:
                 self._manager.tell(STOPPING)
                 controlling.cancel()
-                self._listener.close()
+                if self._at is not None:
+                    self._at.listener.close()
                 forks.cancel()
                 await launcher.end(END_SECONDS)
                 if self._cluster is not None:
@@ -136,6 +141,7 @@ class Supervisor:
             hear_node=lambda report: self._controller.hear(report),  # noqa: PLW0108 -- it is made later
             log=self._screen.log,
             lease=self._config.node_lease,
+            gateway=self._roles.gateway,
         )
 
     async def _control(self, launcher: LocalLauncher | NodesLauncher) -> None:
@@ -194,7 +200,7 @@ class Supervisor:
                 return self._failed(component, process)
             case "starting" if self._announced and before.phase == "absent" and not process.replaces:
                 takes = "another one starts, as was asked, and takes its place"
-                screen.log(name, takes if name == GATEWAY else "starts, as was asked")
+                screen.log(name, takes if is_gateway(component) else "starts, as was asked")
                 self._schedule()
             case "ending":
                 anew = "ends, and starts anew, as was asked"
@@ -223,7 +229,7 @@ class Supervisor:
         problem = process.problem if refused else f"{name} {process.problem} as it started"
         if not self._announced:
             return Outcome(2 if refused else 1, problem)
-        said = f"{process.problem}; the present one serves on" if name == GATEWAY else problem
+        said = f"{process.problem}; the present one serves on" if is_gateway(component) else problem
         self._screen.warn(name, said)
         return None
 
@@ -242,7 +248,15 @@ class Supervisor:
         config, tls = self._config, self._config.tls
         authority = "" if tls is None or not tls.own_authority else str(tls.certificate)
         locked = bool(config.api_key_file or config.keys)
-        self._screen.ready(self._roles.shown_url, models, chat, locked=locked, authority=authority)
+        self._screen.ready(self._url, models, chat, locked=locked, authority=authority)
+
+    @property
+    def _url(self) -> str:
+        """Returns the address of a gateway for people."""
+        if self._at is not None:
+            return shown_url(self._config, *self._at.listener.getsockname()[:2])
+        host, nodes = self._config.host, self._controller.spec.gateways
+        return shown_url(self._config, nodes[0] if host in ("0.0.0.0", "::") else host, self._config.port)
 
     def _schedule(self) -> None:
         """Starts a fleet scheduler once there is something to move or to start, if there is none yet."""
@@ -263,12 +277,10 @@ def serve_fleet(config: Config, forks: LaunchedForkServer | None, cluster: Clust
     screen = Screen(Console(highlight=False), clock)
     log_to(lambda line: screen.warn("fleet", line))
     manager = ServiceManager.named_by(os.environ)
-    with (
-        listen(config.host, config.port) as listener,
-        private_folder() as folder,
-        listen_inside(folder / GATEWAY) as inside,
-    ):
-        supervisor = Supervisor(config, screen, clock, listener, inside, folder, forks, manager, cluster)
+    with ExitStack() as stack:
+        folder = stack.enter_context(private_folder())
+        at = None if cluster is not None else stack.enter_context(doors(config.host, config.port, folder))
+        supervisor = Supervisor(config, screen, clock, at, folder, forks, manager, cluster)
         try:
             outcome = asyncio.run(supervisor.run())
         finally:
@@ -278,11 +290,12 @@ def serve_fleet(config: Config, forks: LaunchedForkServer | None, cluster: Clust
     return outcome
 
 
-def specified(config: Config, *, on_nodes: bool = False) -> FleetSpec:
-    """Returns what the config's fleet is to be at first. on_nodes: whether its units are on hosts of a
-    cluster."""
+def specified(config: Config, *, on_nodes: bool = False, home: str = "") -> FleetSpec:
+    """Returns what the config's fleet is to be at first. on_nodes: whether its processes are on hosts of a
+    cluster; home: the node that has a gateway if the config names none."""
     return FleetSpec(
         on_nodes=on_nodes,
+        gateways=config.gateways or (home,) if on_nodes else (),
         units={
             engine.unit: UnitSpec(
                 engine=engine,
@@ -300,7 +313,9 @@ def specified(config: Config, *, on_nodes: bool = False) -> FleetSpec:
 
 def _shown(component: str) -> str:
     """Returns the component's name for a person."""
-    return GATEWAY if is_gateway(component) else component
+    if not is_gateway(component):
+        return component
+    return f"{GATEWAY}@{node}" if (node := gateway_node(component)) else GATEWAY
 
 
 def _heeded() -> list[signal.Signals]:

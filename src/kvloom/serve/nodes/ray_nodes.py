@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import secrets
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -71,6 +71,10 @@ class RayNodes:
         self._known: dict[str, str] = {}  # node's name by Ray's id of it
         self._problems: dict[str, str] = {}  # what was told of nodes without a keeper
 
+    @property
+    def home(self) -> str:
+        return _alive()[ray.get_runtime_context().get_node_id()]
+
     async def follow(self, joins: Joins, told: Callable[[str, str], None]) -> None:
         while True:
             await self._clock.sleep(LOOK_SECONDS)
@@ -101,13 +105,17 @@ class RayNodes:
             for name, (cores, memory, gpus) in zip(alive.values(), told, strict=True)
         ]
 
-    def require(self, models: Mapping[str, str]) -> None:
-        """Raises ConfigError if a node lacks a model's folder. models: paths of folders by name."""
+    def require(self, models: Mapping[str, str], gateways: Collection[str], needs: Mapping[str, str]) -> None:
+        """Raises ConfigError if a node lacks a model's folder, or one of those with a gateway what gateways
+        need. models: paths of folders by name; gateways: nodes; needs: paths by key."""
+        folders = {f"models.{name}": path for name, path in models.items()}
         for identifier, node in _alive().items():
-            lacking = ray.get(self._agent(identifier).lacking.remote(models), timeout=AGENT_SECONDS)
-            for name, path in lacking.items():
+            wanted = folders | dict(needs if node in gateways else {})
+            lacking = ray.get(self._agent(identifier).lacking.remote(wanted), timeout=AGENT_SECONDS)
+            for key, path in lacking.items():
+                what, which = ("folder ", "all nodes") if key in folders else ("", "each node with a gateway")
                 raise ConfigError(
-                    f"models.{name}: node {node} has no folder {path}; the same path on all nodes is right"
+                    f"{key}: node {node} has no {what}{path}; the same path on {which} is right"
                 )
 
     def _keeper(self, identifier: str, name: str) -> tuple[str, str]:
