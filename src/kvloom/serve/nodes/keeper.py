@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from kvloom.cluster.edits import Edit
 from kvloom.cluster.launcher import Edited, Ended
+from kvloom.cluster.state import is_gateway
 from kvloom.config.machine import Machine
 from kvloom.config.tls import TlsFiles
 from kvloom.serve.local import (
@@ -268,7 +269,8 @@ class Keeper:
         assert self._begin is not None
         self._until = max(self._until, asked + self._begin.lease)
         for found in self._launcher.running():
-            self._launcher.tell(found.component, Lease(self._until))
+            if not is_gateway(found.component):  # which have no unit that another process may have elsewhere
+                self._launcher.tell(found.component, Lease(self._until))
 
     # -- processes --------------------------------------------------------------------------------------
 
