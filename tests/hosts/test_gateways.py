@@ -374,8 +374,8 @@ def test_an_address_that_a_gateway_cannot_have(kept: Kept) -> None:
             await fleet.until(lambda: fleet.process(f"gateway/1@{first}").phase == "failed")
             problem = fleet.process(f"gateway/1@{first}").problem
             assert problem == (
-                f"port: {PORT} at 0.0.0.0: address already in use; another, or 0 for any free one, is right "
-                f"(on {first})"
+                f"port: {PORT} at 0.0.0.0: address already in use (on {first}); "
+                "what each node with a gateway can listen at is right"
             )
 
     try:

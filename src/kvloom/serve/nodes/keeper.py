@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -220,7 +221,9 @@ class Keeper:
             if self._doors is None:
                 self._doors = self._closing.enter_context(doors(spec.host, spec.port, self._place.folder))
         except ConfigError as error:
-            self._hear(name, Ended(name, f"{error.message} (on {self._place.host})", refused=True))
+            problem = error.message.partition(";")[0]
+            right = "what each node with a gateway can listen at is right"
+            self._hear(name, Ended(name, f"{problem} (on {self._place.host}); {right}", refused=True))
         else:
             self._launcher.start(name, order.generation, None)
 
@@ -312,3 +315,5 @@ class Keeper:
     def _logged(self, name: str, line: str) -> None:
         if self._wire is not None:
             self._wire.send(Logged(name, line))
+        else:
+            print(name, line, file=sys.stderr, flush=True)
