@@ -415,7 +415,7 @@ def test_nodes_with_a_gateway(folder: Path) -> None:
         (
             "gateways: [10.0.0.9]",
             CLUSTER,
-            "'10.0.0.9' is no node of the cluster; 10.0.0.1, 10.0.0.2 are right",
+            "'10.0.0.9' is no node of the cluster; 10.0.0.1, 10.0.0.2 ",
         ),
         ("gateways: [10.0.0.1, 10.0.0.1]", CLUSTER, "gateways: 10.0.0.1 stands there twice; once is right"),
         ("gateways: []", CLUSTER, "gateways: []; at least one is right"),
