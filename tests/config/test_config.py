@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from kvloom.config.config import DEMO
 from kvloom.config.fields import parse_seconds, parse_size, show_size
 from kvloom.config.file import load_config
+from kvloom.config.machine import Machine
 from kvloom.types.errors import ConfigError
 from kvloom.types.request import Level
 from kvloom.types.spec import ProgramSpec, SchedulerSpec
@@ -397,3 +398,30 @@ def test_seconds(text: str | float, seconds: float) -> None:
 def test_no_seconds(text: str) -> None:
     with pytest.raises(ValueError, match="is no time"):
         parse_seconds(text)
+
+
+CLUSTER = dataclasses.replace(MACHINE, nodes=("10.0.0.1", "10.0.0.2"))
+
+
+def test_nodes_with_a_gateway(folder: Path) -> None:
+    assert load(folder, M + "gateways: [10.0.0.2]", machine=CLUSTER).gateways == ("10.0.0.2",)
+    assert load(folder, M, machine=CLUSTER).gateways is None
+
+
+@pytest.mark.parametrize(
+    ("said", "machine", "problem"),
+    [
+        ("gateways: [10.0.0.1]", MACHINE, "gateways: without --cluster there is one, on this machine"),
+        (
+            "gateways: [10.0.0.9]",
+            CLUSTER,
+            "'10.0.0.9' is no node of the cluster; 10.0.0.1, 10.0.0.2 ",
+        ),
+        ("gateways: [10.0.0.1, 10.0.0.1]", CLUSTER, "gateways: 10.0.0.1 stands there twice; once is right"),
+        ("gateways: []", CLUSTER, "gateways: []; at least one is right"),
+        ("gateways: 10.0.0.1", CLUSTER, "gateways: '10.0.0.1'; a list is right"),
+        ("port: 0", CLUSTER, "port: 0 with --cluster; a number is right"),
+    ],
+)
+def test_gateways_that_there_cannot_be(folder: Path, said: str, machine: Machine, problem: str) -> None:
+    assert problem in refused(folder, M + said, machine=machine)

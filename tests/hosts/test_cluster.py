@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,9 +80,10 @@ class Serving:
 
 
 @contextmanager
-def serving(three: list[Host], folder: Path) -> Iterator[Serving]:
+def serving(three: list[Host], folder: Path, more: str = "") -> Iterator[Serving]:
+    """more: further lines of the config."""
     config = folder / "fleet.yaml"
-    config.write_text(CONFIG.format(demo=DEMO))
+    config.write_text(CONFIG.format(demo=DEMO) + more)
     process = three[0].start(sys.executable, "-m", "kvloom.cli", "serve", str(config), "--cluster", "auto")
     made = Serving(process, f"http://{three[0].address}:8000")
     reading = threading.Thread(target=made.read)
@@ -98,13 +101,18 @@ def of_kvloom(host: Host) -> list[str]:
     """Returns what of kvloom runs at a host."""
     lines = []
     for pid in host.processes():
-        try:
-            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+        line = command_of(pid)
         if re.search(r"kvloom|NodeAgent", line):
             lines.append(line)
     return lines
+
+
+def command_of(pid: int) -> str:
+    """Returns a process's command; nothing if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def text_of(url: str) -> str:
@@ -134,6 +142,35 @@ def test_a_node_that_lacks_a_checkpoint_is_named_before_anything_starts(
         three[1].run("umount", str(tmp_path))
     lacking = f"models.m: node {three[1].address} has no folder {tmp_path}/sums"
     assert lacking in said
+
+
+def test_a_node_with_a_gateway_that_lacks_the_keys_is_named_before_anything_starts(
+    three: list[Host], tmp_path: Path
+) -> None:
+    (tmp_path / "keys.yaml").write_text("{}")
+    config = Path(tempfile.mkdtemp(dir=tmp_path.parent)) / "fleet.yaml"
+    more = f"gateways: [{three[1].address}]\nkeys: {tmp_path}/keys.yaml\n"
+    config.write_text(CONFIG.format(demo=DEMO) + more)
+    three[1].run("mount", "-t", "tmpfs", "none", str(tmp_path))
+    try:
+        said = refused(three[0], "serve", str(config), "--cluster", "auto")
+    finally:
+        three[1].run("umount", str(tmp_path))
+    assert f"keys: node {three[1].address} has no {tmp_path}/keys.yaml; the same path on each" in said
+
+
+def test_gateways_on_two_hosts(three: list[Host], tmp_path: Path) -> None:
+    """Each answers, and the one that is killed is replaced on its host."""
+    urls = [f"http://{host.address}:8000" for host in three[:2]]
+    more = f"gateways: [{three[0].address}, {three[1].address}]\n"
+    with serving(three, tmp_path, more) as fleet:
+        assert text_of(urls[0]) == (right := text_of(urls[1]))
+        [gateway] = [pid for pid in three[1].processes() if "gateway@" in command_of(pid)]
+        os.kill(gateway, signal.SIGKILL)
+        eventually(lambda: any("was killed by SIGKILL" in line for line in fleet.printed), seconds=DEADLINE)
+        assert text_of(urls[1]) == right
+        assert not any("gateway@" in line for line in of_kvloom(three[2]))
+    eventually(lambda: not any(map(of_kvloom, three)), seconds=DEADLINE)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from kvloom.cluster.launcher import Change
 from kvloom.types.errors import Conflict
@@ -138,3 +139,12 @@ async def test_it_goes_on_under_another_controller() -> None:
         )
         played.processes.starts.set()
         await told(played)
+
+
+async def test_a_gateway_says_again_what_a_controller_that_was_away_has_not_heard() -> None:
+    async with managed(1) as played:
+        process = played.controller.status.processes["a"]
+        assert process.seen
+        played.controller.status.processes["a"] = replace(process, seen=False)
+        played.orders.mirror.heed(played.controller.snapshot)
+        assert played.controller.status.processes["a"].seen

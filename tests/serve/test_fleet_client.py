@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.api.auth import Keys
-from kvloom.serve.scheduler_process import FleetClient
+from kvloom.serve.processes.gateways import FleetClient
 from kvloom.serve.server import ClientConnection, HttpServer
 from kvloom.types.errors import Unavailable
 from kvloom.types.service import Pair, Pairs, Steps

@@ -24,7 +24,7 @@ from kvloom.api.app import create_app
 from kvloom.api.auth import Keys
 from kvloom.config.tls import TlsFiles
 from kvloom.serve.machine import listen_inside
-from kvloom.serve.scheduler_process import FleetClient
+from kvloom.serve.processes.gateways import FleetClient
 from kvloom.serve.server import ClientConnection
 from kvloom.serve.tls import Certificates, TlsServer
 from kvloom.types.clock import WallClock

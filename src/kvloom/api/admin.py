@@ -27,6 +27,7 @@ from kvloom.cluster.scheduler import FleetControl
 from kvloom.router.program import Program, load_program
 from kvloom.router.router import Router as Routing
 from kvloom.types.errors import BadRequest, ConfigError
+from kvloom.types.request import ModelCard
 from kvloom.types.service import Admit, Drain, Pairs, ProgramState, Steps, UnitState
 from kvloom.types.spec import ProgramSpec
 
@@ -64,6 +65,7 @@ class Admin:
             "units": lambda: orders.states,
             "add": orders.add,
             "unit": orders.state,
+            "cards": self._cards,
             "drain": lambda unit, body: orders.drain(unit, body.seconds),
             "admit": lambda unit, _: orders.admit(unit),
             "restart": lambda unit, body: orders.restart(unit, body.seconds),
@@ -151,6 +153,9 @@ class Admin:
     async def _scale(self, steps: Steps) -> Steps:
         await self.fleet.scale(steps)
         return steps
+
+    def _cards(self, unit: str) -> list[ModelCard]:
+        return [replica.card for replica in self.router.units[unit].replicas.values()]
 
     async def _remove(self, unit: str, _: Admit) -> UnitState:
         last = await self.orders.remove(unit)

@@ -20,7 +20,7 @@ from kvloom.api.schemas import CompletionAnswer, CompletionBody, ErrorAnswer, Mo
 from kvloom.api.schemas_chat import ChatAnswer, ChatBody, ChatChunk
 from kvloom.cluster.models import AddModel, Applied, Apply, ModelState
 from kvloom.types.errors import WireError
-from kvloom.types.request import StartGenerate
+from kvloom.types.request import ModelCard, StartGenerate
 from kvloom.types.service import (
     Admit,
     Drain,
@@ -160,6 +160,13 @@ ADMIN: Final[tuple[RouteRow, ...]] = (
     _get("units", "/admin/units", "Tells whether each unit takes requests.", list[UnitState]),
     _post("add", "/admin/units", "Starts a unit that was not there.", EngineSpec, UnitState, 409, 503),
     _get("unit", "/admin/units/{unit}", "Tells whether a unit takes requests.", UnitState, 404),
+    _get(
+        "cards",
+        "/admin/units/{unit}/cards",
+        "Tells what a unit serves, or has served last.",
+        list[ModelCard],
+        404,
+    ),
     _order(
         "drain",
         "Gives a unit no new request; answered when those it has are done, or have had their time.",

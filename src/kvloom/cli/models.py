@@ -137,7 +137,8 @@ def apply(
     the config sets."""
     with server.asked() as gateway:
         fleet = gateway.placement()  # with what its machine had when the fleet was started
-        machine = replace(Machine.here(), cores=fleet.cores, memory=fleet.memory)
+        nodes = tuple(node.name for node in gateway.nodes())
+        machine = replace(Machine.here(), cores=fleet.cores, memory=fleet.memory, nodes=nodes)
         read = load_config(file, {}, {}, machine)
         wanted = Wanted(
             engines=read.engines, first=read.first, groups=dict(read.groups), program=read.program

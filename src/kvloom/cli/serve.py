@@ -45,6 +45,7 @@ CONFIG.yaml, with the defaults:
   rescheduling: {period: 0.5, out: 24, into: 48} # moves between units; or none
   load_timeout: 1800s    # how long a unit may load its models
   node_lease: 30s        # how long a cluster's node serves when it is cut off
+  gateways: [10.0.0.1, 10.0.0.2] # a cluster's nodes with one each; here by default
   program: data_parallel # or {name: balanced, ratio: 0.2}, or my_module:my_own
   max_body: 8MiB         # of a request
   max_connections: 4096  # that one address, which is no proxy's, may have open
@@ -92,7 +93,7 @@ def serve(
     ] = None,
     cluster: Annotated[
         str | None,
-        Parameter(metavar="auto|HOST:PORT", help="the Ray cluster that has the engines (this host)"),
+        Parameter(metavar="auto|HOST:PORT", help="the Ray cluster on whose hosts it runs (this host)"),
     ] = None,
 ) -> None:
     """Serve several models from one KV pool behind an OpenAI API.

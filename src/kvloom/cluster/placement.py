@@ -11,7 +11,6 @@ from kvloom.cluster.actions import Action, StartProcess, TellLack
 from kvloom.cluster.state import (
     ABSENT,
     ALIVE,
-    SCHEDULER,
     ComponentStatus,
     FleetSpec,
     FleetStatus,
@@ -191,12 +190,10 @@ def placed(found: Iterable[Action], spec: FleetSpec, status: FleetStatus) -> Ite
     left = None
     mute = [node for node, one in status.nodes.items() if one.phase == "silent" and not one.told]
     for action in found:
-        name = action.component if isinstance(action, StartProcess) else ""
-        if name == SCHEDULER and mute:
-            continue
-        if not isinstance(action, StartProcess) or name not in spec.units or not spec.on_nodes:
+        if not isinstance(action, StartProcess) or action.component not in spec.units or not spec.on_nodes:
             yield action
             continue
+        name = action.component
         left = left or rooms(spec, status)
         need = needs(spec.units[name])
         made = f"waits until {mute[0]} has said what runs there" if mute else place(name, need, left)

@@ -44,7 +44,6 @@ from kvloom.cluster.state import (
     gateway_name,
     gateway_node,
     generation_of,
-    is_drained,
     is_gateway,
     outlook,
 )
@@ -148,9 +147,7 @@ def _others(
             gateways[name] = process
         elif name not in spec.units and name != SCHEDULER:
             yield from _unit(name, None, process, now, timing)
-    scheduler = processes.get(SCHEDULER, ABSENT)
-    if scheduler.node not in silent or scheduler.phase not in ALIVE:
-        yield from _scheduler(spec, status, scheduler, now, timing)
+    yield from _scheduler(spec, status, processes.get(SCHEDULER, ABSENT), now, timing)
     if spec.program != spec.proven and status.probation is not None:
         yield from _probation(status.probation, gateways, now, timing)
     if spec.gateway:
@@ -245,19 +242,14 @@ def _scheduler(
     spec: FleetSpec, status: FleetStatus, process: ComponentStatus, now: float, timing: Timing
 ) -> Iterator[Action]:
     """Yields the actions for the fleet scheduler, which has no requests that would have to end first. It runs
-    beside a gateway."""
+    on the controller's host, once a gateway can be somewhere."""
     generation = spec.scheduler
-    if process.phase == "ready" and (process.generation != generation or is_drained(process.node, spec)):
+    if process.phase == "ready" and process.generation != generation:
         yield StopProcess(SCHEDULER)
     elif process.phase == "starting" and process.generation == generation:
         yield from _killed_at(SCHEDULER, process, now, process.since + timing.start)
-    elif generation or process is not ABSENT:
-        nodes = gateway_nodes(spec, status)
-        ending = {name for name, one in status.nodes.items() if SCHEDULER in one.stale}
-        nodes = [name for name in nodes if name not in ending]
-        if nodes or not generation or process.phase in ALIVE:
-            node = nodes[0] if nodes else ""
-            yield from _process(SCHEDULER, generation, process, now, timing, node=node)
+    elif process.phase in ALIVE or (gateway_nodes(spec, status) if generation else process is not ABSENT):
+        yield from _process(SCHEDULER, generation, process, now, timing)
 
 
 def _probation(

@@ -48,7 +48,14 @@ from kvloom.config.fields import (
 )
 from kvloom.config.keys import read_key_file
 from kvloom.config.machine import Machine
-from kvloom.config.sharing import check_nodes, check_ranks, share_devices, share_pools, share_threads
+from kvloom.config.sharing import (
+    check_gateways,
+    check_nodes,
+    check_ranks,
+    share_devices,
+    share_pools,
+    share_threads,
+)
 from kvloom.config.tls import TlsConfig
 from kvloom.config.units import (
     ConfiguredEngine,
@@ -85,7 +92,7 @@ KEPT_FROM_START: Final = (
     *("host", "port", "tls", "proxies", "allow_origins"),
     *("api_key_file", "admin_key_file", "keys", "share_prefixes", "audit_file"),
     *("max_body", "max_connections", "request_timeout"),
-    *("drain", "patience", "load_timeout", "watchdog", "node_lease", "rescheduling"),
+    *("drain", "patience", "load_timeout", "watchdog", "node_lease", "gateways", "rescheduling"),
 )
 """Keys that are none of units, models and program. A fleet that serves keeps what it was started with."""
 Keys = TypeVar("Keys")
@@ -119,6 +126,7 @@ class Config(ConfigSection):
     patience: Seconds = Field(default=f"{PATIENCE:g}s", validate_default=True)
     load_timeout: LoadSeconds = Field(default=f"{TIMING.load:g}s", validate_default=True)
     node_lease: NodeLease = Field(default="30s", validate_default=True)
+    gateways: Annotated[Annotated[tuple[str, ...], Some] | None, NoNull] = None
     watchdog: Watchdog = Field(default="30s", validate_default=True)
     api_key_file: Path | None = None
     admin_key_file: Path | None = None
@@ -207,6 +215,7 @@ class Config(ConfigSection):
         self._folder, self._machine = here.folder, here.machine
         engines = list_engines(self.units or (UnitConfig(models=tuple(self.models)),), self.models)
         check_nodes(engines, here.machine)
+        check_gateways(self.gateways, self.port, here.machine)
         self._nodes = {engine.name: engine.unit.node for engine in engines if engine.unit.node is not None}
         devices = share_devices(engines, self.device, here.machine)
         if self.transport == "tcp" and any(device != "cpu" for device in devices):

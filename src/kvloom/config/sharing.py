@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from kvloom.config.fields import Auto, show_size
@@ -23,6 +24,24 @@ def check_nodes(engines: Sequence[ConfiguredEngine], machine: Machine) -> None:
             f"{engine.key}.node: {node!r}, and this machine is {machine.name!r}; without --cluster "
             "units are served on this machine alone"
         )
+
+
+def check_gateways(nodes: Sequence[str] | None, port: int, machine: Machine) -> None:
+    """Raises ValueError if the fleet cannot have its gateways on these nodes, each at this port. nodes: None
+    if none are named."""
+    if machine.nodes and port == 0:
+        raise ValueError("port: 0 with --cluster; a number is right, which each node with a gateway has free")
+    for node, count in Counter(nodes or ()).items():
+        if not machine.nodes:
+            raise ValueError(
+                "gateways: without --cluster there is one, on this machine; without this key it is right"
+            )
+        if node not in machine.nodes:
+            raise ValueError(
+                f"gateways: {node!r} is no node of the cluster; {', '.join(machine.nodes)} are right"
+            )
+        if count > 1:
+            raise ValueError(f"gateways: {node} stands there twice; once is right, as a node has one gateway")
 
 
 def check_ranks(engines: Sequence[ConfiguredEngine], cores: Sequence[int]) -> None:

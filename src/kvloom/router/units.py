@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -33,6 +33,8 @@ class FleetLink:
     """Returns the client of a unit."""
     cards: Callable[[str], Sequence[ModelCard]] = lambda _: ()
     """Returns what a unit without a process has served, as far as that is kept."""
+    keep: Callable[[str, Sequence[ModelCard]], Awaitable[None]] | None = None
+    """Keeps what a unit serves, as its present process has told."""
 
 
 class Units(Mapping[str, Unit]):
@@ -214,11 +216,15 @@ class Units(Mapping[str, Unit]):
             assert self._tasks is not None
             task = self._coming[name] = self._tasks.create_task(self._come(unit, process, link))
             task.add_done_callback(lambda task: self._came(name, task))
+        elif unit.up and stands == "here" and not process.seen:  # a controller that was away has not heard it
+            link.mirror.send(UnitSeen(name, process.generation))
 
     async def _come(self, unit: Unit, process: ComponentStatus, link: FleetLink) -> None:
         await unit.ask()
         problem = unit.problem.message if unit.problem else ""
         link.mirror.send(UnitSeen(unit.name, process.generation, problem))
+        if link.keep is not None and unit.problem is None:
+            await link.keep(unit.name, [replica.card for replica in unit.replicas.values()])
 
     def _came(self, name: str, task: asyncio.Task[None]) -> None:
         if self._coming.get(name) is task:

@@ -10,7 +10,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -25,33 +25,36 @@ from kvloom.api.admin import Admin
 from kvloom.api.app import create_app
 from kvloom.api.auth import Keys
 from kvloom.cluster.edits import Edit
-from kvloom.cluster.launcher import Snapshot
+from kvloom.cluster.launcher import Change, Edited, Snapshot
 from kvloom.cluster.mirror import Mirror
 from kvloom.cluster.orders import FleetOrders
-from kvloom.cluster.state import ALIVE
+from kvloom.cluster.state import ALIVE, is_gateway
 from kvloom.router.client import UNIX, HttpEngineClient, UnitClient
 from kvloom.router.program import Program, load_program
 from kvloom.router.rescheduling import Rescheduler
 from kvloom.router.router import Router
 from kvloom.router.units import FleetLink
 from kvloom.serve.connections import OpenConnections
-from kvloom.serve.processes.identity import NAME, calling_context
+from kvloom.serve.machine import listen
+from kvloom.serve.processes.gateways import FleetClient
+from kvloom.serve.processes.identity import NAME, calling_context, serving_context
 from kvloom.serve.processes.log import AppendedFile, Background
 from kvloom.serve.processes.messages import (
     ChildReport,
     GatewayOrder,
-    Lease,
     Ready,
     RetireOrder,
     Told,
+    keep_cards,
     kept_cards,
 )
 from kvloom.serve.processes.parent import Parent, run_child
 from kvloom.serve.processes.texts import TextProcesses
 from kvloom.serve.server import ClientConnection, HttpServer
-from kvloom.serve.tls import Certificates, TlsServer
+from kvloom.serve.tls import Certificates, FixedCertificate, FleetDoor, TlsServer
 from kvloom.types.clock import Clock, WallClock, together
-from kvloom.types.errors import ConfigError
+from kvloom.types.errors import ConfigError, Unavailable
+from kvloom.types.request import ModelCard
 
 GRACE_SECONDS: Final = 2  # for running streams, once told to end; half of it by themselves
 _log = logging.getLogger(__name__)
@@ -71,7 +74,7 @@ class GatewayServer:
     def heed(self, news: Told) -> None:
         if isinstance(news, RetireOrder):
             self.server.retire(self.drain)
-        elif not isinstance(news, Lease):
+        elif isinstance(news, Snapshot | Change | Edited):
             self.mirror.heed(news)
 
     def end(self) -> None:
@@ -104,7 +107,7 @@ async def gateway(
         def connect(unit: str) -> UnitClient:
             """Returns the unit's client, whether it has a process or not. One that went and comes again has
             the client that it had."""
-            made = connected[unit] = UnitClient(partial(address_of, mirror, unit), client)
+            made = connected[unit] = UnitClient(partial(address_of, mirror, unit, order), client)
             clients.push_async_exit(made)
             return made
 
@@ -112,7 +115,10 @@ async def gateway(
             for unit in connected.keys() & set(units):
                 tasks.create_task(connected[unit].cut())
 
-        link = FleetLink(mirror, connect, lambda unit: kept_cards(Path(order.sockets), unit))
+        cards = KeptCards(Path(order.sockets), order.node, mirror)
+        if tls is not None:
+            await cards.fetch(lambda url: FleetClient(url, secret=order.secret, tls=tls))
+        link = FleetLink(mirror, connect, cards.of, cards.keep)
         router = await stack.enter_async_context(Router(link, program, clock, patience=order.patience))
         orders = FleetOrders(
             mirror, router.units, seconds=order.drain, memory=order.memory, cores=order.cores
@@ -142,15 +148,20 @@ async def gateway(
             request_seconds=order.request_timeout,
         )
         make: Callable[..., HttpServer] = HttpServer
-        if order.tls is not None:
-            certificates = Certificates(order.tls, Path(order.sockets), clock)
-            make = partial(TlsServer, certificates=certificates)
+        certificates = None if order.tls is None else Certificates(order.tls, Path(order.sockets), clock)
+        fleet, endpoint = None, ""
+        if order.identity is not None:
+            listener = stack.enter_context(listen(order.address, 0))
+            fleet = FleetDoor(listener, FixedCertificate(serving_context(order.identity)))
+            endpoint = f"https://{order.address}:{listener.getsockname()[1]}"
+        if certificates is not None or fleet is not None:
+            make = partial(TlsServer, certificates=certificates, fleet=fleet)
         server = make(
             app,
             connection=ClientConnection,
             connections=OpenConnections(order.max_connections, order.proxies),
             grace=GRACE_SECONDS,
-            ready=lambda: report(Ready()),
+            ready=lambda: report(Ready(endpoint=endpoint)),
         )
         ending = asyncio.Event()
         last = tasks.create_task(end_streams(router, ending, clock))
@@ -160,10 +171,64 @@ async def gateway(
             following.cancel()
 
 
-def address_of(mirror: Mirror, unit: str) -> str:
-    """Returns where a unit's process answers; nothing if it has none."""
+def address_of(mirror: Mirror, unit: str, order: GatewayOrder) -> str:
+    """Returns where a unit's process answers; nothing if it has none, or does not answer yet. One on the
+    gateway's own node is called at its socket there."""
     process = mirror.process(unit)
-    return process.endpoint if process.phase in ALIVE else ""
+    if process.phase not in ALIVE or not process.endpoint:
+        return ""
+    return f"{order.sockets}/{unit}.sock" if order.node and process.node == order.node else process.endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCards:
+    """The model cards of units, for when they have no process. Units keep those of their own host; a gateway
+    keeps those of other hosts' units once it has learnt them."""
+
+    folder: Path
+    node: str
+    mirror: Mirror
+
+    def of(self, unit: str) -> Sequence[ModelCard]:
+        return kept_cards(self.folder, unit)
+
+    async def keep(self, unit: str, cards: Sequence[ModelCard]) -> None:
+        """Keeps what a unit has told, unless that has done so itself."""
+        if self.mirror.process(unit).node != self.node:
+            await self._write(unit, cards)
+
+    async def fetch(self, call: Callable[[str], FleetClient]) -> None:
+        """Asks other gateways for the cards of units that cannot be asked themselves now. call: returns the
+        client of a gateway's endpoint."""
+        status = self.mirror.status
+        there = {name for name, node in status.nodes.items() if node.phase == "there"}
+        silent = [
+            name
+            for name in self.mirror.spec.units
+            if self.mirror.outlook(name) != "here" or self.mirror.process(name).node not in there
+        ]
+        others = [
+            call(one.endpoint)
+            for name, one in status.processes.items()
+            if is_gateway(name) and one.phase == "ready" and one.endpoint and one.node in there
+        ]
+        async with asyncio.TaskGroup() as tasks:
+            for unit in silent:
+                if not self.of(unit):
+                    tasks.create_task(self._fetch(unit, others))
+
+    async def _fetch(self, unit: str, others: Sequence[FleetClient]) -> None:
+        for other in others:
+            with suppress(Unavailable):  # it is on its way out, or does not know the unit yet
+                if cards := await other.cards(unit):
+                    await self._write(unit, cards)
+                    return
+
+    async def _write(self, unit: str, cards: Sequence[ModelCard]) -> None:
+        try:
+            await asyncio.to_thread(keep_cards, self.folder, unit, cards)
+        except OSError as error:
+            _log.warning("%s: what it serves cannot be kept: %s", unit, error.strerror)
 
 
 @contextmanager

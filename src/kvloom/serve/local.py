@@ -5,21 +5,27 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from msgspec.structs import asdict
+
 from kvloom.cluster.launcher import Answered, Ended, FoundProcess, Missed, News, Started
 from kvloom.cluster.reconcile import TIMING, Timing
-from kvloom.cluster.state import GATEWAY, SCHEDULER, Phase, is_gateway
+from kvloom.cluster.state import GATEWAY, SCHEDULER, Phase, gateway_node, is_gateway
 from kvloom.config.config import Config
 from kvloom.config.tls import TlsFiles
+from kvloom.serve.machine import listen, listen_inside
 from kvloom.serve.processes.child import ChildProcess
 from kvloom.serve.processes.messages import (
     Alive,
     EngineOrder,
     GatewayOrder,
+    Gateways,
+    GatewaySpec,
     Lease,
     Order,
     OrderRefused,
@@ -55,35 +61,134 @@ class Role:
     """The path of the socket at which it serves; empty if it has none of its own."""
 
 
+@dataclass(frozen=True, slots=True)
+class Doors:
+    """The sockets at which the gateways of a host are called. Whoever takes another's place has them too, so
+    that callers may wait for it."""
+
+    listener: socket.socket
+    """Where clients connect."""
+    inside: socket.socket
+    """The Unix socket at which the fleet's own processes of the host connect."""
+
+
+@contextmanager
+def doors(host: str, port: int, folder: Path) -> Iterator[Doors]:
+    """Opens the sockets. folder: the fleet's own. Raises ConfigError if the address cannot be listened at."""
+    path = folder / GATEWAY
+    with listen(host, port) as listener, listen_inside(path) as inside:
+        try:
+            yield Doors(listener, inside)
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def gateway_spec(config: Config) -> GatewaySpec:
+    """Returns what each gateway of the config's fleet is to be. Raises ConfigError if keys cannot be read."""
+    return GatewaySpec(
+        host=config.host,
+        port=config.port,
+        api_keys=dict(config.api_keys()),
+        admin_keys=config.admin_keys(),
+        keys=str(config.keys or ""),
+        share_prefixes=config.share_prefixes,
+        audit_file=str(config.audit_file or ""),
+        max_body=config.max_body,
+        max_connections=config.max_connections,
+        program=config.program,
+        folder=str(config.folder),
+        memory=config.machine.memory,
+        cores=config.machine.cores,
+        drain=config.drain,
+        patience=config.patience,
+        tls=None if config.tls is None else config.tls.files,
+        proxies=config.proxies,
+        allow_origins=config.allow_origins,
+        request_timeout=config.request_timeout,
+    )
+
+
+def gateway_paths(config: Config) -> dict[str, str]:
+    """Returns what each host with a gateway needs at the same path, by key: files, and the audit file's
+    folder. Keys without names are in a gateway's order, and need no file there."""
+    found: dict[str, Path | None] = {"keys": config.keys}
+    if config.audit_file is not None:
+        found["audit_file"] = config.audit_file.parent
+    if config.tls is not None:
+        tls = config.tls
+        found |= {"tls.certificate": tls.certificate, "tls.key": tls.key, "tls.client_ca": tls.client_ca}
+    module, own, _ = config.program.name.partition(":")
+    beside = config.folder / module.partition(".")[0]
+    if own:  # a module that is not beside the config is installed
+        found["program"] = next((one for one in (beside.with_suffix(".py"), beside) if one.exists()), None)
+    return {key: str(path) for key, path in found.items() if path is not None}
+
+
+def gateway_role(
+    component: str,
+    spec: GatewaySpec,
+    at: Doors,
+    folder: Path,
+    secret: str,
+    *,
+    address: str = "",
+    identity: TlsFiles | None = None,
+) -> Role:
+    """Returns a gateway's role. folder: the fleet's own at this host; secret: what engines are told; address,
+    identity: where, and with what, it answers other hosts, if there are any."""
+    listeners = at.listener.fileno(), at.inside.fileno()
+    node = gateway_node(component)
+    order = GatewayOrder(
+        **asdict(spec),
+        secret=secret,
+        listeners=listeners,
+        sockets=str(folder),
+        node=node,
+        address=address,
+        identity=identity,
+    )
+    return Role(f"{GATEWAY}@{node}" if node else GATEWAY, GATEWAY_MODULE, order, inherit=listeners)
+
+
+def shown_url(config: Config, host: str, port: int) -> str:
+    """Returns a gateway's address for people: with a name for which its certificate is, if it is not for the
+    address itself. host, port: where it listens."""
+    tls = config.tls
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    if tls is not None and host not in tls.names:
+        names = [name for name in tls.names if "*" not in name]
+        host = "localhost" if "localhost" in names else next(iter(names), host)
+    scheme, where = "http" if tls is None else "https", f"[{host}]" if ":" in host else host
+    return f"{scheme}://{where}:{port}"
+
+
 class Roles:
-    """The roles of one fleet's processes, which share a secret that is made here."""
+    """The roles of a fleet's processes on this host, which share a secret that is made here: all of them, or,
+    if the others are on the hosts of a cluster, the fleet scheduler alone."""
 
     def __init__(
         self,
         config: Config,
-        listener: socket.socket,
-        inside: socket.socket,
+        at: Doors | None,
         folder: Path,
         identity: TlsFiles | None = None,
         secret: str = "",
     ) -> None:
-        """listener: the socket at which clients connect; inside: the Unix socket at which the fleet's own
-        processes do; folder: the fleet's own, for sockets; identity: with what processes of several hosts
-        know each other; secret: what engines are told, if it is made already."""
+        """at: where gateways are called; None if they are on hosts of a cluster; folder: the fleet's own, for
+        sockets; identity: with what processes of several hosts know each other; secret: what engines are
+        told, if it is made already."""
         self.secret = secret or secrets.token_urlsafe(32)
+        self.gateway = gateway_spec(config)
         self._identity = identity
         self._config = config
-        self._listener = listener
-        self._inside = inside
+        self._at = at
         self._folder = folder
-        self._api_keys = dict(config.api_keys())
-        self._admin_keys = config.admin_keys()
 
     def of(self, component: str, engine: EngineSpec | None) -> Role:
         """Returns the arguments for a component's process. engine: what a unit is to serve."""
         if engine is not None:
             return self._engine(engine)
-        return self._gateway() if is_gateway(component) else self._scheduler()
+        return self._gateway(component) if is_gateway(component) else self._scheduler()
 
     def _engine(self, spec: EngineSpec) -> Role:
         """Returns an engine's role. A new process serves at the same path, by which the gateway finds it."""
@@ -91,55 +196,19 @@ class Roles:
         order = EngineOrder(spec=spec, socket=path, secret=self.secret)
         return Role(spec.unit, ENGINE_MODULE, order, socket=path)
 
-    def _gateway(self) -> Role:
-        config, listeners = self._config, (self._listener.fileno(), self._inside.fileno())
-        order = GatewayOrder(
-            secret=self.secret,
-            listeners=listeners,
-            api_keys=self._api_keys,
-            admin_keys=self._admin_keys,
-            keys=str(config.keys or ""),
-            share_prefixes=config.share_prefixes,
-            audit_file=str(config.audit_file or ""),
-            max_body=config.max_body,
-            max_connections=config.max_connections,
-            program=config.program,
-            folder=str(config.folder),
-            sockets=str(self._folder),
-            memory=config.machine.memory,
-            cores=config.machine.cores,
-            drain=config.drain,
-            patience=config.patience,
-            tls=None if config.tls is None else config.tls.files,
-            identity=self._identity,
-            proxies=config.proxies,
-            allow_origins=config.allow_origins,
-            request_timeout=config.request_timeout,
-        )
-        return Role(GATEWAY, GATEWAY_MODULE, order, inherit=listeners)
+    def _gateway(self, component: str) -> Role:
+        assert self._at is not None, "gateways are on the hosts of a cluster"
+        return gateway_role(component, self.gateway, self._at, self._folder, self.secret)
 
     def _scheduler(self) -> Role:
-        spec = self._config.scheduler_for(self._config.engines) or SchedulerSpec()
-        gateway: str = self._inside.getsockname()
-        order = SchedulerOrder(spec=spec, gateway=gateway, secret=self.secret, sockets=str(self._folder))
+        order = SchedulerOrder(
+            spec=self._config.scheduler_for(self._config.engines) or SchedulerSpec(),
+            gateway="" if self._at is None else self._at.inside.getsockname(),
+            secret=self.secret,
+            sockets=str(self._folder),
+            identity=self._identity,
+        )
         return Role(SCHEDULER, SCHEDULER_MODULE, order)
-
-    @property
-    def shown_url(self) -> str:
-        """Returns the gateway's address for people: with a name for which its certificate is, if it is not
-        for the address itself."""
-        tls = self._config.tls
-        bound: str = self._listener.getsockname()[0]
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, bound)
-        if tls is None or host in tls.names:
-            return self._url(host)
-        names = [name for name in tls.names if "*" not in name]
-        return self._url("localhost" if "localhost" in names else next(iter(names), host))
-
-    def _url(self, host: str) -> str:
-        scheme = "http" if self._config.tls is None else "https"
-        where = f"[{host}]" if ":" in host else host
-        return f"{scheme}://{where}:{self._listener.getsockname()[1]}"
 
 
 Heard = Started | Answered | Ended | Missed | StartProgress | Said
@@ -223,7 +292,7 @@ class LocalLauncher:
             child.phase = "retiring"
             child.news.put_nowait(RetireOrder())
 
-    def tell(self, component: str, news: News | Lease) -> None:
+    def tell(self, component: str, news: News | Lease | Gateways) -> None:
         if child := self._children.get(component):
             child.news.put_nowait(news)
 

@@ -6,93 +6,54 @@ It keeps nothing: gateways may come and go, and so may this process. Never impor
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
-
-import msgspec
 
 from kvloom.cluster.scheduler import EveryGateway, FleetScheduler
 from kvloom.engine.freeness import Thresholds
-from kvloom.serve.processes.messages import Ready, SchedulerOrder
+from kvloom.serve.processes.gateways import FleetClient
+from kvloom.serve.processes.identity import calling_context
+from kvloom.serve.processes.messages import Gateways, Ready, SchedulerOrder, Told
 from kvloom.serve.processes.parent import Parent, run_child
 from kvloom.types.clock import WallClock, together
-from kvloom.types.errors import Unavailable
-from kvloom.types.service import FleetState, Pairs, Steps
-
-ANSWER_SECONDS: Final = 10.0  # more than the gateway itself waits for a unit
 
 
-class FleetClient:
-    """Satisfies `FleetControl`. Whoever listens at the socket by now answers. It keeps nothing between
-    calls."""
+class KnownGateways:
+    """The gateways that there are: whoever listens at this host's socket, or those of which the controller
+    has told."""
 
-    def __init__(self, path: str, *, secret: str) -> None:
-        """path: that of a Unix socket, at which no stranger can call, so that none can be in the way."""
-        self._path = path
-        self._head = f"host: gateway\r\nauthorization: Bearer {secret}\r\nconnection: close\r\n"
+    def __init__(self, order: SchedulerOrder) -> None:
+        self._secret = order.secret
+        self._tls = None if order.identity is None else calling_context(order.identity)
+        self.clients = self._all([order.gateway] if order.gateway else [])
 
-    async def state(self) -> FleetState:
-        answer = await self._call("GET", "/admin/fleet")
-        try:
-            return msgspec.json.decode(answer, type=FleetState)
-        except msgspec.MsgspecError as error:
-            raise Unavailable(f"the gateway's answer cannot be read: {error}") from error
+    def heed(self, told: Told) -> None:
+        """Takes in what the controller says, on any thread."""
+        if isinstance(told, Gateways):
+            self.clients = self._all(told.endpoints)
 
-    async def pair(self, pairs: Pairs) -> None:
-        await self._call("POST", "/admin/pairs", msgspec.json.encode(pairs))
-
-    async def scale(self, steps: Steps) -> None:
-        await self._call("POST", "/admin/scale", msgspec.json.encode(steps))
-
-    async def _call(self, method: str, path: str, body: bytes = b"") -> bytes:
-        about = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n" if body else ""
-        asked = f"{method} {path} HTTP/1.1\r\n{self._head}{about}\r\n".encode() + body
-        try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                head, answer = await self._answered(asked)
-        except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError) as error:
-            reason = str(error) or f"no answer in {ANSWER_SECONDS:g} s"
-            raise Unavailable(f"the gateway cannot be reached: {reason}") from error
-        if not head.startswith(b"HTTP/1.1 200 "):
-            raise Unavailable(f"the gateway refuses {path}: {answer[:300].decode(errors='replace')}")
-        return answer
-
-    async def _answered(self, asked: bytes) -> tuple[bytes, bytes]:
-        """Returns head and body. Raises EOFError if they are not whole."""
-        reader, writer = await asyncio.open_unix_connection(self._path)
-        try:
-            writer.write(asked)
-            head = await reader.readuntil(b"\r\n\r\n")
-            return head, await reader.readexactly(_length(head))
-        finally:
-            writer.close()
-
-
-def _length(head: bytes) -> int:
-    for line in head.split(b"\r\n"):
-        name, _, value = line.partition(b":")
-        if name.lower() == b"content-length" and value.strip().isdigit():
-            return int(value)
-    raise EOFError("an answer of unknown length")
+    def _all(self, where: Iterable[str]) -> list[FleetClient]:
+        return [FleetClient(one, secret=self._secret, tls=self._tls) for one in where]
 
 
 def main(parent: Parent) -> None:
     order = parent.next_order(SchedulerOrder)
-    parent.watch(Path(order.sockets))
-    asyncio.run(serve(parent, order))  # until SIGTERM, which may end it anywhere
+    gateways = KnownGateways(order)
+    parent.watch(Path(order.sockets), gateways.heed)
+    asyncio.run(serve(parent, order, gateways))  # until SIGTERM, which may end it anywhere
 
 
-async def serve(parent: Parent, order: SchedulerOrder) -> None:
+async def serve(parent: Parent, order: SchedulerOrder, gateways: KnownGateways) -> None:
     async with together() as tasks:
         tasks.create_task(parent.beat())
         parent.report(Ready())
-        await schedule(order)
+        await schedule(order, gateways)
 
 
-async def schedule(order: SchedulerOrder) -> None:
-    spec, client = order.spec, FleetClient(order.gateway, secret=order.secret)
+async def schedule(order: SchedulerOrder, gateways: KnownGateways) -> None:
+    spec = order.spec
     scheduler = FleetScheduler(
-        EveryGateway(lambda: [client]),
+        EveryGateway(lambda: gateways.clients),
         WallClock(),
         period=spec.period,
         thresholds=Thresholds(spec.out, spec.into),

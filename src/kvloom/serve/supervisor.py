@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Final, Protocol
 
 from rich.console import Console
@@ -17,11 +17,11 @@ from kvloom.cluster.controller import Controller
 from kvloom.cluster.edits import Edit
 from kvloom.cluster.launcher import Counted, Ended, Launcher, NodeReport
 from kvloom.cluster.reconcile import TIMING, Timing
-from kvloom.cluster.state import GATEWAY, ComponentStatus, FleetSpec, UnitSpec, is_gateway
+from kvloom.cluster.state import GATEWAY, ComponentStatus, FleetSpec, UnitSpec, gateway_node, is_gateway
 from kvloom.cluster.store import SpecStore
 from kvloom.config.config import Config
-from kvloom.serve.local import ENGINE_MODULE, Heard, LocalLauncher, Roles
-from kvloom.serve.machine import listen, listen_inside, private_folder
+from kvloom.serve.local import ENGINE_MODULE, Doors, Heard, LocalLauncher, Roles, doors, shown_url
+from kvloom.serve.machine import private_folder
 from kvloom.serve.processes.forkserver import ForkServer
 from kvloom.serve.processes.lease import MARGIN_SECONDS
 from kvloom.serve.processes.log import log_to
@@ -76,17 +76,19 @@ class ThisHost:
 
     def __init__(
         self,
-        roles: Roles,
+        config: Config,
+        at: Doors,
+        folder: Path,
         clock: Clock,
         log: Callable[[str, str], None],
-        listener: socket.socket,
         forks: LaunchedForkServer | None,
     ) -> None:
-        """log: is called with what the fork server prints; listener: the socket at which clients connect."""
-        self.url = roles.shown_url
-        self._roles = roles
+        """at: where the gateway is called; folder: the fleet's own, for sockets; log: is called with what the
+        fork server prints."""
+        self.url = shown_url(config, *at.listener.getsockname()[:2])
+        self._roles = Roles(config, at, folder)
         self._clock = clock
-        self._listener = listener
+        self._at = at
         self._forks = ForkServer([ENGINE_MODULE], clock, log, first=forks)
         self._launcher: LocalLauncher
         self._forking: asyncio.Task[None]
@@ -109,7 +111,7 @@ class ThisHost:
         """Returns at once: it is this host."""
 
     async def end(self) -> None:
-        self._listener.close()
+        self._at.listener.close()
         self._forking.cancel()
         await self._launcher.end(END_SECONDS)
 
@@ -224,7 +226,7 @@ class Supervisor:
         """Returns why the fleet ends, if it does."""
         name, screen = _shown(component), self._screen
         match process.phase:
-            case "ready" if before.phase == "starting":
+            case "ready" if before.phase in ("starting", "absent"):  # absent: an earlier controller's
                 self._welcome(component, again=before.proven > 0)
             case "waiting":
                 screen.warn(name, f"{process.problem}; it starts again in {process.pause:g} s")
@@ -232,7 +234,7 @@ class Supervisor:
                 return self._failed(component, process)
             case "starting" if self._announced and before.phase == "absent" and not process.replaces:
                 takes = "another one starts, as was asked, and takes its place"
-                screen.log(name, takes if name == GATEWAY else "starts, as was asked")
+                screen.log(name, takes if is_gateway(component) else "starts, as was asked")
                 self._schedule()
             case "ending":
                 anew = "ends, and starts anew, as was asked"
@@ -261,7 +263,7 @@ class Supervisor:
         problem = process.problem if refused else f"{name} {process.problem} as it started"
         if not self._announced:
             return Outcome(2 if refused else 1, problem)
-        said = f"{process.problem}; the present one serves on" if name == GATEWAY else problem
+        said = f"{process.problem}; the present one serves on" if is_gateway(component) else problem
         self._screen.warn(name, said)
         return None
 
@@ -300,12 +302,8 @@ def serve_fleet(config: Config, forks: LaunchedForkServer | None) -> Outcome:
     clock = WallClock()
     screen = Screen(Console(highlight=False), clock)
     log_to(lambda line: screen.warn("fleet", line))
-    with (
-        listen(config.host, config.port) as listener,
-        private_folder() as folder,
-        listen_inside(folder / GATEWAY) as inside,
-    ):
-        here = ThisHost(Roles(config, listener, inside, folder), clock, screen.log, listener, forks)
+    with private_folder() as folder, doors(config.host, config.port, folder) as at:
+        here = ThisHost(config, at, folder, clock, screen.log, forks)
         manager = ServiceManager.named_by(os.environ)
         supervisor = Supervisor(config, specified(config), here, screen, clock, manager)
         return shown(screen, lambda: asyncio.run(supervisor.run()))
@@ -324,11 +322,12 @@ def shown(screen: Screen, run: Callable[[], Outcome]) -> Outcome:
 
 
 def specified(config: Config, node: str = "") -> FleetSpec:
-    """Returns what the config's fleet is to be at first. node: that of its controller, if its units are on
-    nodes of a cluster."""
+    """Returns what the config's fleet is to be at first. node: that of its controller, if its processes are
+    on nodes of a cluster; it has a gateway if the config names no node for that."""
     on_nodes = bool(node)
     return FleetSpec(
         on_nodes=on_nodes,
+        gateways=config.gateways or (node,) if on_nodes else (),
         units={
             engine.unit: UnitSpec(
                 engine=engine,
@@ -346,7 +345,9 @@ def specified(config: Config, node: str = "") -> FleetSpec:
 
 def _shown(component: str) -> str:
     """Returns the component's name for a person."""
-    return GATEWAY if is_gateway(component) else component
+    if not is_gateway(component):
+        return component
+    return f"{GATEWAY}@{node}" if (node := gateway_node(component)) else GATEWAY
 
 
 def heeded() -> list[signal.Signals]:

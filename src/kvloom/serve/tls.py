@@ -8,8 +8,9 @@ import math
 import socket
 import ssl
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final, Protocol
 
@@ -18,7 +19,7 @@ from uvicorn import Server
 
 from kvloom.api.access.proxies import network_of
 from kvloom.config.tls import TlsFiles, server_context
-from kvloom.serve.server import HttpServer
+from kvloom.serve.server import Connection, HttpServer
 from kvloom.types.clock import Clock
 from kvloom.types.errors import ConfigError
 from kvloom.types.files import FileWatch, replacing
@@ -26,6 +27,8 @@ from kvloom.types.files import FileWatch, replacing
 _AT_ONCE: Final = 64  # connections that are taken before anything else happens
 _FULL_SECONDS: Final = 1.0  # until connections are taken again after there was no descriptor for one
 _log = logging.getLogger(__name__)
+
+_Handshake = Callable[[socket.socket], Coroutine[Any, Any, None]]
 
 
 class Certificates:
@@ -109,6 +112,14 @@ class FixedCertificate:
         return self.fixed
 
 
+@dataclass(frozen=True, slots=True)
+class FleetDoor:
+    """A listening socket for the fleet's own processes of other hosts. Their connections are not counted."""
+
+    listener: socket.socket
+    contexts: Contexts
+
+
 class TlsServer(HttpServer):
     """A server whose connections speak TLS, but for those to a Unix socket, which no stranger can see. A
     connection is the application's once its handshake is done.
@@ -125,10 +136,14 @@ class TlsServer(HttpServer):
     """Bytes that wait to be encrypted before no more of an answer is made, as without TLS; asyncio would let
     eight times as many wait. As many again wait behind them, encrypted."""
 
-    def __init__(self, *arguments: Any, certificates: Contexts, **options: Any) -> None:
-        """arguments, options: those of `HttpServer`."""
+    def __init__(
+        self, *arguments: Any, certificates: Contexts | None, fleet: FleetDoor | None = None, **options: Any
+    ) -> None:
+        """arguments, options: those of `HttpServer`; certificates: None if callers are spoken to in plain
+        HTTP; fleet: where the fleet's own processes of other hosts call, if it has any."""
         super().__init__(*arguments, **options)
         self._certificates = certificates
+        self._fleet = fleet
         self._handshakes: dict[asyncio.Task[None], str] = {}  # of which network, in the order of beginning
         self._tasks: asyncio.TaskGroup
 
@@ -144,31 +159,40 @@ class TlsServer(HttpServer):
                 handshake.cancel()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        inside = [one for one in sockets or () if one.family == socket.AF_UNIX]
-        outside = [one for one in sockets or () if one.family != socket.AF_UNIX]
-        # without those outside: it would shake hands for a minute, without a bound
-        await Server.startup(self, inside)
-        self.servers += [_Listener(one, self._begin) for one in outside]  # type: ignore[misc]
+        plain, doors = list(sockets or ()), list[_Listener]()
+        if (certificates := self._certificates) is not None:
+            outside = [one for one in plain if one.family != socket.AF_UNIX]
+            plain = [one for one in plain if one.family == socket.AF_UNIX]
+            make = partial(self._shake_hands, certificates, self._protocol)
+            doors += [_Listener(one, partial(self._begin, make)) for one in outside]
+        if (fleet := self._fleet) is not None:
+            make = partial(self._shake_hands, fleet.contexts, partial(self._protocol, Connection))
+            doors.append(_Listener(fleet.listener, partial(self._begin, make)))
+        # without those that speak TLS: it would shake hands for a minute, without a bound
+        await Server.startup(self, plain)
+        self.servers += doors  # type: ignore[arg-type]
         if not self.should_exit:
             self._ready()
 
-    def _begin(self, accepted: socket.socket, address: str) -> None:
+    def _begin(self, shake: _Handshake, accepted: socket.socket, address: str) -> None:
         """Begins the handshake of a connection that has come."""
         if len(self._handshakes) >= self.MOST_HANDSHAKES:
             most = Counter(self._handshakes.values()).most_common(1)[0][0]
             oldest = next(task for task, where in self._handshakes.items() if where == most)
             del self._handshakes[oldest]
             oldest.cancel()
-        task = self._tasks.create_task(self._shake_hands(accepted))
+        task = self._tasks.create_task(shake(accepted))
         self._handshakes[task] = network_of(address)
         task.add_done_callback(lambda _: self._handshakes.pop(task, None))
 
-    async def _shake_hands(self, accepted: socket.socket) -> None:
+    async def _shake_hands(
+        self, contexts: Contexts, make: Callable[[], asyncio.Protocol], accepted: socket.socket
+    ) -> None:
         try:
             async with asyncio.timeout(self.HANDSHAKE_SECONDS):
-                context = await self._certificates.context()
+                context = await contexts.context()
             transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
-                self._protocol,
+                make,
                 accepted,
                 ssl=context,
                 ssl_handshake_timeout=self.HANDSHAKE_SECONDS,
@@ -182,8 +206,8 @@ class TlsServer(HttpServer):
             accepted.close()
             raise
 
-    def _protocol(self) -> asyncio.Protocol:
-        make: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
+    def _protocol(self, kind: type[asyncio.Protocol] | None = None) -> asyncio.Protocol:
+        make: Callable[..., asyncio.Protocol] = kind or self.config.http_protocol_class
         return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
 

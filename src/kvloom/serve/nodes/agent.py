@@ -44,9 +44,10 @@ class NodeAgent:
         except Unavailable as error:
             raise RuntimeError(f"the node's keeper has ended as it started: {error.message}") from error
 
-    def lacking(self, models: Mapping[str, str]) -> dict[str, str]:
-        """Returns those models whose folders this node does not have. models: paths by name."""
-        return {name: path for name, path in models.items() if not Path(path).is_dir()}
+    def lacking(self, paths: Mapping[str, str]) -> dict[str, str]:
+        """Returns those files and folders that this node does not have, or that cannot be read. paths: by
+        key."""
+        return {key: path for key, path in paths.items() if not os.access(path, os.R_OK)}
 
     def machine(self) -> tuple[int, int, int]:
         """Returns what this node has, as `Machine` does."""

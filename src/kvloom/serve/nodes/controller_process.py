@@ -19,10 +19,11 @@ import msgspec
 from rich.console import Console
 
 from kvloom.cluster.launcher import Launcher, NodeLost, NodeReport, NodeSilent
-from kvloom.cluster.state import GATEWAY, FleetSpec
+from kvloom.cluster.state import FleetSpec
 from kvloom.cluster.store import SpecFile
-from kvloom.serve.local import LocalLauncher, Roles
-from kvloom.serve.machine import listen, listen_inside, private_folder, raise_open_files
+from kvloom.config.config import Config
+from kvloom.serve.local import LocalLauncher, Roles, shown_url
+from kvloom.serve.machine import listen_inside, private_folder, raise_open_files
 from kvloom.serve.nodes.attach import (
     AttachActor,
     AttachView,
@@ -128,18 +129,19 @@ class ClusterHosts:
     def __init__(
         self,
         home: FleetHome,
+        config: Config,
         roles: Roles,
+        node: str,
         context: ssl.SSLContext,
         screen: SharedScreen,
         clock: Clock,
         *,
-        lease: float,
         end: Callable[[str], None],
     ) -> None:
-        """context: with which keepers are called; lease: seconds for which a node may serve without hearing
-        of this one; end: ends the fleet, and is told why. Raises ConfigError if what is kept of the fleet
-        cannot be used."""
-        self.url = roles.shown_url
+        """node: that of this process; context: with which keepers are called; end: ends the fleet, and is
+        told why. Raises ConfigError if what is kept of the fleet cannot be used."""
+        host = (config.gateways or (node,))[0] if config.host in ("0.0.0.0", "::") else config.host
+        self.url = shown_url(config, host, config.port)
         self.store = CopiedSpec(home.spec, self._copy)
         kept = self.store.load()
         self._life = 1 if kept is None else kept[1] + 1
@@ -148,7 +150,7 @@ class ClusterHosts:
         self._context = context
         self._screen = screen
         self._clock = clock
-        self._lease = lease
+        self._lease = config.node_lease
         self._end = end
         self._attached: set[_Attached] = set()
         self._actors: set[_Attached] = set()
@@ -174,6 +176,7 @@ class ClusterHosts:
             log=hearing.log,
             lease=self._lease,
             life=self._life,
+            gateway=self._roles.gateway,
         )
         return self._launcher
 
@@ -243,20 +246,18 @@ def control(order: FleetOrder, screen: SharedScreen) -> Outcome:
     """Controls the fleet until it ends, and returns how it did. Raises ConfigError if it cannot begin."""
     home, clock, config = FleetHome(Path(order.folder)), WallClock(), order.config()
     with (
-        listen(config.host, config.port) as listener,
         private_folder() as folder,
-        listen_inside(folder / GATEWAY) as inside,
         listen_inside(folder / "controller") as attaching,
     ):
         identity = order.identity.keep(folder)
-        roles = Roles(config, listener, inside, folder, identity, order.secret)
         hosts = ClusterHosts(
             home,
-            roles,
+            config,
+            Roles(config, None, folder, identity, order.secret),
+            order.host,
             calling_context(identity),
             screen,
             clock,
-            lease=config.node_lease,
             end=lambda why: supervisor.end(why),  # noqa: PLW0108 -- it is made later
         )
         supervisor = Supervisor(

@@ -1,4 +1,5 @@
-"""The keeper of one host: it starts, watches and ends a fleet's engines there, as the controller says.
+"""The keeper of one host: it starts, watches and ends a fleet's engines and gateways there, as the controller
+says.
 
 It is a process in a session of its own. The controller may go and come again: what runs meanwhile goes on,
 and the next controller is told of it. The engines end when the host's lease is over
@@ -9,20 +10,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from msgspec.structs import replace
 
+from kvloom.cluster.edits import Edit
+from kvloom.cluster.launcher import Edited, Ended
+from kvloom.cluster.state import is_gateway
 from kvloom.config.machine import Machine
 from kvloom.config.tls import TlsFiles
-from kvloom.serve.local import ENGINE_MODULE, Heard, LocalLauncher, Role, StartChild
+from kvloom.serve.local import (
+    ENGINE_MODULE,
+    Doors,
+    Heard,
+    LocalLauncher,
+    Role,
+    StartChild,
+    doors,
+    gateway_role,
+)
 from kvloom.serve.nodes.wire import (
     VERSION,
     Begin,
     EndOrder,
+    ForgetOrder,
     FromController,
     Granted,
     HeardAt,
@@ -32,14 +48,16 @@ from kvloom.serve.nodes.wire import (
     Logged,
     NodeHere,
     Refused,
+    StartGateway,
     StartOrder,
     StopOrder,
+    Tell,
     Wire,
 )
 from kvloom.serve.processes.child import ChildProcess
 from kvloom.serve.processes.identity import serving_context
 from kvloom.serve.processes.lease import leased_time
-from kvloom.serve.processes.messages import EngineOrder, Lease, Said
+from kvloom.serve.processes.messages import EngineOrder, GatewayNews, GatewaySpec, Lease, RetireOrder
 from kvloom.types.clock import Clock
 from kvloom.types.errors import ConfigError, Unavailable
 from kvloom.types.spec import EngineSpec
@@ -47,7 +65,9 @@ from kvloom.types.spec import EngineSpec
 ASK_SECONDS: Final = 1.0  # between two askings for a lease
 ABANDONED_SECONDS: Final = 60.0  # without a controller, once the lease is over; then the keeper ends
 BEGIN_SECONDS: Final = 5.0  # for a caller's first words
-END_SECONDS: Final = 4.0  # for the engines, once the keeper is to end
+END_SECONDS: Final = 4.0  # for all processes, once the keeper is to end
+_AWAY: Final = "the fleet's controller is away, and takes orders again when it is back; nothing is changed"
+_LEFT: Final = "the fleet's controller went before it had answered; see what there is, and ask again"
 _log = logging.getLogger(__name__)
 
 
@@ -87,6 +107,10 @@ class Keeper:
         self._until = 0.0  # the end of the lease
         self._heard_of = clock.now()  # when a controller was last heard of
         self._over = asyncio.Event()
+        self._gateways: dict[str, GatewaySpec] = {}  # what each is to be of which something is kept
+        self._edits: set[tuple[str, int]] = set()  # gateways' edits that the controller has yet to answer
+        self._doors: Doors | None = None  # where the gateways are called, if there is to be one
+        self._closing = ExitStack()  # closes the doors
 
     async def serve(self, ready: Callable[[str], None]) -> None:
         """Serves until a controller says that this is the end, `end` is called, or no controller has come for
@@ -108,6 +132,7 @@ class Keeper:
             asking.cancel()
             server.close()
             await self._launcher.end(END_SECONDS)
+            self._closing.close()
             if self._wire is not None:
                 self._wire.send(Leaving())
                 await self._wire.end()
@@ -136,6 +161,7 @@ class Keeper:
         finally:
             if self._wire is wire:
                 self._wire = None
+                self._give_up_edits()
             wire.close()
 
     def _follows(self, wire: Wire[FromController], begin: Begin) -> bool:
@@ -148,6 +174,7 @@ class Keeper:
             return False
         if self._wire is not None:
             self._wire.close()
+            self._give_up_edits()
         self._wire, self._begin, self._heard_of = wire, begin, self._clock.now()
         machine = self._machine
         wire.send(
@@ -165,6 +192,12 @@ class Keeper:
         match order:
             case StartOrder(component, generation, engine):
                 self._launcher.start(component, generation, engine)
+            case StartGateway():
+                self._start_gateway(order)
+            case Tell(component, news):
+                self._tell(component, news)
+            case ForgetOrder(component):
+                self._forget(component)
             case StopOrder(component):
                 self._launcher.stop(component)
             case KillOrder(component):
@@ -173,6 +206,47 @@ class Keeper:
                 self._renew(asked)
             case EndOrder():
                 self.end()
+
+    # -- gateways ---------------------------------------------------------------------------------------
+
+    def _start_gateway(self, order: StartGateway) -> None:
+        """Starts a gateway, or tells that the address at which it is to listen cannot be had."""
+        name, spec = order.component, order.gateway
+        self._gateways[name] = spec
+        try:
+            if self._doors is None:
+                self._doors = self._closing.enter_context(doors(spec.host, spec.port, self._place.folder))
+        except ConfigError as error:
+            problem = error.message.partition(";")[0]
+            right = "what each node with a gateway can listen at is right"
+            self._hear(name, Ended(name, f"{problem} (on {self._place.host}); {right}", refused=True))
+        else:
+            self._launcher.start(name, order.generation, None)
+
+    def _tell(self, component: str, news: GatewayNews) -> None:
+        if isinstance(news, RetireOrder):
+            self._launcher.retire(component)
+            return
+        if isinstance(news, Edited):
+            self._edits.discard((component, news.number))
+        self._launcher.tell(component, news)
+
+    def _forget(self, component: str) -> None:
+        """Nobody may wait at this host for a gateway any more once it is to have none."""
+        self._gateways.pop(component, None)
+        if not self._gateways:
+            self._closing.close()
+            self._doors = None
+
+    def _give_up_edits(self) -> None:
+        """Tells gateways that nobody will answer their edits."""
+        for component, number in self._edits:
+            self._refuse(component, number, _LEFT)
+        self._edits.clear()
+
+    def _refuse(self, component: str, number: int, why: str) -> None:
+        refused = Unavailable(why, retry_after=1).to_wire()
+        self._launcher.tell(component, Edited(number, refused=refused))
 
     # -- leases -----------------------------------------------------------------------------------------
 
@@ -194,13 +268,24 @@ class Keeper:
         assert self._begin is not None
         self._until = max(self._until, asked + self._begin.lease)
         for found in self._launcher.running():
-            self._launcher.tell(found.component, Lease(self._until))
+            if not is_gateway(found.component):  # which have no unit that another process may have elsewhere
+                self._launcher.tell(found.component, Lease(self._until))
 
     # -- processes --------------------------------------------------------------------------------------
 
     def _role(self, component: str, engine: EngineSpec | None) -> Role:
-        assert engine is not None, f"{component} is no unit"
         place = self._place
+        if engine is None:
+            assert self._doors is not None
+            return gateway_role(
+                component,
+                self._gateways[component],
+                self._doors,
+                place.folder,
+                place.secret,
+                address=place.host,
+                identity=place.identity,
+            )
         path = str(place.folder / f"{engine.unit}.sock")
         order = EngineOrder(
             spec=replace(engine, transport_host=place.host),
@@ -213,9 +298,18 @@ class Keeper:
         return Role(engine.unit, ENGINE_MODULE, order, socket=path)
 
     def _hear(self, component: str, heard: Heard) -> None:
-        if self._wire is not None and not isinstance(heard, Said):  # which engines never do
+        if isinstance(heard, Edit) and heard.number:
+            if self._wire is None:
+                self._refuse(component, heard.number, _AWAY)
+            else:
+                self._edits.add((component, heard.number))
+        if isinstance(heard, Ended):
+            self._edits = {one for one in self._edits if one[0] != component}
+        if self._wire is not None:
             self._wire.send(HeardAt(component, heard))
 
     def _logged(self, name: str, line: str) -> None:
         if self._wire is not None:
             self._wire.send(Logged(name, line))
+        else:
+            print(name, line, file=sys.stderr, flush=True)

@@ -1,4 +1,5 @@
-"""Starts and ends a fleet's processes on several hosts: engines by their keepers, the rest on this one."""
+"""Starts and ends a fleet's processes on several hosts: engines and gateways by the hosts' keepers, the fleet
+scheduler on this one."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import Final, Literal
 from msgspec.structs import replace
 
 from kvloom.cluster.launcher import (
+    Answered,
     Ended,
     FoundProcess,
     News,
@@ -22,11 +24,13 @@ from kvloom.cluster.launcher import (
     NodeSilent,
     Started,
 )
+from kvloom.cluster.state import SCHEDULER, is_gateway
 from kvloom.serve.local import Heard, LocalLauncher
 from kvloom.serve.nodes.wire import (
     VERSION,
     Begin,
     EndOrder,
+    ForgetOrder,
     FromController,
     FromKeeper,
     Granted,
@@ -37,12 +41,15 @@ from kvloom.serve.nodes.wire import (
     Logged,
     NodeHere,
     Refused,
+    StartGateway,
     StartOrder,
     StopOrder,
+    Tell,
     Wire,
     connect,
 )
 from kvloom.serve.processes.lease import MARGIN_SECONDS
+from kvloom.serve.processes.messages import Gateways, GatewaySpec, RetireOrder
 from kvloom.types.clock import Clock
 from kvloom.types.errors import Unavailable
 from kvloom.types.spec import EngineSpec
@@ -75,8 +82,8 @@ class _Node:
 
 
 class NodesLauncher:
-    """Satisfies `Launcher`. A unit's process is on the node where it was started, or found; gateways and the
-    fleet scheduler are on this host."""
+    """Satisfies `Launcher`. A unit's process, and a gateway's, is on the node where it was started, or found;
+    the fleet scheduler is on this host, and is told where the gateways answer."""
 
     def __init__(
         self,
@@ -89,10 +96,11 @@ class NodesLauncher:
         hear_node: Callable[[NodeReport], None],
         log: Callable[[str, str], None],
         lease: float,
+        gateway: GatewaySpec,
         life: int = 1,
     ) -> None:
         """context: with which keepers are called; life: counts the fleet's controllers; lease: the seconds
-        for which a node may serve without hearing of this one."""
+        for which a node may serve without hearing of this one; gateway: what each gateway is to be."""
         self._local = local
         self._context = context
         self._tasks = tasks
@@ -102,6 +110,11 @@ class NodesLauncher:
         self._log = log
         self._life = life
         self._lease = lease
+        self._gateway = gateway
+        self._gateways: dict[str, str] = {}  # where each gateway on a node answers that takes requests
+        self._told = Gateways(())  # what the scheduler was told of them last
+        self._serving: set[str] = set()  # gateways on nodes that have a process
+        self._ended = asyncio.Event()  # set each time that one of them has ended
         self._nodes: dict[str, _Node] = {}
         self._where: dict[str, str] = {}  # the node of each component that is on one
 
@@ -183,10 +196,20 @@ class NodesLauncher:
             node.wire = None
             node.closed.set()
             wire.close()
+            self._ended.set()
+            self._tell_scheduler()
 
     def _joined(self, node: _Node, here: NodeHere) -> NodeJoined:
         found = tuple(replace(process, node=node.name) for process in here.running)
         self._where.update((process.component, node.name) for process in found)
+        there = {process.component: process for process in found if is_gateway(process.component)}
+        for name in [name for name in self._serving if self._where.get(name) == node.name]:
+            if name not in there:
+                self._serving.discard(name)
+                self._gateways.pop(name, None)
+        self._serving.update(there)
+        self._gateways.update((one.component, one.endpoint) for one in there.values() if one.phase == "ready")
+        self._tell_scheduler()
         return NodeJoined(
             node=node.name,
             address=node.address,
@@ -200,25 +223,72 @@ class NodesLauncher:
         heard: Heard = message.heard
         if isinstance(heard, Started | Ended):
             heard = replace(heard, node=node.name)
+        if is_gateway(message.component):
+            self._follow_gateway(message.component, heard)
         self._hear(message.component, heard)
+
+    # -- gateways ---------------------------------------------------------------------------------------
+
+    def _follow_gateway(self, name: str, heard: Heard) -> None:
+        match heard:
+            case Answered(endpoint=endpoint):
+                self._gateways[name] = endpoint
+            case Ended():
+                self._serving.discard(name)
+                self._gateways.pop(name, None)
+                self._ended.set()
+        self._tell_scheduler()
+
+    def _tell_scheduler(self, *, anew: bool = False) -> None:
+        """Tells the fleet scheduler where gateways answer, if it is not known there. anew: whether it was
+        told nothing yet."""
+        there = Gateways(
+            tuple(
+                endpoint
+                for name, endpoint in sorted(self._gateways.items())
+                if (node := self._nodes.get(self._where.get(name, ""))) is not None and node.wire is not None
+            )
+        )
+        if anew or there != self._told:
+            self._told = there
+            self._local.tell(SCHEDULER, there)
+
+    async def _end_gateways(self) -> None:
+        """Ends the gateways of all nodes that answer, so that no engine ends under their streams."""
+        for name in list(self._serving):
+            self.stop(name)
+        while any(
+            (node := self._nodes.get(self._where.get(name, ""))) is not None and node.wire is not None
+            for name in self._serving
+        ):
+            self._ended.clear()
+            await self._ended.wait()
 
     # -- the launcher -----------------------------------------------------------------------------------
 
     def start(self, component: str, generation: int, engine: EngineSpec | None, node: str = "") -> None:
-        if engine is None or not node:
+        if not node:
             self._where.pop(component, None)
             self._local.start(component, generation, engine)
+            if component == SCHEDULER:
+                self._tell_scheduler(anew=True)
             return
         self._where[component] = node
-        self._send(component, StartOrder(component, generation, engine))
+        if engine is None:
+            self._serving.add(component)
+            self._send(component, StartGateway(component, generation, self._gateway))
+        else:
+            self._send(component, StartOrder(component, generation, engine))
 
     def stop(self, component: str) -> None:
+        self._withdraw(component)
         if component in self._where:
             self._send(component, StopOrder(component))
         else:
             self._local.stop(component)
 
     def kill(self, component: str) -> None:
+        self._withdraw(component)
         if component in self._where:
             self._send(component, KillOrder(component))
         else:
@@ -227,14 +297,30 @@ class NodesLauncher:
     def discard(self, node: str, component: str) -> None:
         self._send_to(node, KillOrder(component))
 
+    def _withdraw(self, component: str) -> None:
+        """Lets the fleet scheduler ask a gateway no more."""
+        if self._gateways.pop(component, None) is not None:
+            self._tell_scheduler()
+
     def retire(self, component: str) -> None:
-        self._local.retire(component)
+        self._withdraw(component)
+        if component in self._where:
+            self._send(component, Tell(component, RetireOrder()))
+        else:
+            self._local.retire(component)
 
     def tell(self, component: str, news: News) -> None:
-        self._local.tell(component, news)
+        if component in self._where:
+            self._send(component, Tell(component, news))
+        else:
+            self._local.tell(component, news)
 
     def forget(self, component: str) -> None:
-        self._where.pop(component, None)
+        if component in self._where:
+            if is_gateway(component):
+                self._send(component, ForgetOrder(component))
+            self._serving.discard(component)
+            del self._where[component]
         self._local.forget(component)
 
     def running(self) -> Sequence[FoundProcess]:
@@ -242,8 +328,12 @@ class NodesLauncher:
         return self._local.running()
 
     async def end(self, seconds: float) -> None:
-        """Ends all processes: those of this host first, which need the others."""
+        """Ends all processes: those of this host first, then gateways and at last engines, as each needs
+        those after it."""
         await self._local.end(seconds)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._end_gateways()
         ending = []
         for node in self._nodes.values():
             if node.wire is not None:

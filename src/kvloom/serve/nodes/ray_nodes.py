@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -68,15 +68,17 @@ def machines() -> list[Machine]:
     ]
 
 
-def require(models: Mapping[str, str]) -> None:
-    """Raises ConfigError if a node lacks a model's folder. models: paths of folders by name."""
+def require(models: Mapping[str, str], gateways: Collection[str], needs: Mapping[str, str]) -> None:
+    """Raises ConfigError if a node lacks a model's folder, or one of those with a gateway what gateways need.
+    models: paths of folders by name; gateways: nodes; needs: paths by key."""
     alive = _alive()
-    told = _asked([_agent(identifier).lacking.remote(models) for identifier in alive])
+    folders = {f"models.{name}": path for name, path in models.items()}
+    wanted = [folders | dict(needs if node in gateways else {}) for node in alive.values()]
+    told = _asked([_agent(one).lacking.remote(paths) for one, paths in zip(alive, wanted, strict=True)])
     for node, lacking in zip(alive.values(), told, strict=True):
-        for name, path in lacking.items():
-            raise ConfigError(
-                f"models.{name}: node {node} has no folder {path}; the same path on all nodes is right"
-            )
+        for key, path in lacking.items():
+            what, which = ("folder ", "all nodes") if key in folders else ("", "each node with a gateway")
+            raise ConfigError(f"{key}: node {node} has no {what}{path}; the same path on {which} is right")
 
 
 def own_address() -> str:

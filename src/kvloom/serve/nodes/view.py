@@ -17,6 +17,7 @@ from rich.console import Console
 
 from kvloom.config.file import Settings
 from kvloom.config.machine import Machine
+from kvloom.serve.local import gateway_paths
 from kvloom.serve.nodes import ray_nodes
 from kvloom.serve.nodes.attach import AttachView, EndFleet, FleetReady, Over, ToView, attach, show
 from kvloom.serve.nodes.controller_actor import ControllerActor
@@ -51,11 +52,8 @@ def serve_over(cluster: str, settings: Settings) -> Outcome:
 def _begun(settings: Settings, machines: Sequence[Machine], host: str) -> tuple[FleetHome, str]:
     """Returns the folder of the fleet, and where its controller is attached to."""
     config = settings.config(Machine.together(machines))
-    if not config.port:
-        raise ConfigError("port: 0; one that is free on each node with a gateway is right in a cluster")
-    ray_nodes.require(
-        {name: model.path for name, model in config.models.items() if Path(model.path).is_dir()}
-    )
+    folders = {name: model.path for name, model in config.models.items() if Path(model.path).is_dir()}
+    ray_nodes.require(folders, config.gateways or (host,), gateway_paths(config))
     home = FleetHome.of(config.port)
     order = home.order(settings, machines, host)
     try:

@@ -15,11 +15,11 @@ from msgspec import Struct
 
 from kvloom.cluster.launcher import Answered, Ended, FoundProcess, Missed, Started
 from kvloom.serve.processes.identity import NAME
-from kvloom.serve.processes.messages import StartProgress
+from kvloom.serve.processes.messages import GatewayNews, GatewaySpec, Said, StartProgress
 from kvloom.types.errors import Unavailable
 from kvloom.types.spec import EngineSpec
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of these messages. Both ends must have the same."""
 LONGEST: Final = 1 << 26  # bytes of a message
 CONNECT_SECONDS: Final = 5.0
@@ -42,6 +42,27 @@ class StartOrder(Struct, frozen=True, tag="start"):
     component: str
     generation: int
     engine: EngineSpec
+
+
+class StartGateway(Struct, frozen=True, tag="start_gateway"):
+    """Starts a gateway. gateway: what it is to be, but for what the host knows."""
+
+    component: str
+    generation: int
+    gateway: GatewaySpec
+
+
+class Tell(Struct, frozen=True, tag="tell"):
+    """Passes the controller's news on to a gateway."""
+
+    component: str
+    news: GatewayNews
+
+
+class ForgetOrder(Struct, frozen=True, tag="forget"):
+    """Keeps nothing of a gateway that has no process. With the last of the host its address is closed."""
+
+    component: str
 
 
 class StopOrder(Struct, frozen=True, tag="stop"):
@@ -92,7 +113,7 @@ class HeardAt(Struct, frozen=True, tag="heard"):
     """Passes on what a component's process is reported to do, or says."""
 
     component: str
-    heard: Started | Answered | Ended | Missed | StartProgress
+    heard: Started | Answered | Ended | Missed | StartProgress | Said
 
 
 class Logged(Struct, frozen=True, tag="logged"):
@@ -102,7 +123,9 @@ class Logged(Struct, frozen=True, tag="logged"):
     line: str
 
 
-FromController = Begin | StartOrder | StopOrder | KillOrder | Granted | EndOrder
+FromController = (
+    Begin | StartOrder | StartGateway | Tell | ForgetOrder | StopOrder | KillOrder | Granted | EndOrder
+)
 FromKeeper = NodeHere | Refused | LeaseAsked | Leaving | HeardAt | Logged
 
 Message = TypeVar("Message")

@@ -40,14 +40,12 @@ class EngineOrder(Struct, frozen=True, kw_only=True):
     alone."""
 
 
-class GatewayOrder(Struct, frozen=True, kw_only=True):
-    """Tells a gateway what it needs before it may serve. It prepares itself, and waits for a `Snapshot` of
-    the fleet."""
+class GatewaySpec(Struct, frozen=True, kw_only=True):
+    """What every gateway of a fleet is to be, on whichever host."""
 
-    secret: str
-    """What it tells engines."""
-    listeners: tuple[int, ...]
-    """The descriptors of the listening sockets, which it inherits."""
+    host: str = ""
+    """The address at which clients connect."""
+    port: int = 0
     api_keys: dict[str, int | None]
     """Keys without names."""
     max_body: int
@@ -57,8 +55,6 @@ class GatewayOrder(Struct, frozen=True, kw_only=True):
     """The config's, which runs if no other one is set."""
     folder: str
     """Where a program of the user's own is looked for."""
-    sockets: str
-    """Where the engines' sockets are."""
     admin_keys: frozenset[str] = frozenset()
     keys: str = ""
     """The file of keys with names; empty if there is none."""
@@ -66,16 +62,13 @@ class GatewayOrder(Struct, frozen=True, kw_only=True):
     audit_file: str = ""
     """Where the audit trail is written; empty for the log."""
     memory: int = 0
-    """Bytes that were free on the machine before the fleet began."""
+    """Bytes that were free, on all machines of the fleet together, before it began."""
     cores: int = 0
-    """Of the machine."""
+    """Those of these machines."""
     drain: float = 60.0
     """Seconds for which requests at a unit that is to restart or to stop are waited for."""
     patience: float = PATIENCE
     """Seconds for which a request waits for a unit."""
-
-    identity: TlsFiles | None = None
-    """With what it and engines on other hosts know each other."""
     tls: TlsFiles | None = None
     """The certificates with which callers are spoken to; None for plain HTTP."""
     proxies: tuple[str, ...] = ()
@@ -86,16 +79,38 @@ class GatewayOrder(Struct, frozen=True, kw_only=True):
     """Seconds that a request may take."""
 
 
+class GatewayOrder(GatewaySpec, frozen=True, kw_only=True):
+    """Tells a gateway what it needs before it may serve. It prepares itself, and waits for a `Snapshot` of
+    the fleet."""
+
+    secret: str
+    """What it tells engines."""
+    listeners: tuple[int, ...]
+    """The descriptors of the listening sockets, which it inherits."""
+    sockets: str
+    """Where the engines' sockets are."""
+    node: str = ""
+    """The node that it is on: engines there are called at their sockets. Empty on one host."""
+    address: str = ""
+    """The address of its host at which it answers the fleet's own processes of other hosts; empty if there
+    are none."""
+    identity: TlsFiles | None = None
+    """With what it and processes on other hosts know each other."""
+
+
 class SchedulerOrder(Struct, frozen=True, kw_only=True):
     """Tells a fleet scheduler what it needs."""
 
     spec: SchedulerSpec
-    gateway: str
-    """The path of the socket at which the gateway answers the fleet's own processes."""
+    gateway: str = ""
+    """The path of the socket at which the gateway answers the fleet's own processes; empty if gateways are
+    on nodes, of which `Gateways` tells."""
     secret: str
-    """What the gateway must be told."""
+    """What gateways must be told."""
     sockets: str
     """The fleet's own folder, in which the engines' sockets are."""
+    identity: TlsFiles | None = None
+    """With what it and gateways on nodes know each other."""
 
 
 class Lease(Struct, frozen=True, tag="lease"):
@@ -103,6 +118,13 @@ class Lease(Struct, frozen=True, tag="lease"):
     because its unit may get another process on another host."""
 
     until: float
+
+
+class Gateways(Struct, frozen=True, tag="gateways"):
+    """Tells the fleet scheduler of all gateways on nodes."""
+
+    endpoints: tuple[str, ...]
+    """Where they answer the fleet's own processes."""
 
 
 class RetireOrder(Struct, frozen=True, tag="retire"):
@@ -139,15 +161,15 @@ Said = Edit | UnitSeen | Counted
 """What a gateway says to the fleet's controller."""
 GatewayNews = Snapshot | Change | Edited | RetireOrder
 """What a gateway is told while it serves."""
-Told = GatewayNews | Lease
+Told = GatewayNews | Lease | Gateways
 """What a process is told after its order."""
 Order = EngineOrder | GatewayOrder | SchedulerOrder | Told
 ChildReport = StartProgress | Ready | Alive | OrderRefused | Said
 
 
 def keep_cards(folder: Path, unit: str, cards: Sequence[ModelCard]) -> None:
-    """Keeps a unit's model cards for gateways that come when it has no process. A card holds a tokenizer,
-    which is too much for a pipe. folder: the fleet's own, which ends with the fleet."""
+    """Keeps a unit's model cards for gateways of this host that come when it has no process. A card holds a
+    tokenizer, which is too much for a pipe. folder: the fleet's own, which ends with the fleet."""
     with replacing(folder / f"{unit}.cards") as file:
         file.write(msgspec.msgpack.encode(cards))
 
