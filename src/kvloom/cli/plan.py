@@ -30,13 +30,12 @@ from kvloom.plan.cost.profile import Profile, read_profile
 from kvloom.plan.cost.shapes import ModelShape, find_shape, read_shape
 from kvloom.plan.estimate import Estimator
 from kvloom.plan.explain import Shortfall, gigabytes, more_devices, shortfalls
-from kvloom.plan.plan import PlacementPlan, PlannedUnit, write_plan
+from kvloom.plan.plan import CPU_ITEMSIZE, PlacementPlan, PlannedUnit, write_plan
 from kvloom.plan.planner import memory_greedy, plan_placement, spatial, write_down, write_spatial
 from kvloom.types.errors import ConfigError
 from kvloom.types.numbers import show_number
 
 MOST_DEVICES: Final = 4096
-_CPU_ITEMSIZE: Final = 4  # kvloom computes in float32 on a CPU
 
 _Count = Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=MOST_DEVICES)]
 _Rate = Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -199,7 +198,7 @@ def _model(
             return profile.shapes[name], path
         if path is not None and Path(path).is_dir():
             on_cpu = all(nodes.device == CPU for nodes in cluster.nodes)
-            return read_shape(Path(path), _CPU_ITEMSIZE if on_cpu else None), path
+            return read_shape(Path(path), CPU_ITEMSIZE if on_cpu else None), path
     except ConfigError as error:
         raise ConfigError(f"{key}: {error.message}") from error
     raise ConfigError(

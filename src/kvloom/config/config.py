@@ -66,6 +66,7 @@ from kvloom.config.units import (
     list_engines,
     weave_units,
 )
+from kvloom.plan.plan import PROCESS_BYTES
 from kvloom.router.programs import name_problem
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import PATIENCE, GroupSpec
@@ -250,7 +251,7 @@ class Config(ConfigSection):
         unit = engine.unit
         return EngineSpec(
             unit=engine.name,
-            models=tuple(unit.spec(name, self.models[name].model_dump()) for name in unit.models),
+            models=tuple(unit.spec(name, self.models[name]) for name in unit.models),
             kv_bytes=pool,
             block_bytes=self.block_bytes,
             policy=unit.policy or self.policy,
@@ -265,6 +266,7 @@ class Config(ConfigSection):
             tensor_parallel=unit.tensor_parallel,
             device=device,
             weave=weave,
+            memory=PROCESS_BYTES * unit.tensor_parallel,
         )
 
     @property
