@@ -9,13 +9,17 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import App, Parameter
 
 from kvloom.cli.app import CommandFailed, Whole
+from kvloom.types.clock import WallClock
 from kvloom.types.errors import ConfigError
 from kvloom.types.files import replacing
+
+if TYPE_CHECKING:
+    from kvloom.serve.nodes.ray_nodes import RayNodes
 
 PORT: Final = 6379
 TOKEN: Final = "RAY_AUTH_TOKEN"
@@ -93,6 +97,16 @@ def stop() -> None:
     """Let this host leave its cluster. What a fleet has running here ends with its lease."""
     _ray("stop")
     print("This host is in no cluster any more.")
+
+
+def connected(cluster: str) -> RayNodes:
+    """Returns the nodes of a Ray cluster. cluster: `auto`, or HOST:PORT of its head. Raises ConfigError."""
+    if find_spec("ray") is None:
+        raise ConfigError("--cluster: Ray is not installed; `pip install 'kvloom[cluster]'` installs it")
+    from kvloom.serve.nodes import ray_nodes  # noqa: PLC0415 -- the only place that needs Ray
+
+    ray_nodes.connect(cluster)
+    return ray_nodes.RayNodes(WallClock())
 
 
 def own_address(toward: str = "192.0.2.1") -> str:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, closing
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 from cyclopts import App, Parameter
 
 from kvloom.cli.app import INVALID, CommandFailed, Models, Whole
+from kvloom.cli.cluster import connected
 from kvloom.serve.machine import raise_open_files
 from kvloom.serve.processes.prefork import launched
-from kvloom.types.clock import WallClock
 from kvloom.types.errors import ConfigError
-
-if TYPE_CHECKING:
-    from kvloom.serve.nodes.ray_nodes import RayNodes
 
 EXAMPLES: Final = """\
 examples:
@@ -112,7 +108,7 @@ def serve(
         from kvloom.config.machine import Machine  # noqa: PLC0415
         from kvloom.serve.supervisor import serve_fleet  # noqa: PLC0415
 
-        nodes = None if cluster is None else stack.enter_context(closing(_connected(cluster)))
+        nodes = None if cluster is None else stack.enter_context(closing(connected(cluster)))
         machine = Machine.here() if nodes is None else Machine.together(nodes.machines())
         read = load_config(config, flags, parse_models(model), machine)
         if nodes is not None:
@@ -129,13 +125,3 @@ def serve(
         raise ConfigError(outcome.why)
     if outcome.code:
         raise CommandFailed(outcome.why, outcome.code)
-
-
-def _connected(cluster: str) -> RayNodes:
-    """Returns the nodes of the Ray cluster. Raises ConfigError."""
-    if find_spec("ray") is None:
-        raise ConfigError("--cluster: Ray is not installed; `pip install 'kvloom[cluster]'` installs it")
-    from kvloom.serve.nodes import ray_nodes  # noqa: PLC0415 -- the only place that needs Ray
-
-    ray_nodes.connect(cluster)
-    return ray_nodes.RayNodes(WallClock())

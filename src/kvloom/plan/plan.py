@@ -201,7 +201,9 @@ _LOGIT_BYTES: Final = 4
 
 
 def usable_bytes(kind: MeshKind) -> int:
-    return int(USABLE * kind.memory) * kind.gpus
+    """Returns what models and pool may take of a mesh's memory. On cores the unit's process is there too."""
+    process = PROCESS_BYTES if kind.device == CPU else 0
+    return int(USABLE * kind.memory) * kind.gpus - process
 
 
 def fixed_bytes(shape: ModelShape, kind: MeshKind) -> int:

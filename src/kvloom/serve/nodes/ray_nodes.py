@@ -16,6 +16,12 @@ from typing import Any, Final
 import msgspec
 import ray
 from ray.exceptions import RayError
+from ray.util.placement_group import (
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvloom.config.machine import Machine
@@ -29,6 +35,8 @@ NAMESPACE: Final = "kvloom"
 LOOK_SECONDS: Final = 1.0  # between two looks at which nodes there are
 REACH_SECONDS: Final = 5.0  # for the head to answer
 AGENT_SECONDS: Final = 60.0  # for an agent to start the node's keeper
+RESERVE_SECONDS: Final = 5.0  # for Ray to set apart what a unit takes
+_ON: Final = 0.001  # of a node's own resource, by which a group is bound to it
 
 
 def connect(address: str) -> None:
@@ -70,6 +78,7 @@ class RayNodes:
         self._fleet = hashlib.sha256(self.secret.encode()).hexdigest()[:12]
         self._known: dict[str, str] = {}  # node's name by Ray's id of it
         self._problems: dict[str, str] = {}  # what was told of nodes without a keeper
+        self._reserving = asyncio.Lock()  # so that reservations follow each other as they were asked for
 
     async def follow(self, joins: Joins, told: Callable[[str, str], None]) -> None:
         while True:
@@ -110,6 +119,36 @@ class RayNodes:
                     f"models.{name}: node {node} has no folder {path}; the same path on all nodes is right"
                 )
 
+    async def reserve(self, unit: str, node: str, cpus: float, gpus: float) -> str:
+        """Sets apart in Ray what a unit takes of a node, so that no other job of the cluster is given it.
+        What was set apart for the unit before is released. Returns why that cannot be done, in one line;
+        nothing if it is. The unit runs either way."""
+        async with self._reserving:
+            return await asyncio.to_thread(self._reserve, self._group(unit), node, cpus, gpus)
+
+    async def release(self, unit: str) -> None:
+        """Gives back to Ray what was set apart for a unit, if anything was."""
+        async with self._reserving:
+            await asyncio.to_thread(_release, self._group(unit))
+
+    def _group(self, unit: str) -> str:
+        return f"{self._fleet}-{unit}"
+
+    def _reserve(self, name: str, node: str, cpus: float, gpus: float) -> str:
+        """Makes a placement group that belongs to no process, so that it outlives each controller."""
+        bundle = {"CPU": cpus, "GPU": gpus, f"node:{node}": _ON}
+        bundle = {resource: count for resource, count in bundle.items() if count}
+        try:
+            _release(name)
+            group = placement_group([bundle], "STRICT_PACK", name=name, lifetime="detached")
+            if group.wait(RESERVE_SECONDS):
+                return ""
+            remove_placement_group(group)
+        except (RayError, RuntimeError, ValueError) as error:
+            return f"Ray does not reserve what it takes of {node}: {' '.join(str(error).split())[:200]}"
+        taken = f"{cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
+        return f"Ray has no {taken} left on {node}, so another job of the cluster may have been given them"
+
     def _keeper(self, identifier: str, name: str) -> tuple[str, str]:
         """Returns the address of a node's keeper, or an empty one and why there is none."""
         order = KeeperOrder(host=name, secret=self.secret, identity=self.identity, fleet=self._fleet)
@@ -146,7 +185,17 @@ class RayNodes:
             return
         for identifier in _alive():
             ray.kill(self._agent(identifier))
+        for group in placement_group_table().values():
+            if group["name"].startswith(self._group("")) and group["state"] != "REMOVED":
+                _release(group["name"])
         ray.shutdown()
+
+
+def _release(group: str) -> None:
+    try:
+        remove_placement_group(get_placement_group(group))
+    except ValueError:  # There is none.
+        return
 
 
 def _alive() -> dict[str, str]:
