@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from math import inf
+from types import MappingProxyType
+from typing import Final
 
 from kvloom.cluster.controller import Controller
 from kvloom.cluster.edits import Edit
@@ -20,7 +22,7 @@ from kvloom.engine.engine import Engine
 from kvloom.engine.freeness import Thresholds
 from kvloom.lab.sim.hosting import HostedMachine, HostedServer
 from kvloom.lab.sim.links import Link
-from kvloom.lab.sim.nodes import NodesLauncher, NodesWire, SimulatedNode
+from kvloom.lab.sim.nodes import NodesLauncher, NodesWire, SimulatedNode, between
 from kvloom.lab.sim.offload import OffloadingUnits
 from kvloom.lab.sim.processes import (
     GATEWAY_NAME,
@@ -87,6 +89,9 @@ class SimulatedFleet:
         return self.processes.engines
 
 
+_NOWHERE: Final[Mapping[str, str]] = MappingProxyType({})
+
+
 @asynccontextmanager
 async def simulated(
     units: Sequence[SimulatedUnit],
@@ -98,13 +103,14 @@ async def simulated(
     rescheduling: Rescheduling | None = None,
     patience: float = PATIENCE,
     nodes: Sequence[SimulatedNode] = (),
+    homes: Mapping[str, str] = _NOWHERE,
 ) -> AsyncIterator[SimulatedFleet]:
     """Yields the fleet while it runs, on a virtual loop.
 
     delay: of the wire, in seconds, one way. link: returns a unit's way out. machine: what all units run on,
     if its own work counts. rescheduling: of the fleet scheduler; None if there is none. patience: the
-    router's. nodes: the machines on which the units are placed as they start; none for one host, on which all
-    have a process from the beginning."""
+    router's. nodes: the machines on which the units are placed as they start; none if all have a process from
+    the beginning, each on the machine that `homes` names, or all on one."""
     clock = LoopClock(asyncio.get_running_loop())
     async with asyncio.TaskGroup() as group, AsyncExitStack() as stack:
 
@@ -113,6 +119,7 @@ async def simulated(
 
         offloading = OffloadingUnits(unit.spec for unit in units)
         around = Surroundings(clock, offloading, crashed, delay, link, machine)
+        around.plane.between = between(homes)
         around.hosts.update((unit.spec.unit, UnitHost(unit, around)) for unit in units)
         machines = NodesLauncher(around.hosts, clock, ProcessTasks(crashed), nodes) if nodes else None
         processes = machines or ModelledLauncher(around.hosts, clock, ProcessTasks(crashed))
