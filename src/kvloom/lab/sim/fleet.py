@@ -18,6 +18,7 @@ from kvloom.cluster.orders import FleetOrders
 from kvloom.cluster.reconcile import TIMING, Timing
 from kvloom.cluster.scheduler import FleetControl, FleetScheduler
 from kvloom.cluster.state import FleetSpec, UnitSpec
+from kvloom.cluster.store import SpecStore
 from kvloom.engine.engine import Engine
 from kvloom.engine.freeness import Thresholds
 from kvloom.lab.sim.hosting import HostedMachine, HostedServer
@@ -162,9 +163,10 @@ def begin(
     timing: Timing = TIMING,
     *,
     on_nodes: bool = False,
+    store: SpecStore | None = None,
 ) -> Controller:
     """Gives the units their processes, and returns the controller of the fleet, which has yet to run.
-    on_nodes: whether they get them later, on nodes."""
+    on_nodes: whether they get them later, on nodes. store: keeps the specification for another controller."""
     given = rescheduling or Rescheduling()
     wanted = {
         unit.spec.unit: UnitSpec(engine=unit.spec, wanted=unit.spec.unit not in given.away) for unit in units
@@ -172,7 +174,7 @@ def begin(
     if not on_nodes:
         launcher.begin([name for name, unit in wanted.items() if unit.wanted])
     spec = FleetSpec(units=wanted, groups=dict(given.groups), on_nodes=on_nodes)
-    controller = Controller(spec, launcher, clock, timing=timing)
+    controller = Controller(spec, launcher, clock, store=store, timing=timing)
     launcher.hear = controller.hear
     return controller
 
