@@ -293,11 +293,17 @@ class FaultScenario:
         later = [fault.unit for fault in self.faults if isinstance(fault, Replan | UnitAdded)]
         return (*self.units, *later)
 
+    def _ends_nodes(self, fault: Fault) -> bool:
+        """Returns whether callers may lose the engines of nodes by a fault, if only for a time."""
+        too_long = isinstance(fault, ControllerLoss) and bool(self.nodes) and fault.down >= self.node_lease
+        return too_long or isinstance(fault, NodeOutage)
+
     @property
     def tidy(self) -> bool:
         """True if nobody fails to give back what was held for a request, so that leases are not needed."""
         return self.rates.none and not any(
-            isinstance(one, Death | GatewayLoss | ControllerLoss | NodeOutage)
+            isinstance(one, Death | GatewayLoss)
+            or self._ends_nodes(one)
             or (isinstance(one, Order) and one.what in KEEPING)
             or (isinstance(one, RollingRestart | Replan | UnitRemoved) and one.seconds is not None)
             for one in self.faults
@@ -324,8 +330,8 @@ class FaultScenario:
             and deaths < DEATHS_AFTER
             and (not taken or (not deaths and all(one.seconds is None for one in taken)))
             and not any(
-                isinstance(one, GatewayLoss | NodeOutage)
-                or (isinstance(one, ControllerLoss) and self.nodes and one.down >= self.node_lease)
+                isinstance(one, GatewayLoss)
+                or self._ends_nodes(one)
                 or (isinstance(one, Order) and one.what == "drain")
                 for one in self.faults
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import replace as with_fields
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -142,23 +143,29 @@ def with_edits(scenario: FaultScenario) -> FaultScenario:
     return with_fields(scenario, faults=_in_order(scenario, edits))
 
 
+_LONGEST_LEASE: Final = 10.0  # seconds; where leases are longer nothing may be left to them
+
+
 def with_nodes(scenario: FaultScenario) -> FaultScenario:
     """Returns the scenario on several machines, some of which are cut off or lose their power, for some; and
     with controllers that die, for some on one machine too."""
     draw = random.Random(f"nodes of {scenario.seed}")
     span = 1.2 * max((client.at for client in scenario.clients), default=0.0) + 0.05
     several = draw.random() < 0.25 and not any(unit.spec.weave for unit in scenario.units)
+    calm = any(unit.spec.lease > _LONGEST_LEASE for unit in scenario.all_units)
     faults: list[Fault] = []
     lease = draw.choice((0.4, 1.0, 3.0))
     if draw.random() < (0.4 if several else 0.15):
         for _ in range(draw.randint(1, 2)):
-            faults.append(ControllerLoss(draw.uniform(0.0, span), lease * draw.choice((0.05, 0.5, 1.5))))
+            part = draw.choice((0.05, 0.5, 1.5))
+            down = lease * (0.5 if calm and several else part)
+            faults.append(ControllerLoss(draw.uniform(0.0, span), down))
     if not several:
         return with_fields(scenario, faults=_in_order(scenario, faults))
     room = sum(unit.spec.kv_bytes for unit in scenario.all_units)
     racks = {f"node-{i}": f"rack-{i // 2}" for i in range(draw.randint(2, 4))}
     nodes = tuple(SimulatedNode(name, memory=room, cores=4, rack=rack) for name, rack in racks.items())
-    for _ in range(draw.choice((0, 1, 1, 2, 3))):
+    for _ in range(0 if calm else draw.choice((0, 1, 1, 2, 3))):
         hit = draw.choice(nodes)
         rack = [node.name for node in nodes if node.rack == hit.rack]
         faults.append(
