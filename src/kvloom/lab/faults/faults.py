@@ -294,15 +294,20 @@ class FaultScenario:
         return (*self.units, *later)
 
     def _ends_nodes(self, fault: Fault) -> bool:
-        """Returns whether callers may lose the engines of nodes by a fault, if only for a time."""
-        too_long = isinstance(fault, ControllerLoss) and bool(self.nodes) and fault.down >= self.node_lease
-        return too_long or isinstance(fault, NodeOutage)
+        """Returns whether the engines of nodes end by a fault: for want of power, or of a lease."""
+        match fault:
+            case NodeOutage(seconds=seconds, off=off):
+                return off or seconds >= self.node_lease
+            case ControllerLoss(down=down):
+                return bool(self.nodes) and down >= self.node_lease
+            case _:
+                return False
 
     @property
     def tidy(self) -> bool:
         """True if nobody fails to give back what was held for a request, so that leases are not needed."""
         return self.rates.none and not any(
-            isinstance(one, Death | GatewayLoss)
+            isinstance(one, Death | GatewayLoss | NodeOutage)
             or self._ends_nodes(one)
             or (isinstance(one, Order) and one.what in KEEPING)
             or (isinstance(one, RollingRestart | Replan | UnitRemoved) and one.seconds is not None)
