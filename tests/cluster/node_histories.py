@@ -6,11 +6,14 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from msgspec import UNSET
+from msgspec.structs import replace
+
 from kvloom.cluster.edits import Edit, NodeEdit, UnitEdit
 from kvloom.cluster.launcher import Ended, FoundProcess, News, NodeJoined, NodeLeft, NodeLost, NodeSilent
 from kvloom.cluster.placement import Place, gateway_nodes, needs, place, rooms
 from kvloom.cluster.reconcile import Timing
-from kvloom.cluster.state import ABSENT, FleetSpec, UnitSpec, gateway_name
+from kvloom.cluster.state import ABSENT, ALIVE, FleetSpec, UnitSpec, gateway_name
 from kvloom.types.spec import EngineSpec
 from tests.cluster.histories import History, Memory, ModelledHost, One, StillClock, engine
 
@@ -36,12 +39,19 @@ class NodesHost(ModelledHost):
         super().__init__(draw)
         self.clock = clock
         self.nodes: dict[str, Node] = {}
+        self.sizes: dict[str, int] = {}
+        """Bytes that the process of each unit takes, as far as the controller can know it."""
         self.follow: Callable[[News], None] = lambda news: None
         """Called with what is told to a gateway."""
         self.stale: dict[tuple[str, str], One] = {}
         """Processes of lost nodes whose components have been started elsewhere."""
 
     def start(self, component: str, generation: int, engine: EngineSpec | None, node: str = "") -> None:
+        if engine is not None:
+            self.sizes[component] = _size(engine)
+            taken = {key: self.sizes.get(key, 0) for key, one in self.there.items() if one.node == node}
+            taken[component] = self.sizes[component]
+            assert sum(taken.values()) <= self.nodes[node].memory, f"{taken} are more than {node} has"
         old = self.there.get(component)
         if old is not None:
             assert not self.serves(old), f"{component} has two processes that may serve"
@@ -101,6 +111,16 @@ class NodesHost(ModelledHost):
         return tuple(FoundProcess(key, one.generation, one.phase, node=name) for key, one in ones)
 
 
+def _size(engine: EngineSpec) -> int:
+    return engine.kv_bytes + engine.memory + sum(model.memory for model in engine.models)
+
+
+def _weighty(engine: EngineSpec, draw: random.Random) -> EngineSpec:
+    """Returns the specification with models and processes that take memory."""
+    models = tuple(replace(model, memory=draw.choice((0, 1 << 19, 1 << 20))) for model in engine.models)
+    return replace(engine, models=models, memory=draw.choice((0, 1 << 18)))
+
+
 class NodesHistory(History):
     """One fleet on nodes, and what befalls it by its seed."""
 
@@ -113,7 +133,9 @@ class NodesHistory(History):
         self.drained: dict[str, One] = {}
         self.lives = 0
         units = {
-            f"u{i}": UnitSpec(engine=engine(f"u{i}", draw.choice("mn")), node=draw.choice(("", "", "", "a")))
+            f"u{i}": UnitSpec(
+                engine=_weighty(engine(f"u{i}", draw.choice("mn")), draw), node=draw.choice(("", "", "", "a"))
+            )
             for i in range(draw.randint(1, 6))
         }
         gateways = tuple(draw.sample(NAMES, draw.choice((0, 0, 1, 2, 3))))
@@ -127,6 +149,11 @@ class NodesHistory(History):
             if node.reached:
                 self.host.cut(name)  # Its launcher has yet to find the controller.
         super().begin()
+
+    def adopt(self, name: str) -> None:
+        """A process of which the controller has not heard before is taken to be as its unit is specified."""
+        unit = self.controller.spec.units.get(name)
+        self.host.sizes[name] = 0 if unit is None else _size(unit.engine)
 
     def happen(self) -> None:
         if self.draw.random() < 0.25:
@@ -173,12 +200,15 @@ class NodesHistory(History):
             self.drained.pop(key, None)  # What is taken over anew may drain anew.
         for key, one in list(host.there.items()):
             process = self.controller.status.processes.get(key, ABSENT)
+            if one.node == name and process.phase not in ALIVE:
+                self.adopt(key)
             if one.node == name and process.phase != "absent" and process.node != name:
                 host.stale[name, key] = host.there.pop(key)
         self.controller.hear(NodeJoined(node=name, memory=node.memory, cores=2, processes=host.on(name)))
         for key in [key for where, key in host.stale if where == name]:
             if key not in self.controller.status.nodes[name].stale:
                 host.there[key] = host.stale.pop((name, key))  # It is taken over.
+                self.adopt(key)
         for key, one in host.there.items():
             assert key not in self.controller.status.nodes[name].stale or one.node != name
 
@@ -194,7 +224,12 @@ class NodesHistory(History):
         if draw.random() < 0.1:
             name = draw.choice(list(self.controller.spec.units) or ["u0"])
             return Edit(units={name: UnitEdit(node=draw.choice(("", "a", "b")), seconds=1.0)})
-        return super().drawn_edit()
+        drawn = super().drawn_edit()
+        units = {
+            name: one if one.engine is UNSET else replace(one, engine=_weighty(one.engine, draw))
+            for name, one in drawn.units.items()
+        }
+        return replace(drawn, units=units)
 
     def calm(self) -> None:
         self.host.fuse = None

@@ -41,7 +41,8 @@ def placed(
         units={name: one for name, (one, _) in there.items()},
         nodes={name: NodeSpec(drained=name in drained) for name in nodes},
     )
-    status = FleetStatus(nodes=nodes, processes={name: at(node) for name, (_, node) in there.items()})
+    processes = {name: replace(at(node), memory=needs(one).memory) for name, (one, node) in there.items()}
+    status = FleetStatus(nodes=nodes, processes=processes)
     made = place("new", needs(wanted), rooms(spec, status))
     if not isinstance(made, Place):
         return made
@@ -96,6 +97,18 @@ def test_gpus_are_side_by_side_and_nobody_elses() -> None:
     said = "needs 3 GPUs side by side, and 0 MiB, on one node; the freest, a, has 3, and 8 GiB left"
     assert placed(unit(40, device="cuda:0", ranks=3), nodes, one) == said
     assert placed(unit(40, node="a", device="cuda:1", ranks=2), nodes, one) == "a cuda:1"
+
+
+def test_models_and_processes_take_their_part_of_a_node() -> None:
+    """A unit on cores has its models beside its pool; one on GPUs has both in their memory."""
+    made = unit(4).engine
+    heavy = replace(made, memory=GIB, models=(replace(made.models[0], memory=2 * GIB),))
+    assert placed(UnitSpec(engine=heavy), AB) == "b"
+    assert placed(UnitSpec(engine=heavy), AB, {"u": (UnitSpec(engine=heavy), "b")}) == "a"
+    said = "needs 7 GiB; the freest node, b, has 1 GiB left"
+    assert placed(UnitSpec(engine=heavy), {"b": node(8)}, {"u": (UnitSpec(engine=heavy), "b")}) == said
+    on_gpu = UnitSpec(engine=replace(heavy, device="cuda:0"))
+    assert placed(on_gpu, {"a": node(1, gpus=1)}) == "a cuda:0"
 
 
 def test_what_has_yet_to_end_takes_room_and_keeps_its_unit_away() -> None:

@@ -12,6 +12,8 @@ from kvloom.config.config import DEMO
 from kvloom.config.fields import parse_seconds, parse_size, show_size
 from kvloom.config.file import load_config
 from kvloom.config.machine import Machine
+from kvloom.plan.cost.shapes import read_shape
+from kvloom.plan.plan import PROCESS_BYTES, host_bytes
 from kvloom.types.errors import ConfigError
 from kvloom.types.request import Level
 from kvloom.types.spec import ProgramSpec, SchedulerSpec
@@ -425,3 +427,21 @@ def test_nodes_with_a_gateway(folder: Path) -> None:
 )
 def test_gateways_that_there_cannot_be(folder: Path, said: str, machine: Machine, problem: str) -> None:
     assert problem in refused(folder, M + said, machine=machine)
+
+
+def test_a_unit_says_what_its_models_and_its_process_take_besides_the_pool(folder: Path) -> None:
+    """By the checkpoint's shape, in the format in which it is served; a hub id is not known yet."""
+    checkpoint = DEMO / "sums"
+    text = f"models: {{a: {checkpoint}, b: {{path: {checkpoint}, dtype: bfloat16}}, c: some/where}}"
+    [engine] = load(folder, text).engines
+    wide, half, unknown = (model.memory for model in engine.models)
+    assert wide == host_bytes(read_shape(checkpoint, 4))
+    assert half == host_bytes(read_shape(checkpoint, 2)) < wide
+    assert unknown == 0
+    assert engine.memory == PROCESS_BYTES
+
+
+def test_what_is_open_is_no_more_than_any_node_of_a_cluster_has(folder: Path) -> None:
+    nodes = [Machine(cores=2, memory=3 << 30, name="a"), Machine(cores=6, memory=9 << 30, name="b")]
+    [engine] = load(folder, "models: {a: ./model}", machine=Machine.together(nodes)).engines
+    assert (engine.threads, engine.kv_bytes) == (2, 1 << 30)

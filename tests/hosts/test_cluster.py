@@ -84,8 +84,15 @@ def serving(three: list[Host], folder: Path, more: str = "") -> Iterator[Serving
     """more: further lines of the config."""
     config = folder / "fleet.yaml"
     config.write_text(CONFIG.format(demo=DEMO) + more)
-    process = three[0].start(sys.executable, "-m", "kvloom.cli", "serve", str(config), "--cluster", "auto")
-    made = Serving(process, f"http://{three[0].address}:8000")
+    with served(three[0], str(config)) as made:
+        yield made
+
+
+@contextmanager
+def served(head: Host, *arguments: str) -> Iterator[Serving]:
+    """Serves over the cluster of a host, from there."""
+    process = head.start(sys.executable, "-m", "kvloom.cli", "serve", *arguments, "--cluster", "auto")
+    made = Serving(process, f"http://{head.address}:8000")
     reading = threading.Thread(target=made.read)
     reading.start()
     try:
@@ -115,11 +122,11 @@ def command_of(pid: int) -> str:
         return ""
 
 
-def text_of(url: str) -> str:
+def text_of(url: str, model: str = "sums") -> str:
     """Returns the whole text of a streamed chat."""
     pieces = []
     with httpx.stream(
-        "POST", f"{url}/v1/chat/completions", json=CHAT | {"stream": True}, timeout=DEADLINE
+        "POST", f"{url}/v1/chat/completions", json=CHAT | {"model": model, "stream": True}, timeout=DEADLINE
     ) as answer:
         assert answer.status_code == 200, answer.read()
         for line in answer.iter_lines():

@@ -47,7 +47,7 @@ def test_models_that_have_no_room_beside_each_other() -> None:
 def test_a_core_may_hold_any_model_that_fits_its_node() -> None:
     cores = [Nodes(CPU, 10 << 30, 4, 1)]
     check_each(Estimator([demand("a", "llama-7b", 1.0)], formula), cores)
-    with pytest.raises(ConfigError, match="13 × cpu in a node would be enough"):
+    with pytest.raises(ConfigError, match="14 × cpu in a node would be enough"):
         check_each(Estimator([demand("a", "llama-65b", 1.0)], formula), cores)
 
 

@@ -12,15 +12,22 @@ from kvloom.cli.app import CommandFailed
 from kvloom.cli.gateway import AdminClient, AdminError
 from kvloom.cli.replan import replan
 from kvloom.plan.cost.shapes import find_shape
-from kvloom.plan.plan import PlacementPlan, PlannedModel, PlannedUnit, write_plan
-from kvloom.plan.target import PROCESS_BYTES, new_names
+from kvloom.plan.plan import (
+    PROCESS_BYTES,
+    PlacementPlan,
+    PlannedModel,
+    PlannedUnit,
+    host_bytes,
+    write_plan,
+)
+from kvloom.plan.target import new_names
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import Admit, Drain, Placement, Service, UnitState
 from kvloom.types.spec import EngineSpec, ModelSpec, WeaveSpec
 
 GIB = 1 << 30
 SHAPE = find_shape("llama-7b")
-ALONE = GIB + SHAPE.weight_bytes + PROCESS_BYTES  # bytes that a unit of one model takes
+ALONE = GIB + host_bytes(SHAPE) + PROCESS_BYTES  # bytes that a unit of one model takes
 
 
 def spec(name: str, *models: str, kv_bytes: int = GIB, **more: Any) -> EngineSpec:

@@ -110,6 +110,12 @@ def stop() -> None:
     print("This host is in no cluster any more.")
 
 
+def require_ray() -> None:
+    """Raises ConfigError if Ray, which --cluster needs, is not installed."""
+    if find_spec("ray") is None:
+        raise ConfigError("--cluster: Ray is not installed; `pip install 'kvloom[cluster]'` installs it")
+
+
 def own_address(toward: str = "192.0.2.1") -> str:
     """Returns the address of this host on its way to another one; nothing is sent there."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -17,6 +17,7 @@ from kvloom.config.fields import check_revision, check_sha256
 from kvloom.config.file import load_config
 from kvloom.config.machine import Machine
 from kvloom.config.units import check_name, resolve_model
+from kvloom.plan.plan import checkpoint_bytes
 from kvloom.types.errors import ConfigError
 from kvloom.types.spec import ModelSpec
 
@@ -107,6 +108,7 @@ def read_model(text: str, revision: str | None = None, sha256: str | None = None
             path=found,
             revision=check_revision(revision, found),
             sha256=check_sha256(sha256),
+            memory=checkpoint_bytes(found),
         )
     except ValueError as error:
         raise ConfigError(f"{name[:140]}: {error}") from error

@@ -16,9 +16,11 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvloom.cli.app import interruptible
+from kvloom.cli.cluster import require_ray
 from kvloom.cli.tables import console_for
 from kvloom.config.fields import ConfigSection, NoNull, Size, Some, explain, nearest, no_bool
 from kvloom.config.file import read_yaml
+from kvloom.config.machine import Machine
 from kvloom.config.units import resolve_model
 from kvloom.lab.workload.make import open_workload
 from kvloom.lab.workload.summary import Traffic
@@ -30,13 +32,12 @@ from kvloom.plan.cost.profile import Profile, read_profile
 from kvloom.plan.cost.shapes import ModelShape, find_shape, read_shape
 from kvloom.plan.estimate import Estimator
 from kvloom.plan.explain import Shortfall, gigabytes, more_devices, shortfalls
-from kvloom.plan.plan import PlacementPlan, PlannedUnit, write_plan
+from kvloom.plan.plan import CPU_ITEMSIZE, PlacementPlan, PlannedUnit, write_plan
 from kvloom.plan.planner import memory_greedy, plan_placement, spatial, write_down, write_spatial
 from kvloom.types.errors import ConfigError
 from kvloom.types.numbers import show_number
 
 MOST_DEVICES: Final = 4096
-_CPU_ITEMSIZE: Final = 4  # kvloom computes in float32 on a CPU
 
 _Count = Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=MOST_DEVICES)]
 _Rate = Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -83,12 +84,13 @@ class DemandConfig(ConfigSection):
 class ClusterConfig(ConfigSection):
     """The whole file."""
 
-    nodes: Annotated[tuple[NodesConfig, ...], Some]
+    nodes: Annotated[Annotated[tuple[NodesConfig, ...], Some] | None, NoNull] = None
+    """The machines; None for those of a cluster that runs."""
     models: Annotated[dict[str, DemandConfig], Field(min_length=1, max_length=1024)]
 
     @model_validator(mode="after")
     def _not_too_many(self) -> ClusterConfig:
-        devices = sum(nodes.gpus * nodes.machines for nodes in self.nodes)
+        devices = sum(nodes.gpus * nodes.machines for nodes in self.nodes or ())
         if devices > MOST_DEVICES:
             raise ValueError(f"nodes: {devices} devices; {MOST_DEVICES} at most are right")
         return self
@@ -103,12 +105,13 @@ class Cluster:
     nodes: tuple[Nodes, ...]
 
 
-def read_cluster(file: Path) -> Cluster:
-    """Reads a cluster's file. Raises ConfigError."""
+def read_cluster(file: Path, machines: Sequence[Machine] | None = None) -> Cluster:
+    """Reads a cluster's file. machines: those of a cluster that runs; None if the file says which there are.
+    Raises ConfigError."""
     settings = read_yaml(file)
     try:
         config = ClusterConfig.model_validate(settings)
-        nodes = tuple(_nodes(f"nodes.{n}", one) for n, one in enumerate(config.nodes))
+        nodes = _machines(config, machines)
         twice = [name for name, times in Counter(node_names(nodes)).items() if times > 1]
         if twice:
             raise ConfigError(f"nodes: {twice[0]!r} names two machines; a name of its own for each is right")
@@ -117,6 +120,22 @@ def read_cluster(file: Path) -> Cluster:
     except ConfigError as error:
         raise ConfigError(f"{file}: {error.message}") from error
     return Cluster(file, config, nodes)
+
+
+def _machines(config: ClusterConfig, machines: Sequence[Machine] | None) -> tuple[Nodes, ...]:
+    if machines is None:
+        if config.nodes is None:
+            raise ConfigError("nodes: is missing; machines, or --cluster of one that runs, is right")
+        return tuple(_nodes(f"nodes.{n}", one) for n, one in enumerate(config.nodes))
+    if config.nodes is not None:
+        raise ConfigError("nodes: a cluster that runs says itself what it has; without --cluster it is right")
+    for one in machines:
+        if one.gpus:
+            raise ConfigError(
+                f"--cluster: {one.name} has {one.gpus} GPUs, and does not say of which kind; `nodes` with "
+                f"`device`, `gpus` and `names: [{one.name}, ...]`, without --cluster, is right"
+            )
+    return tuple(Nodes(CPU, one.memory // one.cores, one.cores, 1, (one.name,)) for one in machines)
 
 
 def _nodes(key: str, config: NodesConfig) -> Nodes:
@@ -199,7 +218,7 @@ def _model(
             return profile.shapes[name], path
         if path is not None and Path(path).is_dir():
             on_cpu = all(nodes.device == CPU for nodes in cluster.nodes)
-            return read_shape(Path(path), _CPU_ITEMSIZE if on_cpu else None), path
+            return read_shape(Path(path), CPU_ITEMSIZE if on_cpu else None), path
     except ConfigError as error:
         raise ConfigError(f"{key}: {error.message}") from error
     raise ConfigError(
@@ -216,7 +235,9 @@ CLUSTER.yaml:
     chat: {shape: llama-7b, rate: 20, prompt: 161, output: 338}
     code: {path: /models/coder, rate: 2, prompt: 800, output: 250}
 
-With --workload the rates and lengths are those of past traffic."""
+With --workload the rates and lengths are those of past traffic. With --cluster the
+file has no nodes: they are those of the Ray cluster, by their addresses, as
+`kvloom serve --cluster` knows them, with what they have free now."""
 _FEW: Final = 10
 
 app = App(name="plan", help_epilogue=EXAMPLE)
@@ -224,7 +245,7 @@ app = App(name="plan", help_epilogue=EXAMPLE)
 
 @app.default
 def plan_command(
-    cluster: Annotated[Path, Parameter(help="see below")],
+    file: Annotated[Path, Parameter(name="CLUSTER", help="see below")],
     /,
     *,
     workload: Annotated[
@@ -235,14 +256,17 @@ def plan_command(
         Literal["spatial", "memory"] | None,
         Parameter(help="instead: a mesh for each model, or placement by free memory"),
     ] = None,
+    cluster: Annotated[
+        str | None, Parameter(metavar="auto|HOST:PORT", help="the Ray cluster that it is for (the file's)")
+    ] = None,
     output: Annotated[Path | None, Parameter(alias="-o", help="the file to write")] = None,
 ) -> None:
     """Find out which models go together on which devices.
 
     They go together so that they answer as many requests as possible, and the table tells what each is
     expected to answer (MuxServe). `kvloom serve` takes the plan that it writes if that is for this machine's
-    devices, and `kvloom simulate` any."""
-    read = read_cluster(cluster)
+    devices, `kvloom serve --cluster` one that names the cluster's nodes, and `kvloom simulate` any."""
+    read = read_cluster(file, None if cluster is None else _running(cluster))
     measured = None if profile is None else read_profile(profile)
     if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
         raise ConfigError(f"--output: {output} is no file in a folder; a path that can be written is right")
@@ -262,6 +286,15 @@ def plan_command(
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     if output is not None:
         write_plan(output, plan)
+
+
+def _running(cluster: str) -> list[Machine]:
+    """Returns the machines of a Ray cluster. Raises ConfigError."""
+    require_ray()
+    from kvloom.serve.nodes import ray_nodes  # noqa: PLC0415 -- only such plans need Ray
+
+    with ray_nodes.connected(cluster):
+        return ray_nodes.machines()
 
 
 def _planned(

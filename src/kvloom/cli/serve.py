@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import App, Parameter
 
 from kvloom.cli.app import INVALID, CommandFailed, Models, Whole
+from kvloom.cli.cluster import require_ray
 from kvloom.serve.machine import raise_open_files
 from kvloom.serve.processes.prefork import LaunchedForkServer, launched
 from kvloom.types.errors import ConfigError
@@ -106,8 +106,8 @@ def serve(
         if file is not None:
             flags[key] = str(file.expanduser().absolute())
     raise_open_files()  # before the first process starts, for all of them
-    if cluster is not None and find_spec("ray") is None:
-        raise ConfigError("--cluster: Ray is not installed; `pip install 'kvloom[cluster]'` installs it")
+    if cluster is not None:
+        require_ray()
     with ExitStack() as stack:
         forks = None if cluster is not None else stack.enter_context(launched())
         # imported while that process imports torch

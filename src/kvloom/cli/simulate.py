@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +23,7 @@ from kvloom.cli.bench import (
     write_results,
 )
 from kvloom.cli.tables import console_for
-from kvloom.config.file import load_config
+from kvloom.config.file import load_config, named_nodes, read_yaml
 from kvloom.config.machine import Machine
 from kvloom.config.units import ReschedulingConfig, refuse_moves
 from kvloom.lab.faults import chaos as faults
@@ -56,6 +56,8 @@ class _Fleet:
     """What the machine does besides jobs, if that was measured."""
     rescheduling: Rescheduling | None = None
     patience: float = PATIENCE
+    homes: Mapping[str, str] = field(default_factory=dict)
+    """The machine of each unit, if there are several."""
 
 
 @app.default
@@ -91,7 +93,7 @@ def simulate(
     if fleet.suffix.lower() == ".json":
         found = _planned(fleet, policy, profile, client_here)
     else:
-        found = _configured(fleet, profile, policy)
+        found = _configured(fleet, profile, policy, client_here)
     if program:
         found = replace(found, program=ProgramSpec(program))
     try:
@@ -130,6 +132,7 @@ def simulate(
                 client_here=client_here,
                 rescheduling=found.rescheduling,
                 patience=found.patience,
+                homes=found.homes,
             )
     return write_results(results, console, json, html)
 
@@ -155,12 +158,17 @@ def _planned(path: Path, policy: Policy | None, profile: Path | None, client_her
         )
     scheduler = ReschedulingConfig().scheduler([unit.spec for unit in units], {})
     moving = rescheduling(scheduler) if scheduler else None
-    return _Fleet(units, ProgramSpec("least_loaded"), hosting, moving)
+    homes = {unit.name: unit.node for unit in plan.units if unit.node}
+    return _Fleet(units, ProgramSpec("least_loaded"), hosting, moving, homes=homes)
 
 
-def _configured(path: Path, profile: Path | None, policy: Policy | None) -> _Fleet:
-    """Returns the fleet of a config, on the machine that a profile has measured. Raises ConfigError."""
-    config = load_config(path, {}, {}, Machine.here())
+def _configured(path: Path, profile: Path | None, policy: Policy | None, client_here: bool) -> _Fleet:
+    """Returns the fleet of a config, on the machine that a profile has measured, or on several like it, if
+    the config names nodes. Raises ConfigError."""
+    here, nodes = Machine.here(), named_nodes(read_yaml(path))
+    several = [replace(here, name=node) for node in nodes]
+    machine = Machine.together(several) if several[1:] else next(iter(several), here)
+    config = load_config(path, {}, {}, machine)
     if profile is None:
         raise ConfigError(f"{path}: --profile FILE is needed too, which `kvloom profile` writes")
     measured = read_profile(profile)
@@ -169,12 +177,16 @@ def _configured(path: Path, profile: Path | None, policy: Policy | None) -> _Fle
         units = [replace(one, spec=msgspec.structs.replace(one.spec, policy=policy)) for one in units]
     away = frozenset(spec.unit for spec in config.engines) - frozenset(config.first)
     scheduler = config.scheduler
+    hosting = measured_hosting(measured) if len(several) <= 1 else None
+    if client_here and several[1:]:
+        raise ConfigError("--client-here: the config has several nodes; one machine is right")
     return _Fleet(
         units,
         config.program,
-        measured_hosting(measured),
+        hosting,
         rescheduling(scheduler, config.groups, away) if scheduler else None,
         config.patience,
+        config.nodes,
     )
 
 

@@ -14,6 +14,8 @@ class StartProcess(Struct, frozen=True, tag=True):
     """The node on which it starts; empty for the controller's host."""
     device: str = ""
     """The device of that node that a unit is given; empty for the one that it specifies."""
+    memory: int = 0
+    """Bytes of that node's memory that a unit takes."""
 
 
 class DrainUnit(Struct, frozen=True, tag=True):

@@ -34,7 +34,6 @@ class UnitEdit(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whether it is to be there no more, once its process has ended."""
     node: str | UnsetType = UNSET
     """Another node that it is bound to, where it starts anew; empty for none."""
-    memory: int | UnsetType = UNSET
 
 
 class NodeEdit(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -125,7 +124,7 @@ def _edited_unit(name: str, known: UnitSpec | None, edit: UnitEdit) -> UnitSpec:
         unit = replace(unit, generation=unit.generation + 1)
     given: dict[str, Any] = {
         field: value
-        for field in ("wanted", "drained", "seconds", "node", "memory")
+        for field in ("wanted", "drained", "seconds", "node")
         if (value := getattr(edit, field)) is not UNSET
     }
     if edit.wanted is True:
@@ -159,7 +158,7 @@ def _open(spec: FleetSpec) -> list[str]:
 
 
 def _different(before: UnitSpec, unit: UnitSpec) -> tuple[str, ...]:
-    fields = ("engine", "wanted", "generation", "drained", "seconds", "removed", "node", "memory")
+    fields = ("engine", "wanted", "generation", "drained", "seconds", "removed", "node")
     return tuple(field for field in fields if getattr(before, field) != getattr(unit, field))
 
 

@@ -33,6 +33,7 @@ from kvloom.cluster.launcher import (
     Started,
     UnitSeen,
 )
+from kvloom.cluster.placement import needs
 from kvloom.cluster.reconcile import TIMING, Timing
 from kvloom.cluster.state import (
     ABSENT,
@@ -101,6 +102,7 @@ def _started(process: ComponentStatus, start: StartProcess, now: float) -> Compo
         serial=process.serial + 1,
         node=start.node,
         device=start.device,
+        memory=start.memory,
         problem=process.problem,
         failures=0 if another else process.failures,
         pause=0.0 if another else process.pause,
@@ -198,7 +200,9 @@ def adopted(
     found: FoundProcess, spec: FleetSpec, now: float, timing: Timing = TIMING, *, serial: int = 0
 ) -> ComponentStatus:
     """Returns the status of a process that an earlier controller has started, or that was thought to be lost.
-    What it had of its time to end it has anew. serial: the process's number."""
+    What it had of its time to end it has anew, and it is taken to need what its unit is specified to need
+    now. serial: the process's number."""
+    unit = spec.units.get(found.component)
     ready = found.phase == "ready"
     left = {"ending": timing.stop, "retiring": spec.drain + timing.margin}.get(found.phase)
     return ComponentStatus(
@@ -210,6 +214,7 @@ def adopted(
         pid=found.pid,
         node=found.node,
         device=found.device,
+        memory=0 if unit is None else needs(unit).memory,
         endpoint=found.endpoint,
         chat=found.chat,
         proven=found.generation if ready else 0,

@@ -41,12 +41,12 @@ class Needs:
 
 
 def needs(unit: UnitSpec) -> Needs:
-    """Returns what a unit takes of its node. The pool of a unit on GPUs is in their memory, and not in the
-    node's."""
+    """Returns what a unit takes of its node: its pool, its models and its processes. What a unit on GPUs has
+    in their memory does not count."""
     engine = unit.engine
-    on_gpus = engine.device.startswith(_GPU)
+    on_gpus, models = engine.device.startswith(_GPU), sum(model.memory for model in engine.models)
     return Needs(
-        memory=unit.memory if on_gpus else max(unit.memory, engine.kv_bytes),
+        memory=engine.memory + (0 if on_gpus else engine.kv_bytes + models),
         threads=engine.threads,
         gpus=engine.tensor_parallel if on_gpus else 0,
         models=frozenset(model.name for model in engine.models),
@@ -123,7 +123,8 @@ def rooms(spec: FleetSpec, status: FleetStatus) -> dict[str, NodeRoom]:
         process = status.processes.get(name, ABSENT)
         if process.phase in ALIVE and process.node in found:
             device = process.device or unit.engine.device
-            found[process.node] = found[process.node].less(needs(unit), device)
+            taken = replace(needs(unit), memory=process.memory)  # It may be specified otherwise by now.
+            found[process.node] = found[process.node].less(taken, device)
         for other in [node for node, room in found.items() if name in room.stale]:
             found[other] = found[other].less(needs(unit), unit.engine.device)
     return found
@@ -199,7 +200,7 @@ def placed(found: Iterable[Action], spec: FleetSpec, status: FleetStatus) -> Ite
         made = f"waits until {mute[0]} has said what runs there" if mute else place(name, need, left)
         if not isinstance(made, str):
             left[made.node] = left[made.node].less(need, made.device)
-            yield StartProcess(name, action.generation, made.node, made.device)
+            yield StartProcess(name, action.generation, made.node, made.device, need.memory)
         elif made != status.processes.get(name, ABSENT).lack:
             yield TellLack(name, made)
 

@@ -82,8 +82,6 @@ class UnitSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whether it is to be no unit any more, once it has no process."""
     node: str = ""
     """The node that its process is to be on; empty for any."""
-    memory: int = 0
-    """Bytes of its node's memory that it takes, as far as that is known: its pool counts at least."""
     changed: dict[str, int] = {}
     """The revision at which each field was changed last."""
 
@@ -161,6 +159,8 @@ class ComponentStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The node that its process is on, or was on last; empty for the controller's host."""
     device: str = ""
     """The device of that node that a unit was given; empty for the one that it specifies."""
+    memory: int = 0
+    """Bytes of that node's memory that a unit's process was given."""
     lack: str = ""
     """What a unit that is to have a process waits for, because no node has room for it."""
     pid: int | None = None

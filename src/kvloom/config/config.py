@@ -73,6 +73,7 @@ from kvloom.config.units import (
     list_engines,
     weave_units,
 )
+from kvloom.plan.plan import PROCESS_BYTES
 from kvloom.router.programs import name_problem
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import PATIENCE, GroupSpec
@@ -259,7 +260,7 @@ class Config(ConfigSection):
         unit = engine.unit
         return EngineSpec(
             unit=engine.name,
-            models=tuple(unit.spec(name, self.models[name].model_dump()) for name in unit.models),
+            models=tuple(unit.spec(name, self.models[name]) for name in unit.models),
             kv_bytes=pool,
             block_bytes=self.block_bytes,
             policy=unit.policy or self.policy,
@@ -274,6 +275,7 @@ class Config(ConfigSection):
             tensor_parallel=unit.tensor_parallel,
             device=device,
             weave=weave,
+            memory=PROCESS_BYTES * unit.tensor_parallel,
         )
 
     @property

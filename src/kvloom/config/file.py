@@ -114,6 +114,13 @@ def read_yaml(file: Path) -> dict[str, Any]:
     return value
 
 
+def named_nodes(settings: Mapping[str, Any]) -> list[str]:
+    """Returns the nodes that units are bound to, in a config that has yet to be checked."""
+    units = settings.get("units")
+    some = [unit.get("node") for unit in units if isinstance(unit, dict)] if isinstance(units, list) else []
+    return list(dict.fromkeys(node for node in some if isinstance(node, str)))
+
+
 class _Loader(yaml.SafeLoader):
     """Refuses a key that is set twice, of which YAML would silently take the second."""
 

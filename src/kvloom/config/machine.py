@@ -25,6 +25,8 @@ class Machine:
     """The name of the node that it is; empty if nobody has to know."""
     nodes: tuple[str, ...] = ()
     """The nodes of the cluster for which this stands; none if it is one machine."""
+    least: Machine | None = None
+    """What each of these nodes has at least; None if it is one machine."""
 
     @classmethod
     def together(cls, machines: Sequence[Machine]) -> Machine:
@@ -34,6 +36,11 @@ class Machine:
             memory=sum(one.memory for one in machines),
             gpus=sum(one.gpus for one in machines),
             nodes=tuple(one.name for one in machines),
+            least=cls(
+                cores=min((one.cores for one in machines), default=0),
+                memory=min((one.memory for one in machines), default=0),
+                gpus=min((one.gpus for one in machines), default=0),
+            ),
         )
 
     @classmethod

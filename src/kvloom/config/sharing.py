@@ -131,7 +131,7 @@ def share_memory(
     engines: Sequence[ConfiguredEngine], total: int | Auto, block: int, machine: Machine
 ) -> list[int]:
     """Returns the bytes of each engine's pool: its own size, or an equal share of what the others leave of
-    `total`. Raises ValueError."""
+    `total`. If `total` is open, the share is one that any node of a cluster has. Raises ValueError."""
     fixed = [engine.unit.kv_memory for engine in engines if engine.unit.kv_memory != "auto"]
     most, whose = (machine.memory, "available here") if total == "auto" else (total, "of `kv_memory`")
     if sum(fixed) > most:
@@ -143,7 +143,7 @@ def share_memory(
     takers = len(engines) - len(fixed)
     share = left // takers if takers else 0
     if total == "auto":
-        share = max(share, block)
+        share = max(share if machine.least is None else min(share, machine.least.memory // 3), block)
     for engine in engines:
         own = engine.unit.kv_memory
         got, key = (share, "kv_memory") if own == "auto" else (own, f"{engine.key}.kv_memory")
@@ -155,7 +155,7 @@ def share_memory(
 
 def share_threads(engines: Sequence[ConfiguredEngine], total: int | Auto, machine: Machine) -> list[int]:
     """Returns the cores of each engine: its own number, or an equal share of what the others leave of
-    `total`, and one at least. Raises ValueError."""
+    `total`, and one at least, but no more than any node of a cluster has. Raises ValueError."""
     cores = machine.cores if total == "auto" else total
     fixed = [engine.unit.threads for engine in engines if engine.unit.threads != "auto"]
     if sum(fixed) > cores and max(fixed) > 1:
@@ -165,5 +165,6 @@ def share_threads(engines: Sequence[ConfiguredEngine], total: int | Auto, machin
         )
     takers = len(engines) - len(fixed)
     left = max(0, cores - sum(fixed))
-    shares = iter([max(1, left // takers + (i < left % takers)) for i in range(takers)])
+    most = cores if machine.least is None else machine.least.cores
+    shares = iter([max(1, min(most, left // takers + (i < left % takers))) for i in range(takers)])
     return [next(shares) if engine.unit.threads == "auto" else engine.unit.threads for engine in engines]

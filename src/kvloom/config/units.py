@@ -36,6 +36,7 @@ from kvloom.config.fields import (
     no_bool,
 )
 from kvloom.engine.freeness import Thresholds
+from kvloom.plan.plan import checkpoint_bytes
 from kvloom.router.programs import MOVING, PROGRAMS
 from kvloom.types.service import GroupSpec, Scale
 from kvloom.types.spec import (
@@ -181,15 +182,16 @@ class UnitConfig(ConfigSection):
     tensor_parallel: Annotated[int, BeforeValidator(no_bool), Field(ge=1)] = 1
     shares: dict[str, SharesConfig] | None = None
 
-    def spec(self, name: str, settings: Mapping[str, Any]) -> ModelSpec:
+    def spec(self, name: str, model: ModelConfig) -> ModelSpec:
         """Returns one of its models, with the settings that the model has on all units."""
         shares = (self.shares or {}).get(name, SharesConfig())
         return ModelSpec(
             name=name,
-            **settings,
+            **model.model_dump(),
             prefill_share=shares.prefill,
             decode_share=shares.decode,
             quota=shares.quota,
+            memory=checkpoint_bytes(model.path, model.dtype),
         )
 
 

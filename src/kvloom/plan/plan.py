@@ -12,10 +12,10 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from kvloom.plan.cluster import CPU, Demand, MeshKind
-from kvloom.plan.cost.shapes import ModelShape
+from kvloom.plan.cost.shapes import ModelShape, read_shape
 from kvloom.plan.growth import MAX_BATCH
 from kvloom.types.errors import ConfigError
-from kvloom.types.spec import ModelSpec, UnitAbilities, unit_abilities
+from kvloom.types.spec import Dtype, ModelSpec, UnitAbilities, unit_abilities
 
 PLAN_VERSION = 2
 LEAST_RATE: Final = 1e-6  # a model that nobody asks for is served all the same
@@ -201,12 +201,33 @@ _LOGIT_BYTES: Final = 4
 
 
 def usable_bytes(kind: MeshKind) -> int:
-    return int(USABLE * kind.memory) * kind.gpus
+    """Returns what models and pool may take of a mesh's memory. On cores the unit's process is there too."""
+    process = PROCESS_BYTES if kind.device == CPU else 0
+    return int(USABLE * kind.memory) * kind.gpus - process
 
 
 def fixed_bytes(shape: ModelShape, kind: MeshKind) -> int:
     """Weights and the activations of the model's largest jobs, over all of the mesh's devices."""
     return shape.weight_bytes + activation_bytes(shape, kind)
+
+
+PROCESS_BYTES: Final = 512 << 20  # of an engine's process without models: torch, numba's code, Python
+CPU_ITEMSIZE: Final = 4  # kvloom computes in float32 on a CPU, if nobody names another format
+
+
+def host_bytes(shape: ModelShape) -> int:
+    """Returns the bytes of a host's memory that a model takes besides the pool of a unit on cores."""
+    return fixed_bytes(shape, MeshKind(CPU, 0, 1, unit_abilities(CPU, 1)))
+
+
+def checkpoint_bytes(checkpoint: str, dtype: Dtype = "auto") -> int:
+    """Returns `host_bytes` of the model in a checkpoint's folder, or the size of its files if no shape can
+    say it; 0 if it is no folder here, but a hub id. dtype: the format in which it is served."""
+    folder, itemsize = Path(checkpoint), CPU_ITEMSIZE if dtype in ("auto", "float32") else 2
+    try:
+        return host_bytes(read_shape(folder, itemsize)) if folder.is_dir() else 0
+    except ConfigError:
+        return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def activation_bytes(shape: ModelShape, kind: MeshKind) -> int:

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from msgspec.structs import replace
 
 from kvloom.plan.cluster import CPU
 from kvloom.plan.cost.shapes import ModelShape
-from kvloom.plan.plan import PlacementPlan, PlannedUnit
+from kvloom.plan.plan import PROCESS_BYTES, PlacementPlan, PlannedUnit, host_bytes
 from kvloom.plan.repair import Placed
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import Placement
 from kvloom.types.spec import EngineSpec, ModelSpec
-
-PROCESS_BYTES: Final = 512 << 20  # of an engine without models: torch, numba's code, Python
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +108,11 @@ def _are_unlike(planned: str | None, served: str) -> bool:
 def _placed(spec: EngineSpec, shapes: dict[str, ModelShape]) -> Placed:
     """Returns what tells the unit from others. Shares that differ by less than a tenth count as the same."""
     models = sorted(spec.models, key=lambda model: model.name)
-    weights = sum(shapes[model.name].weight_bytes for model in models)
     shares = [(model.prefill_share, model.decode_share, model.quota) for model in models]
     rounded = tuple(None if share is None else round(share, 1) for some in shares for share in some)
     return Placed(
         models=tuple(model.name for model in models),
-        bytes=spec.kv_bytes + weights + PROCESS_BYTES,
+        bytes=spec.kv_bytes + sum(host_bytes(shapes[model.name]) for model in models) + PROCESS_BYTES,
         form=(spec.kv_bytes, spec.threads, spec.tensor_parallel, rounded),
     )
 

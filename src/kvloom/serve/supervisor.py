@@ -17,7 +17,15 @@ from kvloom.cluster.controller import Controller
 from kvloom.cluster.edits import Edit
 from kvloom.cluster.launcher import Counted, Ended, Launcher, NodeReport
 from kvloom.cluster.reconcile import TIMING, Timing
-from kvloom.cluster.state import GATEWAY, ComponentStatus, FleetSpec, UnitSpec, gateway_node, is_gateway
+from kvloom.cluster.state import (
+    GATEWAY,
+    ComponentStatus,
+    FleetSpec,
+    FleetStatus,
+    UnitSpec,
+    gateway_node,
+    is_gateway,
+)
 from kvloom.cluster.store import SpecStore
 from kvloom.config.config import Config
 from kvloom.serve.local import ENGINE_MODULE, Doors, Heard, LocalLauncher, Roles, doors, shown_url
@@ -53,6 +61,9 @@ class Hosts(Protocol):
 
     async def answered(self) -> None:
         """Waits until each host that is there has answered, so that the first one does not get all units."""
+
+    def changed(self, spec: FleetSpec, status: FleetStatus) -> None:
+        """A process of the fleet has entered another phase."""
 
     async def end(self) -> None:
         """Ends all processes of the fleet."""
@@ -109,6 +120,9 @@ class ThisHost:
 
     async def answered(self) -> None:
         """Returns at once: it is this host."""
+
+    def changed(self, spec: FleetSpec, status: FleetStatus) -> None:
+        """Does nothing: nobody else is told."""
 
     async def end(self) -> None:
         self._at.listener.close()
@@ -225,6 +239,7 @@ class Supervisor:
     def _show(self, component: str, before: ComponentStatus, process: ComponentStatus) -> Outcome | None:
         """Returns why the fleet ends, if it does."""
         name, screen = _shown(component), self._screen
+        self._hosts.changed(self._controller.spec, self._controller.status)
         match process.phase:
             case "ready" if before.phase in ("starting", "absent"):  # absent: an earlier controller's
                 self._welcome(component, again=before.proven > 0)

@@ -30,6 +30,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     prefill_share: float | None = None  # of the unit's compute, for a prefill job that runs beside others
     decode_share: float | None = None
     quota: float | None = None  # of the pool's blocks, to begin with
+    memory: int = 0  # bytes of the host's memory that it takes besides the pool, as far as that is known
 
 
 class WeaveSpec(Struct, frozen=True):
@@ -87,6 +88,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     tensor_parallel: int = 1  # ranks, each a process with its heads of all models
     device: str = "cpu"  # or `cuda:N`; of several ranks N is the first one's GPU, and the others follow it
     weave: WeaveSpec | None = None  # the loan that this unit asks for
+    memory: int = 0  # bytes of the host's memory that its processes take besides models and pool
 
     @property
     def abilities(self) -> UnitAbilities:

@@ -103,6 +103,17 @@ weave: [{hot: unit-0, cold: unit-1, share: 0.5}]
 """
 
 
+SEVERAL = """\
+kv_memory: 16MiB
+block_bytes: 4KiB
+program: disaggregate
+models: {one: made/up, two: made/up}
+units:
+  - {models: [one, two], threads: 1, node: 10.0.0.1}
+  - {models: [one, two], threads: 1, node: 10.0.0.2}
+"""
+
+
 def write_files(folder: Path) -> None:
     """A plan and a config with a profile, the workloads for each, and others that are wrong."""
     write_plan(folder / "plan.json", make_plan())
@@ -124,6 +135,7 @@ def write_files(folder: Path) -> None:
     )
     (folder / "woven.yaml").write_text(WOVEN)
     (folder / "apart.yaml").write_text(WOVEN.replace("0.5", "0"))
+    (folder / "several.yaml").write_text(SEVERAL)
     write_profile(make_profile(), folder / "profile.json")
     write_profile(replace(make_profile(), hosted=HOSTED), folder / "hosted.json")
     (folder / "small.yaml").write_text(SPEC)

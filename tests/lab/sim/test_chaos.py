@@ -15,8 +15,10 @@ import pytest
 from kvloom.lab.faults import chaos as chaos_runs
 from kvloom.lab.faults.chaos import Verdict, chaos, run_quietly, run_scenario, verdicts
 from kvloom.lab.faults.faults import (
+    ControllerLoss,
     Death,
     GatewayLoss,
+    NodeOutage,
     Order,
     Relocation,
     Replan,
@@ -44,6 +46,7 @@ def test_300_seeds_keep_the_laws() -> None:
         "requests ended", "requests failed", "requests left", "requests lost", "jobs failed", "calls harmed",
         "engines killed", "engines stopped", "gateways lost", "programs switched", "orders",
         "schedulers lost", "moved by order", "moves refused", "choices stopped", "rolling restarts",
+        "controllers lost", "nodes cut off", "nodes lost",
         "units replanned", "units added", "units removed", "requests guided", "steps offloaded",
     ):  # fmt: skip
         assert counts[what] > 20, what
@@ -110,9 +113,12 @@ def test_all_kinds_of_faults_are_drawn() -> None:
     assert {scenario.program.program for scenario in scenarios} == DRAWN.keys() == PROGRAMS.keys()
     kinds = Counter(type(fault) for scenario in scenarios for fault in scenario.faults)
     assert kinds.keys() == {
-        Death, GatewayLoss, SchedulerLoss, Relocation, Switch, Order,
+        Death, GatewayLoss, SchedulerLoss, ControllerLoss, NodeOutage, Relocation, Switch, Order,
         RollingRestart, Replan, UnitAdded, UnitRemoved,
     }  # fmt: skip
+    outages = [one for scenario in scenarios for one in scenario.faults if isinstance(one, NodeOutage)]
+    assert {one.off for one in outages} == {False, True}
+    assert {len(one.nodes) for one in outages} == {1, 2}
     assert sum(any(unit.spec.weave for unit in scenario.units) for scenario in scenarios) > 30
     assert sum(bool(client.stop) for scenario in scenarios for client in scenario.clients) > 100
     for kind in ("late", "slow", "lost", "unanswered", "again", "cut", "jobs"):

@@ -1,7 +1,7 @@
 """A fleet of many machines in virtual time, of which a rack goes.
 
-`KVLOOM_NODES=100 pytest tests/lab/sim/test_nodes.py` plays 100 nodes with 1,000 units; CI
-plays a small fleet.
+`KVLOOM_NODES=100 pytest -s tests/lab/sim/test_nodes.py` plays 100 nodes with 1,000 units, and prints how soon
+their units serve again; CI plays a small fleet.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import asyncio
 import os
 from dataclasses import replace
 
+from kvloom.cluster.reconcile import TIMING
 from kvloom.cluster.state import ABSENT
 from kvloom.lab.sim.fleet import SimulatedFleet, simulated
-from kvloom.lab.sim.nodes import SimulatedNode
+from kvloom.lab.sim.nodes import SimulatedNode, between
 from kvloom.lab.sim.run import play
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.sim.virtual_time import LoopClock
@@ -61,6 +62,11 @@ async def test_a_rack_goes_and_all_that_fits_is_served_again_within_a_minute() -
         while len(ready(fleet)) < fits or set(ready(fleet).values()) & set(gone):
             assert clock.now() < at + 60
             await clock.sleep(0.5)
+        took = clock.now() - at
+        print(
+            f"\n{NODES} nodes with {len(wanted)} units, {RACK} nodes lost: all {fits} units that fit serve "
+            f"after {took:g} s of virtual time"
+        )
         status = fleet.controller.status
         waiting = [name for name in lost if status.processes.get(name, ABSENT).lack]
         assert len(waiting) == len(wanted) - fits
@@ -79,14 +85,26 @@ async def test_a_lost_rack_is_reconciled_at_once() -> None:
         assert fleet.nodes is not None
         gone = fleet.nodes.rack("r0")
         lost = [name for name, node in ready(fleet).items() if node in gone]
+        at = clock.now()
         fleet.nodes.lose(gone)
         phases = [fleet.controller.status.processes[name].phase for name in lost]
         assert set(phases) == {"ready"}  # They may serve, as far as anyone knows.
-        await clock.sleep(15.01)
+        await clock.sleep(TIMING.lease + 0.01)
         processes = [fleet.controller.status.processes[name] for name in lost]
         started = [one for one in processes if one.phase == "starting"]
         assert len(started) == min(len(lost), NODES - RACK)
         assert all(one.lack for one in processes if one.phase != "starting")
+        moments = {one.since for one in started}
+        assert moments == {at + TIMING.lease}, "they are started in one go"
+        print(f"\n{len(started)} units are started in one go, {moments.pop() - at:g} s after the loss")
+
+
+def test_units_of_one_machine_have_one_way_to_the_others() -> None:
+    way = between({"a": "n0", "b": "n0", "c": "n1"})
+    assert way("a", "b") is None
+    assert way("a", "c") is way("b", "c") is not None
+    assert way("c", "a") not in (None, way("a", "c"))
+    assert way("a", "d") is way("d", "a") is None
 
 
 @virtually

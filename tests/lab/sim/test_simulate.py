@@ -47,6 +47,10 @@ BAD = [
     (("config.yaml", "--profile", "profile.json"), ["asks for a, which no unit serves; one, two"]),
     (("three.yaml", "--profile", "profile.json"), ["the profile has no three, but one, two"]),
     (("sharded.json", "--program", "disaggregate"), ["unit-0: 2 ranks", "neither sent nor received"]),
+    (
+        ("several.yaml", "--profile", "hosted.json", "--client-here"),
+        ["--client-here: the config has several nodes"],
+    ),
     (("ranks.yaml", "--profile", "profile.json"), ["unit-0: tensor_parallel 2", "cannot be simulated; 1"]),
 ]
 STOPS = """
@@ -150,6 +154,16 @@ def test_a_machine_that_was_measured() -> None:
     assert means[0] > 3e-3  # a prefill of the faster model on one core
     assert means[1] > means[0] + 0.002
     assert means[2] > means[1] + 0.004
+
+
+def test_a_config_of_several_nodes_is_simulated_on_machines_like_the_one_that_was_measured() -> None:
+    """What the one machine does besides jobs is in no node's way."""
+    runs = [
+        simulated("several.yaml", "--profile", profile, workload="measured.yaml")
+        for profile in ("profile.json", "hosted.json")
+    ]
+    check_all(runs[0], "measured.yaml")
+    assert runs[0].total == runs[1].total
 
 
 def test_a_higher_rate_is_over_sooner_and_waits_longer() -> None:

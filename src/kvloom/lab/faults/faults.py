@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from kvloom.lab.sim.fleet import Rescheduling
+from kvloom.lab.sim.nodes import SimulatedNode
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.router.candidates import FAILURES
 from kvloom.router.quarantine import DEATHS_AFTER
@@ -119,10 +120,41 @@ class UnitRemoved:
     """How long what runs at the unit is waited for; None for as long as it takes."""
 
 
+@dataclass(frozen=True, slots=True)
+class NodeOutage:
+    """Nodes, one or a whole rack, are cut off, or have no power, and so lose all that runs there; `seconds`
+    later they are back."""
+
+    at: float
+    nodes: tuple[str, ...]
+    seconds: float
+    off: bool
+    """Whether they have no power."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerLoss:
+    """The controller is gone with what it knows; another one starts `down` seconds later with the
+    specification that the first one has kept."""
+
+    at: float
+    down: float
+
+
 FleetEdit = RollingRestart | Replan | UnitAdded | UnitRemoved
 """Faults that are edits of the fleet's specification."""
 
-Fault = Death | GatewayLoss | SchedulerLoss | Relocation | Switch | Order | FleetEdit
+Fault = (
+    Death
+    | GatewayLoss
+    | SchedulerLoss
+    | ControllerLoss
+    | NodeOutage
+    | Relocation
+    | Switch
+    | Order
+    | FleetEdit
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +282,10 @@ class FaultScenario:
     """Seconds that the wire takes one way."""
     rescheduling: Rescheduling | None = None
     """None if there is no fleet scheduler."""
+    nodes: tuple[SimulatedNode, ...] = ()
+    """The machines of the units; none if all are on one."""
+    node_lease: float = 1.0
+    """Seconds for which a machine's units serve while it is cut off."""
 
     @property
     def all_units(self) -> tuple[SimulatedUnit, ...]:
@@ -257,11 +293,22 @@ class FaultScenario:
         later = [fault.unit for fault in self.faults if isinstance(fault, Replan | UnitAdded)]
         return (*self.units, *later)
 
+    def _ends_nodes(self, fault: Fault) -> bool:
+        """Returns whether the engines of nodes end by a fault: for want of power, or of a lease."""
+        match fault:
+            case NodeOutage(seconds=seconds, off=off):
+                return off or seconds >= self.node_lease
+            case ControllerLoss(down=down):
+                return bool(self.nodes) and down >= self.node_lease
+            case _:
+                return False
+
     @property
     def tidy(self) -> bool:
         """True if nobody fails to give back what was held for a request, so that leases are not needed."""
         return self.rates.none and not any(
-            isinstance(one, Death | GatewayLoss)
+            isinstance(one, Death | GatewayLoss | NodeOutage)
+            or self._ends_nodes(one)
             or (isinstance(one, Order) and one.what in KEEPING)
             or (isinstance(one, RollingRestart | Replan | UnitRemoved) and one.seconds is not None)
             for one in self.faults
@@ -288,7 +335,9 @@ class FaultScenario:
             and deaths < DEATHS_AFTER
             and (not taken or (not deaths and all(one.seconds is None for one in taken)))
             and not any(
-                isinstance(one, GatewayLoss) or (isinstance(one, Order) and one.what == "drain")
+                isinstance(one, GatewayLoss)
+                or self._ends_nodes(one)
+                or (isinstance(one, Order) and one.what == "drain")
                 for one in self.faults
             )
         )

@@ -131,6 +131,7 @@ class FaultyWire(FaultyCalls, RemoteEngine):
             self._tasks.spawn(self._once_more(name, about, verb, fault.again))
         served = process.tasks.spawn(tried(verb(process.engine)))
         answer: T = await self._outcome(process, served)
+        await self._reached()
         await self._come_back(fault)
         self._tell(name, about, "is answered")
         return answer
@@ -143,8 +144,15 @@ class FaultyWire(FaultyCalls, RemoteEngine):
         finally:
             served.cancel()
         if process.over.done():
+            await self._reached()
             raise ConnectionLost("the connection broke: the engine is gone")
         return outcome(served)
+
+    async def _reached(self) -> None:
+        """Waits while the engine's node is cut off. Raises ConnectionLost if it is given up."""
+        while (outage := self._host.outage) is not None:
+            if not await asyncio.shield(outage.over):
+                raise ConnectionLost("the connection broke: the engine's node does not answer")
 
     async def _once_more(self, name: str, about: str, verb: Asking[T], after: float) -> None:
         """Nobody waits for what the second copy is answered."""
@@ -162,6 +170,7 @@ class FaultyWire(FaultyCalls, RemoteEngine):
         left = fault.cut
         try:
             while (frame := await frames.get()) is not None:
+                await self._reached()
                 if left == 0:
                     raise ConnectionLost("the engine's stream broke")
                 if isinstance(frame, KvloomError):
@@ -207,6 +216,11 @@ class FaultyWire(FaultyCalls, RemoteEngine):
 
     async def _arrive(self, fault: CallFault) -> EngineProcess:
         await self._go(fault)
+        if self._host.outage is not None:
+            try:
+                await self._reached()
+            except ConnectionLost as error:
+                raise Unavailable("the node does not answer") from error
         if self._host.process is None:
             raise Unavailable("nobody answers there")
         return self._host.process

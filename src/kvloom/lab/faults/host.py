@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Final
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal
 
 from kvloom.cluster.launcher import Answered, Ended, FoundProcess, News, Snapshot
 from kvloom.cluster.reconcile import Timing
+from kvloom.cluster.state import Phase, is_gateway
 from kvloom.lab.faults.faults import FaultSource
 from kvloom.lab.faults.guides import guided_card
 from kvloom.lab.faults.invariants import InvariantChecker, LentArena, split_job
 from kvloom.lab.faults.journal import Journal
 from kvloom.lab.sim.executor import Content, EvenlyOperated, JobFailed, ModelledExecutor
 from kvloom.lab.sim.hosting import HostedUnit
-from kvloom.lab.sim.processes import ModelledLauncher, ProcessTasks, Surroundings, UnitHost
+from kvloom.lab.sim.processes import (
+    GATEWAY_NAME,
+    ModelledLauncher,
+    ProcessTasks,
+    Surroundings,
+    UnitHost,
+)
 from kvloom.lab.sim.unit import SimulatedUnit, modelled_executor
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.types.clock import Clock
@@ -108,6 +115,29 @@ class WatchedDevice:
 LATENCY: Final = 1e-4  # seconds from one unit's memory to another's
 
 
+@dataclass(slots=True)
+class Outage:
+    """A node's time without a network, or without power."""
+
+    off: bool
+    """Whether it has no power."""
+    noticed: bool = False
+    """Whether its connections to the controller are given up: what they had to carry is lost."""
+    held: list[Callable[[], None]] = field(default_factory=list)
+    """What its connections to the controller carry once it is back, if that is before they are given up."""
+    over: asyncio.Future[bool] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future(), repr=False
+    )
+    """Done once callers' connections work again (True), or are given up with the node (False)."""
+    timers: list[asyncio.TimerHandle] = field(default_factory=list)
+
+    def end(self, *, healed: bool) -> None:
+        for timer in self.timers:
+            timer.cancel()
+        if not self.over.done():
+            self.over.set_result(healed)
+
+
 class FaultyHost(UnitHost):
     """A unit's place with devices that are watched, and whose jobs fail as the seed has it."""
 
@@ -117,10 +147,13 @@ class FaultyHost(UnitHost):
         super().__init__(unit, around)
         self.checkers: list[InvariantChecker] = []
         """Those of all its processes, one after the other."""
+        self.outage: Outage | None = None
+        """The outage of the node that it is on; None if callers reach it."""
         self._faults = faults
         self._journal = journal
 
     def start(self) -> None:
+        assert self.process is None, f"{self.name} has two processes"
         checker = self._checker()
         self.checkers.append(checker)
         super().start()
@@ -180,25 +213,49 @@ class FaultyLauncher(ModelledLauncher):
         self._open_gateway = open_gateway
         self._back: dict[str, float] = {}  # When what was lost may have a process again.
         self._called_off: set[str] = set()  # What was told to end as it started.
+        self._ending: set[str] = set()
+        self._generations: dict[str, int] = {}  # of the last process of each component
+        self._gateway: Literal["opening", "up", ""] = ""
 
     def lose(self, component: str, down: float) -> None:
         """Tells that the component's process is gone, and gives it none for `down` seconds."""
         self._back[component] = self._clock.now() + down
+        if is_gateway(component):
+            self._gateway = ""
         self.hear(Ended(component, "was lost"))
 
     def _call_off(self, component: str) -> None:
         """Lets the start end when its time is over, because what was lost stays away for that long."""
         self._called_off.add(component)
 
+    def begin(self, names: Collection[str]) -> None:
+        self._generations.update(dict.fromkeys(names, 1))
+        super().begin(names)
+
+    def start(self, component: str, generation: int, engine: EngineSpec | None, node: str = "") -> None:
+        assert component not in self._starts, f"{component} is started twice"
+        self._generations[component] = generation
+        super().start(component, generation, engine, node)
+
     def tell(self, component: str, news: News) -> None:
-        if isinstance(news, Snapshot):
+        if isinstance(news, Snapshot) and not self._gateway:
+            self._gateway = "opening"
             self._tasks.spawn(self._serve(component, news))
         else:
             super().tell(component, news)
 
-    def running(self) -> Sequence[FoundProcess]:
-        """Returns the units' processes: no gateway is there from the beginning."""
-        return [found for found in super().running() if found.component in self._hosts]
+    def running(self) -> list[FoundProcess]:
+        """Returns the units' processes, and the gateway if it is up: none is there from the beginning."""
+        gateway = [FoundProcess(GATEWAY_NAME, 1, "ready")] if self._gateway == "up" else []
+        return [*self._found(self._hosts), *gateway]
+
+    def _found(self, names: Iterable[str]) -> Iterator[FoundProcess]:
+        for name in names:
+            starting = name in self._starts
+            if starting or self._hosts[name].process is not None:
+                ends = name in self._ending or name in self._called_off
+                phase: Phase = "ending" if ends else "starting" if starting else "ready"
+                yield FoundProcess(name, self._generations[name], phase)
 
     async def _load(self, host: UnitHost, engine: EngineSpec) -> None:
         back = self._back.pop(host.name, None)
@@ -216,8 +273,13 @@ class FaultyLauncher(ModelledLauncher):
 
     async def _stop(self, name: str) -> None:
         self._journal.count("units ended")
-        await super()._stop(name)
+        self._ending.add(name)
+        try:
+            await super()._stop(name)
+        finally:
+            self._ending.discard(name)
 
     async def _serve(self, gateway: str, snapshot: Snapshot) -> None:
         await self._open_gateway(gateway, snapshot)
+        self._gateway = "up"
         self.hear(Answered(gateway))

@@ -1,4 +1,5 @@
-"""Draws what a scenario has besides: edits of the fleet's specification, stop strings and guides.
+"""Draws what a scenario has besides: edits of the fleet's specification, stop strings, guides, weaving,
+machines and what befalls them.
 
 Each has random numbers of its own, so that the rest of a seed's scenario is the same without it."""
 
@@ -7,14 +8,17 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import replace as with_fields
+from typing import Final
 
 from msgspec.structs import replace
 
 from kvloom.lab.faults.faults import (
     Client,
+    ControllerLoss,
     Fault,
     FaultScenario,
     FleetEdit,
+    NodeOutage,
     Replan,
     RollingRestart,
     UnitAdded,
@@ -22,6 +26,7 @@ from kvloom.lab.faults.faults import (
 )
 from kvloom.lab.faults.guides import GUIDES
 from kvloom.lab.sim.executor import Evenly, EvenlyOperated
+from kvloom.lab.sim.nodes import SimulatedNode
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.types.spec import ModelSpec, WeaveSpec
@@ -135,7 +140,47 @@ class FleetEditDraws:
 def with_edits(scenario: FaultScenario) -> FaultScenario:
     """Returns the scenario with edits of its fleet's specification among its faults."""
     edits = FleetEditDraws(scenario).draw()
-    return with_fields(scenario, faults=tuple(sorted([*scenario.faults, *edits], key=lambda one: one.at)))
+    return with_fields(scenario, faults=_in_order(scenario, edits))
+
+
+_LONGEST_LEASE: Final = 10.0  # seconds; where leases are longer nothing may be left to them
+
+
+def with_nodes(scenario: FaultScenario) -> FaultScenario:
+    """Returns the scenario on several machines, some of which are cut off or lose their power, for some; and
+    with controllers that die, for some on one machine too."""
+    draw = random.Random(f"nodes of {scenario.seed}")
+    span = 1.2 * max((client.at for client in scenario.clients), default=0.0) + 0.05
+    several = draw.random() < 0.25 and not any(unit.spec.weave for unit in scenario.units)
+    calm = any(unit.spec.lease > _LONGEST_LEASE for unit in scenario.all_units)
+    faults: list[Fault] = []
+    lease = draw.choice((0.4, 1.0, 3.0))
+    if draw.random() < (0.4 if several else 0.15):
+        for _ in range(draw.randint(1, 2)):
+            part = draw.choice((0.05, 0.5, 1.5))
+            down = lease * (0.5 if calm and several else part)
+            faults.append(ControllerLoss(draw.uniform(0.0, span), down))
+    if not several:
+        return with_fields(scenario, faults=_in_order(scenario, faults))
+    room = sum(unit.spec.kv_bytes for unit in scenario.all_units)
+    racks = {f"node-{i}": f"rack-{i // 2}" for i in range(draw.randint(2, 4))}
+    nodes = tuple(SimulatedNode(name, memory=room, cores=4, rack=rack) for name, rack in racks.items())
+    for _ in range(0 if calm else draw.choice((0, 1, 1, 2, 3))):
+        hit = draw.choice(nodes)
+        rack = [node.name for node in nodes if node.rack == hit.rack]
+        faults.append(
+            NodeOutage(
+                draw.uniform(0.0, span),
+                tuple(rack) if draw.random() < 0.3 else (hit.name,),
+                lease * draw.choice((0.1, 0.6, 0.95, 1.2, 3.0)),
+                off=draw.random() < 0.4,
+            )
+        )
+    return with_fields(scenario, nodes=nodes, node_lease=lease, faults=_in_order(scenario, faults))
+
+
+def _in_order(scenario: FaultScenario, faults: list[Fault]) -> tuple[Fault, ...]:
+    return tuple(sorted([*scenario.faults, *faults], key=lambda one: one.at))
 
 
 def with_weaving(scenario: FaultScenario) -> FaultScenario:

@@ -22,7 +22,13 @@ from kvloom.lab.faults.faults import (
     SchedulerLoss,
     Switch,
 )
-from kvloom.lab.faults.more_draws import with_edits, with_guides, with_stop_strings, with_weaving
+from kvloom.lab.faults.more_draws import (
+    with_edits,
+    with_guides,
+    with_nodes,
+    with_stop_strings,
+    with_weaving,
+)
 from kvloom.lab.sim.executor import Evenly
 from kvloom.lab.sim.fleet import Rescheduling
 from kvloom.lab.sim.unit import SimulatedUnit
@@ -357,4 +363,4 @@ class Restless(DrawnScenario):
 def draw_scenario(seed: int) -> FaultScenario:
     kind = random.Random(f"kind of {seed}")
     drawn = (Restless if kind.random() < SHARE else DrawnScenario)(seed).draw()
-    return with_weaving(with_edits(with_guides(with_stop_strings(drawn))))
+    return with_nodes(with_weaving(with_edits(with_guides(with_stop_strings(drawn)))))

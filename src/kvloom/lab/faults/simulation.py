@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
+from kvloom.cluster.controller import Controller
 from kvloom.cluster.edits import Edit, UnitEdit
-from kvloom.cluster.launcher import News, Snapshot
-from kvloom.cluster.state import ABSENT, Rolling, gateway_name
+from kvloom.cluster.launcher import News, NodeReport, Report, Snapshot
+from kvloom.cluster.mirror import Said
+from kvloom.cluster.state import ABSENT, FleetSpec, Rolling, gateway_name
 from kvloom.lab.faults.faults import (
+    ControllerLoss,
     Death,
     Fault,
     FaultScenario,
     FaultSource,
     FleetEdit,
     GatewayLoss,
+    NodeOutage,
     Order,
     Rates,
     Relocation,
@@ -32,6 +36,7 @@ from kvloom.lab.faults.gateway import FaultyGateway, FleetWire, SchedulerProcess
 from kvloom.lab.faults.host import AT_ONCE, LATENCY, FaultyHost, FaultyLauncher
 from kvloom.lab.faults.journal import ClientAnswer, Journal
 from kvloom.lab.faults.laws import Broken, check_pool
+from kvloom.lab.faults.nodes import MARGIN, FaultyNodes
 from kvloom.lab.sim.fleet import begin, take
 from kvloom.lab.sim.links import TimedLink
 from kvloom.lab.sim.offload import OffloadingUnits
@@ -80,16 +85,24 @@ class FaultSimulation:
         joining = [fault.unit for fault in scenario.faults if isinstance(fault, UnitAdded)]
         self.hosts = {unit.spec.unit: self._host(unit) for unit in (*scenario.units, *joining)}
         self._around.hosts.update(self.hosts)
-        self._launcher = FaultyLauncher(
-            self.hosts,
-            clock,
-            ProcessTasks(self._crashed),
-            journal,
-            {model: shape for unit in scenario.all_units for model, shape in unit.shapes.items()},
-            self._open_gateway,
-        )
+        self._launcher = self._make_launcher()
         self._launcher.told = self._tell
-        self.controller = begin(self._launcher, scenario.units, scenario.rescheduling, clock, AT_ONCE)
+        self._store = _Store()
+        self._timing = replace(AT_ONCE, lease=scenario.node_lease + MARGIN)
+        self.controller = begin(
+            self._launcher,
+            scenario.units,
+            scenario.rescheduling,
+            clock,
+            self._timing,
+            on_nodes=bool(scenario.nodes),
+            store=self._store,
+        )
+        self._launcher.hear = self._hear
+        self._controlling: asyncio.Task[None] | None = None
+        self._controlled = asyncio.Event()
+        """Set while there is a controller."""
+        self._unsaid: list[tuple[str, Said]] = []  # What gateways have said while there was none.
         self._program = _load(scenario.program)
         self._up = asyncio.Event()
         self._opening: FaultyGateway | None = None  # The one that serves, or is about to.
@@ -98,7 +111,7 @@ class FaultSimulation:
         self._scheduler = self._make_scheduler()
 
     async def start(self) -> None:
-        self._tasks.spawn(self.controller.run())
+        self._control()
         await self._up.wait()
         if self._scheduler is not None:
             self._scheduler.start()
@@ -156,9 +169,49 @@ class FaultSimulation:
             made.calm()
         return made
 
+    def _make_launcher(self) -> FaultyLauncher:
+        units, nodes = self.scenario.all_units, self.scenario.nodes
+        shapes = {model: shape for unit in units for model, shape in unit.shapes.items()}
+        given = (
+            self.hosts,
+            self._clock,
+            ProcessTasks(self._crashed),
+            self._journal,
+            shapes,
+            self._open_gateway,
+        )
+        if not nodes:
+            return FaultyLauncher(*given)
+        launcher = FaultyNodes(nodes, self.scenario.node_lease, *given)
+        self._around.plane.apart = launcher.apart
+        return launcher
+
+    def _control(self) -> None:
+        """Lets the controller work, and tells it of the nodes and of what gateways have to say."""
+        self._controlling = self._tasks.spawn(self.controller.run())
+        self._controlled.set()
+        if isinstance(self._launcher, FaultyNodes):
+            self._launcher.resume()
+        unsaid, self._unsaid = self._unsaid, []
+        for name, said in unsaid:
+            take(self.controller, name, said)
+
+    def _hear(self, report: Report | NodeReport) -> None:
+        """Passes on what the controller hears of, if there is one."""
+        passed = self._launcher.passed(report) if isinstance(self._launcher, FaultyNodes) else report
+        if passed is not None and self._controlled.is_set():
+            self.controller.hear(passed)
+
+    def _say(self, name: str, said: Said) -> None:
+        if self._controlled.is_set():
+            take(self.controller, name, said)
+        else:
+            self._unsaid.append((name, said))
+
     async def _open_gateway(self, name: str, snapshot: Snapshot) -> None:
         """Opens a gateway once the last one has been gone for as long as its loss says."""
         await self._clock.sleep(max(0.0, self._opens - self._clock.now()))
+        await self._controlled.wait()
         wires = {name: self._wire(host) for name, host in self.hosts.items()}
         self._opening = gateway = FaultyGateway(
             wires,
@@ -167,7 +220,7 @@ class FaultSimulation:
             self._journal,
             self._crashed,
             self.controller.snapshot,
-            lambda said: take(self.controller, name, said),
+            lambda said: self._say(name, said),
         )
         await gateway.start()
         self.gateway = gateway
@@ -196,6 +249,10 @@ class FaultSimulation:
                 await self._lose_gateway(fault)
             case SchedulerLoss():
                 await self._lose_scheduler(fault)
+            case ControllerLoss():
+                await self._lose_controller(fault)
+            case NodeOutage():
+                await self._cut(fault)
             case Relocation():
                 await self._relocate(fault)
             case Switch():
@@ -205,6 +262,7 @@ class FaultSimulation:
                 if self.gateway is not None:
                     self.gateway.router.set_program(self._program)
             case RollingRestart() | Replan() | UnitAdded() | UnitRemoved():
+                await self._controlled.wait()
                 self._edit(fault)
             case Order():
                 with suppress(KvloomError):
@@ -237,6 +295,30 @@ class FaultSimulation:
             self._scheduler.kill()
             await self._clock.sleep(loss.down)
             self._scheduler.start()
+
+    async def _lose_controller(self, loss: ControllerLoss) -> None:
+        if not self._controlled.is_set():
+            return
+        self._journal("fleet", "", "controller dies")
+        self._journal.count("controllers lost")
+        assert self._controlling is not None
+        self._controlling.cancel()
+        self._controlled.clear()
+        if isinstance(self._launcher, FaultyNodes):
+            self._launcher.abandon()
+        await self._clock.sleep(loss.down)
+        self._journal("fleet", "", "controller starts")
+        self.controller = Controller(
+            FleetSpec(), self._launcher, self._clock, store=self._store, timing=self._timing
+        )
+        self._control()
+
+    async def _cut(self, outage: NodeOutage) -> None:
+        assert isinstance(self._launcher, FaultyNodes)
+        nodes = [name for name in outage.nodes if self._launcher.cut(name, off=outage.off)]
+        await self._clock.sleep(outage.seconds)
+        for name in nodes:
+            self._launcher.heal(name)
 
     async def _relocate(self, order: Relocation) -> None:
         asked = [
@@ -288,13 +370,28 @@ class FaultSimulation:
             case "reserve":
                 await wire.prep_recv(PrepRecv(model=model, request=name, prompt=prompt))
             case "drain":
+                await self._controlled.wait()
                 self.controller.edit(Edit(units={order.unit: UnitEdit(drained=True)}))
                 await self._clock.sleep(order.seconds)
+                await self._controlled.wait()
                 self.controller.edit(Edit(units={order.unit: UnitEdit(drained=False)}))
 
     def _crashed(self, error: BaseException) -> None:
         if not self.crash.done():
             self.crash.set_result(error)
+
+
+class _Store:
+    """Satisfies `SpecStore`, and outlives controllers."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[FleetSpec, int] | None = None
+
+    def load(self) -> tuple[FleetSpec, int] | None:
+        return self._kept
+
+    def save(self, spec: FleetSpec, life: int) -> None:
+        self._kept = spec, life
 
 
 def _load(switch: Switch) -> Program:

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from math import inf
+from types import MappingProxyType
+from typing import Final
 
 from kvloom.cluster.controller import Controller
 from kvloom.cluster.edits import Edit
@@ -16,11 +18,12 @@ from kvloom.cluster.orders import FleetOrders
 from kvloom.cluster.reconcile import TIMING, Timing
 from kvloom.cluster.scheduler import FleetControl, FleetScheduler
 from kvloom.cluster.state import FleetSpec, UnitSpec
+from kvloom.cluster.store import SpecStore
 from kvloom.engine.engine import Engine
 from kvloom.engine.freeness import Thresholds
 from kvloom.lab.sim.hosting import HostedMachine, HostedServer
 from kvloom.lab.sim.links import Link
-from kvloom.lab.sim.nodes import NodesLauncher, NodesWire, SimulatedNode
+from kvloom.lab.sim.nodes import NodesLauncher, NodesWire, SimulatedNode, between
 from kvloom.lab.sim.offload import OffloadingUnits
 from kvloom.lab.sim.processes import (
     GATEWAY_NAME,
@@ -87,6 +90,9 @@ class SimulatedFleet:
         return self.processes.engines
 
 
+_NOWHERE: Final[Mapping[str, str]] = MappingProxyType({})
+
+
 @asynccontextmanager
 async def simulated(
     units: Sequence[SimulatedUnit],
@@ -98,13 +104,14 @@ async def simulated(
     rescheduling: Rescheduling | None = None,
     patience: float = PATIENCE,
     nodes: Sequence[SimulatedNode] = (),
+    homes: Mapping[str, str] = _NOWHERE,
 ) -> AsyncIterator[SimulatedFleet]:
     """Yields the fleet while it runs, on a virtual loop.
 
     delay: of the wire, in seconds, one way. link: returns a unit's way out. machine: what all units run on,
     if its own work counts. rescheduling: of the fleet scheduler; None if there is none. patience: the
-    router's. nodes: the machines on which the units are placed as they start; none for one host, on which all
-    have a process from the beginning."""
+    router's. nodes: the machines on which the units are placed as they start; none if all have a process from
+    the beginning, each on the machine that `homes` names, or all on one."""
     clock = LoopClock(asyncio.get_running_loop())
     async with asyncio.TaskGroup() as group, AsyncExitStack() as stack:
 
@@ -113,6 +120,7 @@ async def simulated(
 
         offloading = OffloadingUnits(unit.spec for unit in units)
         around = Surroundings(clock, offloading, crashed, delay, link, machine)
+        around.plane.between = between(homes)
         around.hosts.update((unit.spec.unit, UnitHost(unit, around)) for unit in units)
         machines = NodesLauncher(around.hosts, clock, ProcessTasks(crashed), nodes) if nodes else None
         processes = machines or ModelledLauncher(around.hosts, clock, ProcessTasks(crashed))
@@ -155,9 +163,10 @@ def begin(
     timing: Timing = TIMING,
     *,
     on_nodes: bool = False,
+    store: SpecStore | None = None,
 ) -> Controller:
     """Gives the units their processes, and returns the controller of the fleet, which has yet to run.
-    on_nodes: whether they get them later, on nodes."""
+    on_nodes: whether they get them later, on nodes. store: keeps the specification for another controller."""
     given = rescheduling or Rescheduling()
     wanted = {
         unit.spec.unit: UnitSpec(engine=unit.spec, wanted=unit.spec.unit not in given.away) for unit in units
@@ -165,7 +174,7 @@ def begin(
     if not on_nodes:
         launcher.begin([name for name, unit in wanted.items() if unit.wanted])
     spec = FleetSpec(units=wanted, groups=dict(given.groups), on_nodes=on_nodes)
-    controller = Controller(spec, launcher, clock, timing=timing)
+    controller = Controller(spec, launcher, clock, store=store, timing=timing)
     launcher.hear = controller.hear
     return controller
 

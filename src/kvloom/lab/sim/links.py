@@ -62,6 +62,8 @@ class ModelledPlane:
     members: dict[bytes, ModelledTransport] = field(default_factory=dict)
     between: Callable[[str, str], Link | None] = lambda *_: None
     """Returns the way from one unit to another, if it is not the first one's own."""
+    apart: Callable[[str, str], bool] = lambda *_: False
+    """Returns whether nothing goes from one unit to another now."""
     _names: itertools.count[int] = field(default_factory=itertools.count)
 
     def join(
@@ -197,6 +199,9 @@ class ModelledTransfer(Transfer):
         for end in (self._source, self._target):
             if not end.plane.reaches(end):
                 raise Unavailable(f"{end.endpoint.unit} is gone")
+        units = self._source.endpoint.unit, self._target.endpoint.unit
+        if self._source.plane.apart(*units):
+            raise Unavailable(f"{units[1]} does not answer")
 
     def _finish(self) -> None:
         assert self._entry is not None

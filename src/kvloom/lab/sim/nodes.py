@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -46,6 +46,18 @@ class SimulatedNode:
     """Bytes a second of its way out, which all its units share."""
     latency: float = LATENCY
     """Seconds to another machine."""
+
+
+def between(homes: Mapping[str, str]) -> Callable[[str, str], Link | None]:
+    """Returns the ways between units that are on several machines for good. homes: the machine of each unit;
+    one that is not named there has its own way to all others."""
+    links = {node: TimedLink(ETHERNET, LATENCY) for node in homes.values()}
+
+    def way(source: str, destination: str) -> Link | None:
+        one, other = homes.get(source), homes.get(destination)
+        return None if one is None or other in (None, one) else links[one]
+
+    return way
 
 
 class NodesLauncher(ModelledLauncher):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Final
 
@@ -103,12 +103,13 @@ def simulate(
     client_here: bool = False,
     rescheduling: Rescheduling | None = None,
     patience: float = PATIENCE,
+    homes: Mapping[str, str] | None = None,
 ) -> Results:
     """Adds all results to `summary`, and tells each.
 
     seed: of the order of what happens at one moment. hosting: the work besides jobs of the one machine that
     all units are on. client_here: whether the client is there too. rescheduling: of the fleet scheduler; None
-    if there is none. patience: the router's."""
+    if there is none. patience: the router's. homes: the machine of each unit, if there are several."""
 
     def add(outcome: RequestResult) -> None:
         summary.add(outcome)
@@ -119,7 +120,12 @@ def simulate(
         machine = HostedMachine(hosting, client_here=client_here) if hosting else None
         frames = MOVING_FRAMES if rescheduling else FEW_FRAMES
         async with simulated(
-            units, program, machine=machine, rescheduling=rescheduling, patience=patience
+            units,
+            program,
+            machine=machine,
+            rescheduling=rescheduling,
+            patience=patience,
+            homes=homes or {},
         ) as fleet:
             await play(fleet.server, asks, prompts, clock, add, interval=frames)
             return await upheaval(fleet)

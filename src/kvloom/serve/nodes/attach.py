@@ -51,6 +51,20 @@ class EndFleet(Struct, frozen=True, tag="end"):
     why: str
 
 
+class Reservation(Struct, frozen=True):
+    """A unit's part of a node."""
+
+    node: str
+    cpus: int
+    gpus: int
+
+
+class Reserved(Struct, frozen=True, tag="reserved"):
+    """Tells the actor what each unit takes that has a process."""
+
+    units: dict[str, Reservation]
+
+
 class KeeperMissed(Struct, frozen=True, tag="missed"):
     """Tells the actor that a node's keeper does not answer, so that it looks whether there is one."""
 
@@ -97,7 +111,7 @@ class Over(Struct, frozen=True, tag="over"):
 
 FromActor = AttachActor | NodeFound | NodeGone | NodeProblem | Looked
 FromView = AttachView | EndFleet
-ToActor = KeeperMissed | SpecCopy | Over
+ToActor = KeeperMissed | Reserved | SpecCopy | Over
 ToView = Step | Done | Line | FleetReady | Over
 
 

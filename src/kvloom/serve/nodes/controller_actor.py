@@ -26,6 +26,7 @@ from kvloom.serve.nodes.attach import (
     NodeGone,
     NodeProblem,
     Over,
+    Reserved,
     SpecCopy,
     ToActor,
     attach,
@@ -119,6 +120,9 @@ class KeptController:
                         await asyncio.to_thread(
                             _internal_kv_put, self._key, content, overwrite=True, namespace=NAMESPACE
                         )
+                    case Reserved(units):
+                        for problem in await nodes.reserve(units):
+                            wire.send(problem)
                     case KeeperMissed(name):
                         nodes.again(name)
                     case Over():

@@ -19,7 +19,7 @@ import msgspec
 from rich.console import Console
 
 from kvloom.cluster.launcher import Launcher, NodeLost, NodeReport, NodeSilent
-from kvloom.cluster.state import FleetSpec
+from kvloom.cluster.state import ABSENT, ALIVE, FleetSpec, FleetStatus
 from kvloom.cluster.store import SpecFile
 from kvloom.config.config import Config
 from kvloom.serve.local import LocalLauncher, Roles, shown_url
@@ -39,6 +39,8 @@ from kvloom.serve.nodes.attach import (
     NodeGone,
     NodeProblem,
     Over,
+    Reservation,
+    Reserved,
     SpecCopy,
     Step,
     ToView,
@@ -54,6 +56,7 @@ from kvloom.serve.supervisor import END_SECONDS, Hearing, Outcome, Supervisor, s
 from kvloom.serve.systemd import ServiceManager
 from kvloom.types.clock import Clock, WallClock
 from kvloom.types.errors import ConfigError, Unavailable
+from kvloom.types.spec import EngineSpec
 
 LOOK_SECONDS: Final = 60.0  # for Ray's actor to tell of the nodes that there are
 _Attached = Wire[FromActor | FromView]
@@ -154,6 +157,7 @@ class ClusterHosts:
         self._end = end
         self._attached: set[_Attached] = set()
         self._actors: set[_Attached] = set()
+        self._reserved = Reserved({})
         self._looked = asyncio.Event()  # once an actor has told of the nodes that there are
         self._launcher: NodesLauncher
 
@@ -186,6 +190,19 @@ class ClusterHosts:
             for actor in self._actors:
                 actor.send(KeeperMissed(report.node))
 
+    def changed(self, spec: FleetSpec, status: FleetStatus) -> None:
+        reserved = Reserved(
+            {
+                name: Reservation(process.node, unit.engine.threads, _gpus(unit.engine))
+                for name, unit in spec.units.items()
+                if (process := status.processes.get(name, ABSENT)).phase in ALIVE and process.node
+            }
+        )
+        if reserved != self._reserved:
+            self._reserved = reserved
+            for actor in self._actors:
+                actor.send(reserved)
+
     async def answered(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(LOOK_SECONDS):
@@ -216,6 +233,7 @@ class ClusterHosts:
         match message:
             case AttachActor():
                 self._actors.add(wire)
+                wire.send(self._reserved)
                 self._copy()
             case NodeFound(name, address):
                 self._launcher.join(name, address)
@@ -240,6 +258,10 @@ class ClusterHosts:
         for wire in list(self._attached):
             wire.send(Over(outcome.code, outcome.why))
             await wire.end()
+
+
+def _gpus(engine: EngineSpec) -> int:
+    return 0 if engine.device == "cpu" else engine.tensor_parallel
 
 
 def control(order: FleetOrder, screen: SharedScreen) -> Outcome:

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import msgspec
 import ray
 from ray.exceptions import RayError
+from ray.util.placement_group import (
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvloom.config.machine import Machine
 from kvloom.serve.nodes.agent import KeeperOrder, NodeAgent
-from kvloom.serve.nodes.attach import Joins
+from kvloom.serve.nodes.attach import Joins, NodeProblem, Reservation
 from kvloom.serve.nodes.home import FleetOrder
 from kvloom.types.clock import Clock
 from kvloom.types.errors import ConfigError
@@ -27,11 +34,14 @@ NAMESPACE: Final = "kvloom"
 LOOK_SECONDS: Final = 1.0  # between two looks at which nodes there are
 REACH_SECONDS: Final = 5.0  # for the head to answer
 AGENT_SECONDS: Final = 60.0  # for an agent to start the node's keeper
+RESERVE_SECONDS: Final = 5.0  # for Ray to set apart what a unit takes
+_ON: Final = 0.001  # of a node's own resource, by which a group is bound to it
 
 
-def connect(address: str) -> None:
-    """Connects this process to a Ray cluster. address: `HOST:PORT` of its head, or `auto` for the cluster
-    that runs on this host. Raises ConfigError with one line if that cannot be done."""
+@contextmanager
+def connected(address: str) -> Iterator[None]:
+    """Connects this process to a Ray cluster for the time of the block. address: `HOST:PORT` of its head, or
+    `auto` for the cluster that runs on this host. Raises ConfigError with one line if that cannot be done."""
     if address != "auto":
         _reach(address)
     try:
@@ -43,6 +53,11 @@ def connect(address: str) -> None:
         ) from error
     except (RuntimeError, ValueError, RayError) as error:
         raise ConfigError(f"--cluster {address}: {' '.join(str(error).split())[:400]}") from error
+
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def _reach(address: str) -> None:
@@ -118,6 +133,8 @@ class RayNodes:
         self._clock = clock
         self._known: dict[str, str] = {}  # node's name by Ray's id of it
         self._problems: dict[str, str] = {}  # what was told of nodes without a keeper
+        self._reserved: dict[str, Reservation] = {}
+        self._reserving = asyncio.Lock()  # so that reservations follow each other as they were asked for
 
     async def follow(self, joins: Joins, looked: Callable[[], None]) -> None:
         """Tells of the nodes that come and go, and once of each problem, until it is cancelled. looked: is
@@ -153,6 +170,40 @@ class RayNodes:
         """Asks a node for its keeper again with the next look."""
         self._known = {identifier: node for identifier, node in self._known.items() if node != name}
 
+    async def reserve(self, units: Mapping[str, Reservation]) -> list[NodeProblem]:
+        """Sets apart in Ray what units take of their nodes, so that no other job of the cluster is given it,
+        and gives back what was set apart for units that are not there any more. Returns what cannot be set
+        apart, and why. The units run either way."""
+        async with self._reserving:
+            before, self._reserved = self._reserved, dict(units)
+            for unit in before.keys() - units.keys():
+                await asyncio.to_thread(_release, self._group(unit))
+            problems = []
+            for unit, wanted in units.items():
+                if before.get(unit) != wanted:
+                    problem = await asyncio.to_thread(self._reserve, self._group(unit), wanted)
+                    problems += [NodeProblem(wanted.node, f"{unit}: {problem}")] if problem else []
+            return problems
+
+    def _group(self, unit: str) -> str:
+        return f"{self._order.fleet}-{unit}"
+
+    def _reserve(self, name: str, wanted: Reservation) -> str:
+        """Makes a placement group that belongs to no process, so that it outlives each controller. Returns
+        why that cannot be done, in one line; nothing if it is."""
+        bundle = {"CPU": wanted.cpus, "GPU": wanted.gpus, f"node:{wanted.node}": _ON}
+        bundle = {resource: count for resource, count in bundle.items() if count}
+        try:
+            _release(name)
+            group = placement_group([bundle], "STRICT_PACK", name=name, lifetime="detached")
+            if group.wait(RESERVE_SECONDS):
+                return ""
+            remove_placement_group(group)
+        except (RayError, RuntimeError, ValueError) as error:
+            return f"Ray does not reserve what it takes: {' '.join(str(error).split())[:200]}"
+        taken = f"CPUs: {wanted.cpus}" + (f", GPUs: {wanted.gpus}" if wanted.gpus else "")
+        return f"Ray has no more of what it takes ({taken}), so another job may have been given it"
+
     def _keeper(self, identifier: str, name: str) -> tuple[str, str]:
         """Returns the address of a node's keeper, or an empty one and why there is none."""
         fleet = self._order
@@ -164,9 +215,13 @@ class RayNodes:
             return "", _why(error)
 
     def end(self) -> None:
-        """Ends the agents. Those of another fleet start again when they are asked for."""
+        """Ends the agents, and gives back what was set apart. Agents of another fleet start again when they
+        are asked for."""
         for identifier in _alive():
             ray.kill(_agent(identifier))
+        for group in placement_group_table().values():
+            if group["name"].startswith(self._group("")) and group["state"] != "REMOVED":
+                _release(group["name"])
 
 
 def _agent(identifier: str) -> Any:
@@ -199,6 +254,13 @@ def _why(error: Exception) -> str:
     """Returns what an actor has raised, in one line."""
     cause = getattr(error, "cause", None) or error
     return " ".join(str(cause).split())[:300] or type(cause).__name__
+
+
+def _release(group: str) -> None:
+    try:
+        remove_placement_group(get_placement_group(group))
+    except ValueError:  # There is none.
+        return
 
 
 def _alive() -> dict[str, str]:

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-import ray
 from rich.console import Console
 
 from kvloom.config.file import Settings
@@ -37,12 +36,8 @@ PAUSE_SECONDS: Final = 0.5  # between two looks whether it has
 def serve_over(cluster: str, settings: Settings) -> Outcome:
     """Lets a cluster serve a fleet, and shows it until it ends. cluster: as `connect` has it. Returns how it
     ended. Raises ConfigError."""
-    ray_nodes.connect(cluster)
-    try:
-        machines = ray_nodes.machines()
-        home, address = _begun(settings, machines, ray_nodes.own_address())
-    finally:
-        ray.shutdown()  # so that Ray's end is not this process's
+    with ray_nodes.connected(cluster):  # and no longer, so that Ray's end is not this process's
+        home, address = _begun(settings, ray_nodes.machines(), ray_nodes.own_address())
     clock = WallClock()
     screen = Screen(Console(highlight=False), clock)
     view = View(screen, clock, home, ServiceManager.named_by(os.environ))
