@@ -42,7 +42,7 @@ def test_rescheduling(folder: Path) -> None:
         0.1, -5
     )
     ranks = two.replace("replicas", "tensor_parallel: 2, replicas")
-    assert load(folder, M + ranks).scheduler is None
+    assert load(folder, M + ranks).scheduler == SchedulerSpec()
     for off in ("none", "null", ""):
         assert load(folder, M + two + f"rescheduling: {off}").scheduler is None
 
@@ -212,12 +212,6 @@ def test_auto_is_shared_out(folder: Path, text: str, memory: list[int], threads:
         (
             "units: [{models: [a], threads: 3}, {models: [b], tensor_parallel: 2}]",
             "units.1.tensor_parallel: 2 ranks, but unit-1 has 1 core; 1 is right",
-        ),
-        (
-            "program: balanced\nunits: [{models: [a, b]}, {models: [a], tensor_parallel: 2}]",
-            "units.1.tensor_parallel: 2 ranks, whose K and V are neither sent nor received, under the "
-            "program balanced, which moves them; cache_aware, data_parallel, freest, infaas, least_loaded "
-            "are right",
         ),
         (
             "threads: 2\nunits: [{models: [a, b], threads: 3}]",

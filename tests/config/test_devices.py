@@ -107,7 +107,9 @@ def test_ranks_have_gpus_one_after_the_other(folder: Path) -> None:
         (
             UNITS.replace("[a]", "[a], tensor_parallel: 2, device: cuda, threads: 2")
             + "program: disaggregate",
-            "units.0.tensor_parallel: 2 ranks, whose K and V are neither sent nor received",
+            "units.0.tensor_parallel: 2 ranks on GPUs, whose K and V are neither sent nor received, under "
+            "the program disaggregate, which moves them; cache_aware, data_parallel, freest, infaas, "
+            "least_loaded are right",
         ),
         (
             UNITS.replace("[a]", "[a], device: cuda, kv_memory: 64"),

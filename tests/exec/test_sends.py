@@ -7,12 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
+from kvloom.exec.attention import ForwardState
 from kvloom.exec.cpu.executor import TorchExecutor
 from kvloom.kv.cache import ModelCache
 from kvloom.kv.pool import Pool
 from kvloom.types.address import Endpoint, KVAddress, KVForm, Ticket
+from kvloom.types.geometry import Geometry
 from kvloom.types.job import Job, Phase, SampleRow
 from kvloom.types.request import SamplingParams, TokenLogprob
 from kvloom.types.spec import ModelSpec
@@ -101,3 +104,39 @@ def test_sent_is_as_good_as_computed(own: int, cached: int, tmp_path: Path) -> N
     pool.check()
     executor.close()
     assert pool.free == pool.total
+
+
+class Layers(Transfer):
+    """A transfer that notes what is put. layers: those of the copies' blocks, which are their numbers."""
+
+    def __init__(self, address: KVAddress) -> None:
+        super().__init__(Endpoint(unit="there", kind="modelled", where=b""), address, 0, 1)
+        self.layers: list[int] = []
+
+    def put(self, copies: BlockCopies) -> None:
+        self.layers += copies.own.tolist()
+
+    async def arrived(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+def test_a_rank_sends_a_layer_when_all_ranks_have_written_it() -> None:
+    """They have as soon as the first one is at the next layer, and all of it after the forward."""
+    geometry = Geometry(layers=3, kv_heads=1, head_dim=16, itemsize=4, block_bytes=2048)
+    pool = Pool(6, {"m": geometry}, max_sequences=2, max_tokens={"m": 16})
+    cache = pool.caches["m"]
+    cache.add_sequence(0)
+    cache.add_sequence(1)
+    blocks = KVAddress.compress(cache.prepare_receive(1, 1))
+    form = KVForm.of(geometry, "float32")
+    transfer = Layers(KVAddress(model="m", form=form, begin=0, end=1, blocks=blocks, ticket=Ticket(0, 1)))
+    cache.sends.mark(0, transfer)
+    plan = cache.begin_forward([0], [1])
+    mine = plan.page_map[plan.tables[0, 0], :, 0].tolist()
+    state = ForwardState(plan, torch.zeros(6, 2, 16, 16), behind=1)
+    for layer in range(3):
+        state.send(layer)
+        assert transfer.layers == mine[:layer]
+    state.send_rest()
+    assert transfer.layers == mine

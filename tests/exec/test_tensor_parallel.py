@@ -166,13 +166,15 @@ def test_jobs_at_the_same_time_do_not_meet(tmp_path: Path) -> None:
     assert both(tmp_path, run, slots=2) == [[2.0, 20.0]] * 2
 
 
-def lost(group: RankGroup) -> str:
+def lost(group: RankGroup, rows: int = 1) -> str:
     with pytest.raises(Unavailable) as caught:
-        group.sum(torch.ones(1))
+        group.sum(torch.ones(rows))
     return caught.value.message
 
 
-def test_a_rank_that_is_late(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [1, 0])
+def test_a_rank_that_is_late(tmp_path: Path, rows: int) -> None:
+    """It is waited for also where nothing is summed: its part says that it has written its K and V."""
     given_up = threading.Event()
 
     def run(group: RankGroup) -> str:
@@ -181,7 +183,7 @@ def test_a_rank_that_is_late(tmp_path: Path) -> None:
             return ""
         group._channel.set_timeout(timedelta(seconds=0.1))
         try:
-            return lost(group)
+            return lost(group, rows)
         finally:
             given_up.set()
 

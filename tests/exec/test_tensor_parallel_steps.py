@@ -58,13 +58,17 @@ def used(plan: ForwardPlan) -> set[int]:
 def move(ranks: Ranks, random: Random) -> None:
     cache: Any = ranks.pool.caches[random.choice(["a", "b"])]
     held = list(cache.sequences)
-    kind = random.choice(["add", "fork", "remove", "forward", "forward", "forward"])
+    kind = random.choice(["add", "fork", "remove", "receive", "forward", "forward", "forward"])
     if kind == "add" and len(held) < 8:
         cache.add_sequence(max(held, default=0) + 1)
     elif kind == "fork" and 0 < len(held) < 8:
         cache.fork_sequence(random.choice(held), max(held) + 1)
     elif kind == "remove" and held:
         cache.remove_sequence(random.choice(held))
+    elif kind == "receive" and len(held) < 8 and ranks.pool.free >= 8:
+        cache.add_sequence(max(held, default=0) + 1)
+        cache.prepare_receive(max(held, default=0) + 1, count := random.randint(1, 8))
+        cache.commit_receive(max(held, default=0) + 1, count)  # a peer has written it
     elif kind == "forward" and held:
         batch = [one for one in random.sample(held, random.randint(1, len(held))) if cache.length(one) < 32]
         appends = [random.randint(1, 8) for _ in batch]

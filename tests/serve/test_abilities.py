@@ -32,8 +32,8 @@ NIXL = pytest.mark.skipif(find_spec("nixl_cu13") is None, reason="nixl-cu13 is n
     [
         ("cpu", 1, "shm", ALL),
         ("cpu", 1, "nixl", replace(ALL, weaves=False)),
-        ("cpu", 2, "shm", replace(ALL, moves=False, weaves=False)),
-        ("cpu", 4, "nixl", replace(ALL, moves=False, weaves=False)),
+        ("cpu", 2, "shm", replace(ALL, weaves=False)),
+        ("cpu", 4, "nixl", replace(ALL, weaves=False)),
         ("cuda:0", 1, "shm", ALL),
         ("cuda:3", 1, "nixl", replace(ALL, weaves=False)),
         ("cuda:0", 2, "shm", UnitAbilities(moves=False, shares=False, weaves=False)),
@@ -55,7 +55,7 @@ async def takes(engine: Engine, model: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "transport"), [(1, "shm"), (2, "shm"), pytest.param(1, "nixl", marks=NIXL)]
+    ("ranks", "transport"), [(1, "shm"), (2, "shm"), (2, "tcp"), pytest.param(1, "nixl", marks=NIXL)]
 )
 def test_a_real_unit_does_what_the_record_says(tmp_path: Path, ranks: int, transport: TransportName) -> None:
     spec = spec_of({"a": make_checkpoint(tmp_path, "llama")})
@@ -72,13 +72,16 @@ def test_a_real_unit_does_what_the_record_says(tmp_path: Path, ranks: int, trans
     asyncio.run(check())
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("device", "ranks", "moves"),
+    [("cpu", 1, True), ("cpu", 2, True), ("cuda:0", 1, True), ("cuda:0", 2, False)],
+)
 @virtually
-async def test_a_simulated_unit_does_what_the_record_says(ranks: int) -> None:
-    made = unit(ranks=ranks)
+async def test_a_simulated_unit_does_what_the_record_says(device: str, ranks: int, moves: bool) -> None:
+    made = unit(ranks=ranks, device=device)
     async with simulated([made], load_program("data_parallel")) as fleet:
         (engine,) = fleet.engines.values()
-        assert await takes(engine, "small") == made.spec.abilities.moves == (ranks == 1)
+        assert await takes(engine, "small") == made.spec.abilities.moves == moves
         assert (await engine.load()).moves == made.spec.abilities.moves
 
 

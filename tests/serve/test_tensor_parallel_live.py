@@ -1,11 +1,11 @@
-"""`kvloom serve` with a unit of two ranks, one of which is killed. Real processes, a real checkpoint."""
+"""`kvloom serve` with units of two ranks: streams move between them, and one of the ranks is killed. Real
+processes, real checkpoints."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import urllib.error
 import urllib.request
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from kvloom.config.config import DEMO
+from tests.checkpoints import make_checkpoint
 from tests.processes import DEADLINE, outlived
-from tests.serve.streaming import asking, call, serving, sum_of
+from tests.serve.streaming import asking, call, metric, said, serving, streamed, sum_of
 
 CONFIG = f"""
 kv_memory: 8MiB
@@ -25,7 +26,13 @@ block_bytes: 4KiB
 models: {{sums: {DEMO}/sums}}
 units: [{{models: [sums], tensor_parallel: 2}}]
 """
-ALONE = "unit unit-0 is tensor-parallel: its K and V are neither sent nor received; "
+TWO = """
+kv_memory: 64MiB
+models: {{llama: {path}}}
+rescheduling: {{period: 50ms}}
+units: [{{models: [llama], tensor_parallel: 2, replicas: 2}}]
+"""
+LONG = 900  # tokens of a stream: many times what a move takes
 
 
 def long_answer(url: str) -> HTTPResponse:
@@ -53,11 +60,6 @@ def test_a_unit_of_two_ranks_and_the_death_of_one(tmp_path: Path) -> None:
         assert before.keys() == {"gateway", "unit-0", "unit-0-rank-1"}
         sums = callers.map(lambda b: sum_of(url, 17, b), range(20, 26))
         assert list(sums) == [f"17 + {b} = {17 + b}." for b in range(20, 26)]
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            call(url, "/verbs/unit-0/prep_recv", {"model": "sums", "request": "r", "prompt": [1, 2, 3]})
-        assert refused.value.code == 400
-        assert json.load(refused.value)["message"].startswith(ALONE)
-
         with long_answer(url) as stream:
             whole = texts(stream)
         with long_answer(url) as stream:
@@ -73,3 +75,53 @@ def test_a_unit_of_two_ranks_and_the_death_of_one(tmp_path: Path) -> None:
         after = running.ranks("unit-0")
         assert after.keys() == {"unit-0-rank-1"}
         ended.enter_context(outlived(list(after.values())))
+
+
+def texts_of(stream: HTTPResponse, count: int) -> list[str]:
+    """The next pieces of a stream, or the rest of them."""
+    found: list[str] = []
+    for line in stream:
+        event = line.removeprefix(b"data: ").strip()
+        if event == b"[DONE]":
+            break
+        if event:
+            found.append(json.loads(event)["choices"][0]["text"])
+        if len(found) == count:
+            break
+    return found
+
+
+def busy(url: str) -> str:
+    """The one unit at which something runs."""
+    loads = call(url, "/admin/fleet")["loads"]
+    [unit] = [unit for unit, load in loads.items() if load["models"]["llama"]["running"]]
+    return str(unit)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 4, reason="two units of two ranks need 4 cores")
+def test_a_stream_moves_between_units_of_ranks_and_outlives_one(tmp_path: Path) -> None:
+    """Its unit is drained, and then a rank of the unit where it has gone is killed."""
+    model = make_checkpoint(tmp_path / "llama", "llama", max_position_embeddings=2 * LONG)
+    with serving(tmp_path, TWO.format(path=model)) as (running, url):
+        running.wait_for("scheduler | answers")
+        lone = said(url, "llama", 7, LONG)
+        request = streamed(url, "llama", 7, LONG)
+        with urllib.request.urlopen(request, timeout=DEADLINE) as stream:
+            text = texts_of(stream, 10)
+            first = busy(url)
+            assert call(url, f"/admin/units/{first}/drain", {})["state"] == "drained"
+            second = busy(url)
+            assert second != first
+            assert call(url, "/admin/fleet")["loads"][second]["models"]["llama"]["received_tokens_total"]
+            call(url, f"/admin/units/{first}/admit", {})
+            text += texts_of(stream, 10)
+            assert busy(url) == second
+            os.kill(running.ranks(second)[f"{second}-rank-1"], signal.SIGKILL)
+            text += texts_of(stream, LONG)
+        assert "".join(text) == lone
+        running.wait_for(
+            f"{second} | ERROR kvloom.serve.processes.parent: {second}: rank 1 was killed by SIGKILL"
+        )
+        running.wait_for(f"{second} | answers again")
+        assert metric(url, 'kvloom_moves_total{outcome="moved"}') == 1
+        assert metric(url, "kvloom_kv_blocks_used") == 0

@@ -9,14 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    PlainValidator,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, field_validator, model_validator
 
 from kvloom.config.fields import (
     Auto,
@@ -239,8 +232,9 @@ def refuse_moves(key: str, spec: EngineSpec, program: str) -> None:
     """Raises ValueError if the program moves K and V of a unit that neither sends nor receives any."""
     if program in MOVING and not spec.abilities.moves:
         raise ValueError(
-            f"{key}: {spec.tensor_parallel} ranks, whose K and V are neither sent nor received, under the "
-            f"program {program}, which moves them; {', '.join(sorted(PROGRAMS.keys() - MOVING))} are right"
+            f"{key}: {spec.tensor_parallel} ranks on GPUs, whose K and V are neither sent nor received, "
+            f"under the program {program}, which moves them; "
+            f"{', '.join(sorted(PROGRAMS.keys() - MOVING))} are right"
         )
 
 

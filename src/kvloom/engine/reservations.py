@@ -116,6 +116,7 @@ class Reservations:
         form = self._form(body)
         blocks = cache.prepare_receive(sequence, end - matched) if end > matched else None
         runs = b"" if blocks is None else KVAddress.compress(blocks)
+        ranks, rank_blocks = cache.geometry.ranks, cache.pages.rank_blocks
         digest = digest_of(
             model=body.model,
             form=form,
@@ -125,14 +126,25 @@ class Reservations:
             where=self._transport.endpoint.where,
             prompt=body.prompt,
             salt=body.salt,
+            ranks=(ranks, rank_blocks),
         )
         try:
-            ticket = self._transport.open(matched, digest, runs)
+            everywhere = KVAddress.runs_over_ranks(runs, ranks, rank_blocks)
+            ticket = self._transport.open(matched, digest, everywhere)
         except BaseException:
             if blocks is not None:
                 cache.commit_receive(sequence, 0)
             raise
-        address = KVAddress(model=body.model, form=form, begin=matched, end=end, blocks=runs, ticket=ticket)
+        address = KVAddress(
+            model=body.model,
+            form=form,
+            begin=matched,
+            end=end,
+            blocks=runs,
+            ticket=ticket,
+            ranks=ranks,
+            rank_blocks=rank_blocks,
+        )
         return Prepared(
             matched=matched, end=end, address=address, peer=self._transport.endpoint, lease=self._lease
         )

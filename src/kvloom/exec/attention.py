@@ -45,6 +45,9 @@ class ForwardState:
     """Attends for rows after those of the plan, if some are offloaded."""
     polls: Polls | None = None
     """Does tasks of others between operators, if this unit lends."""
+    behind: int = 0
+    """Layers by which sends follow the writes: 1 if other ranks write too. By its next layer this rank has
+    their parts in the sum after attention, so they have written."""
     page_map: Tensor = field(init=False)  # [pages, layers, heads]
     decode: bool = field(init=False)
     tables: Tensor = field(init=False)
@@ -84,9 +87,17 @@ class ForwardState:
             self.arena[target, :, : copy.tokens] = self.arena[source, :, : copy.tokens]
 
     def send(self, layer: int) -> None:
-        """Puts what this layer has written for peers on its way."""
-        for send in self.plan.sends:
-            send.put(self.plan.page_map, layer)
+        """Puts what has been written for peers by this layer, or by the one that is `behind` it, on its
+        way."""
+        if layer >= self.behind:
+            for send in self.plan.sends:
+                send.put(self.plan.page_map, layer - self.behind)
+
+    def send_rest(self) -> None:
+        """Puts what the last layers have written on its way, after the forward."""
+        layers = self.plan.page_map.shape[1]
+        for layer in range(layers, layers + self.behind):
+            self.send(layer)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """Takes q [N, Hq, D], k and v [N, Hkv, D] of the new tokens and returns [N, Hq, D]. Rows past these

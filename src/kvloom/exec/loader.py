@@ -267,7 +267,8 @@ def _load(spec: ModelSpec, block_bytes: int, team: Team | None, target: LoadTarg
     observer = prove(module, team, target)
     target.settle(module)
     heads, head_dim = next(iter(observer.layers.values()))
-    geometry = Geometry(len(observer.layers), heads, head_dim, dtype.itemsize, block_bytes)
+    ranks = 1 if team is None else team.group.size
+    geometry = Geometry(len(observer.layers), heads, head_dim, dtype.itemsize, block_bytes, ranks)
     decoder = target.fuse_decoder(module, observer.scorings, geometry)
     if team is not None and not team.group.agree(decoder is not None):
         decoder = None  # all ranks must exchange the same

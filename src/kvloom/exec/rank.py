@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class RankWorker(Protocol):
-    """A rank's models and arena, loaded."""
+    """A rank's models and arena, loaded. All ranks have met since."""
 
     def start(self, step: Step) -> None:
         """Starts a step, in the order in which steps come. One that fails ends the process."""
@@ -43,7 +43,6 @@ def serve(member: Member, open_one: Open) -> NoReturn:
     begin = member.next()
     assert isinstance(begin, StartRank)
     worker = open_one(begin, member)
-    member.meet()
     while True:
         step = member.next()
         assert isinstance(step, Step)

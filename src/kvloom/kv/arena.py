@@ -6,6 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -47,10 +48,32 @@ class ArenaMemory(Protocol):
     def view(self, head_dim: int, dtype: torch.dtype) -> Tensor: ...
 
 
+@dataclass(slots=True)
+class ArenaPart:
+    """The blocks of one rank in the arena of a unit of several: those behind the blocks of the ranks before
+    it."""
+
+    blocks: int
+    block_bytes: int
+    bytes: Tensor
+    """Flat, `blocks` × `block_bytes` of them."""
+
+    @staticmethod
+    def of(memory: Tensor, rank: int, blocks: int, block_bytes: int) -> ArenaPart:
+        """memory: flat, all bytes of the arena. blocks: of each rank."""
+        size = blocks * block_bytes
+        return ArenaPart(blocks, block_bytes, memory[rank * size : (rank + 1) * size])
+
+    def view(self, head_dim: int, dtype: torch.dtype) -> Tensor:
+        """Returns the part as `Arena.view` does the whole."""
+        return view_blocks(self.bytes, self.block_bytes, head_dim, dtype)
+
+
 class Arena:
     """`blocks` × `block_bytes` bytes of anonymous POSIX shared memory (a memfd): peers on the host map it by
     descriptor, and it vanishes with its last holder, however that one dies. A full /dev/shm does not
-    touch it. All pages are committed here, so that a job can never fault for want of memory.
+    touch it. All pages are committed here, so that a job can never fault for want of memory. The ranks of a
+    unit have one arena together, each a part of it (`ArenaPart`), so that peers need to know of one memory.
     """
 
     def __init__(self, blocks: int, block_bytes: int) -> None:
@@ -70,9 +93,22 @@ class Arena:
         self._map = mmap.mmap(self.fd, size)
         self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
 
+    @property
+    def path(self) -> str:
+        """The file by which the unit's other processes map it (`map_arena`), for as long as this one
+        lives."""
+        return f"/proc/{os.getpid()}/fd/{self.fd}"
+
     def view(self, head_dim: int, dtype: torch.dtype) -> Tensor:
         """Returns the arena as one model sees it: [blocks, 2, tokens, head_dim]; see `view_blocks`."""
         return view_blocks(self.bytes, self.block_bytes, head_dim, dtype)
+
+
+def map_arena(path: str) -> Tensor:
+    """Returns all bytes of the arena that another process of the unit has made. Raises OSError if that
+    process has ended."""
+    with open(path, "r+b") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
 
 def view_blocks(memory: Tensor, block_bytes: int, head_dim: int, dtype: torch.dtype) -> Tensor:

@@ -35,7 +35,7 @@ def make_plan(
     batch = np.repeat(np.arange(len(helds)), counts)
     edge, offset = np.divmod(positions, table.width)
     sends = tuple(
-        transfer.owed(table.row(held), held.length, held.length + count)
+        transfer.owed(table.row(held), held.length, held.length + count, table.pages.rank_blocks)
         for held, count in zip(helds, appends, strict=True)
         for transfer in held.sends
         if transfer.sent < held.length + count
@@ -167,7 +167,7 @@ class ModelCache:
 
     def prepare_receive(self, sequence: int, count: int) -> I32:
         """Reserves room for `count` more tokens, which a peer will write. Returns the blocks [pages, layers,
-        kv_heads] of the pages that hold them."""
+        kv_heads] of the pages that hold them; if the unit has several ranks, those of each."""
         held = self._table.idle(sequence)
         if held.reserved or count < 1:
             raise ValueError(f"cannot reserve {count} tokens: {held.reserved} are reserved already")

@@ -89,6 +89,11 @@ class PageTable:
         """Called when holders have changed."""
 
     @property
+    def rank_blocks(self) -> int:
+        """The blocks of the pool, of which each rank of the unit has as many."""
+        return self._allocator.total
+
+    @property
     def used_blocks(self) -> int:
         return (self.held - self.idle) * self.geometry.blocks_per_page
 

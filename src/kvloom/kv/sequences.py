@@ -203,7 +203,8 @@ class Sends:
         if end > held.length:
             raise ValueError(f"cannot send up to {end}: sequence {sequence} holds {held.length} tokens")
         self._refuse_other(transfer, end)
-        owed = transfer.owed(self._table.row(held), transfer.sent, end)
+        pages = self._table.pages
+        owed = transfer.owed(self._table.row(held), transfer.sent, end, pages.rank_blocks)
         held.ships = True
         return owed
 
@@ -253,7 +254,8 @@ class Sends:
         """Raises ValueError if the address does not take the unsent tokens up to `end` of this model, and
         BadRequest if it does not list its blocks."""
         address, geometry = transfer.address, self._geometry
-        form, own = address.form, (geometry.layers, geometry.kv_heads, geometry.tokens_per_block)
+        form, heads = address.form, geometry.kv_heads * geometry.ranks
+        own = (geometry.layers, heads, geometry.tokens_per_block)
         theirs = (form.layers, form.kv_heads, form.tokens_per_block)
         if (address.model, *theirs) != (self._table.model, *own):
             raise ValueError(f"an address of {(address.model, *theirs)} is none for {self._table.model}")

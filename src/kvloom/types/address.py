@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import Meta, Struct, msgpack
 
 from kvloom.types.errors import BadRequest
-from kvloom.types.geometry import I32, I64, Geometry
+from kvloom.types.geometry import I32, I64, Geometry, over_ranks
 
 Position = Annotated[int, Meta(ge=0, lt=2**31)]
 Digest = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -24,7 +24,7 @@ class KVForm(Struct, frozen=True, kw_only=True):
     """The form of a model's K and V, which two units must have in common to exchange it."""
 
     layers: _Size
-    kv_heads: _Size
+    kv_heads: _Size  # of all ranks
     head_dim: _Size
     dtype: str  # torch's name
     block_bytes: _Size
@@ -34,7 +34,7 @@ class KVForm(Struct, frozen=True, kw_only=True):
     def of(geometry: Geometry, dtype: str) -> KVForm:
         return KVForm(
             layers=geometry.layers,
-            kv_heads=geometry.kv_heads,
+            kv_heads=geometry.kv_heads * geometry.ranks,
             head_dim=geometry.head_dim,
             dtype=dtype,
             block_bytes=geometry.block_bytes,
@@ -78,9 +78,12 @@ class KVAddress(Struct, frozen=True, kw_only=True, dict=True):
     begin: Position
     end: Position
     # Runs of the receiver's block ids, in order [page, layer, head], for the pages that hold these tokens:
-    # first and length of each, as little-endian int32 (base64 in JSON).
+    # first and length of each, as little-endian int32 (base64 in JSON). Of a receiver of several ranks they
+    # are the first rank's, with its heads.
     blocks: bytes
     ticket: Ticket
+    ranks: _Size = 1  # of the receiver, each of which has as many of the heads, one after the other
+    rank_blocks: Position = 0  # by which each rank's blocks lie behind those of the rank before it
 
     @property
     def first_page(self) -> int:
@@ -93,15 +96,24 @@ class KVAddress(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def block_map(self) -> I32:
-        """[pages, layers, kv_heads], not to be written to. Raises BadRequest if the runs do not make up as
-        many blocks."""
-        shape = (self.pages, self.form.layers, self.form.kv_heads)
+        """[pages, layers, kv_heads], of all ranks' heads, not to be written to. Raises BadRequest if the runs
+        do not make up as many blocks."""
+        heads, rest = divmod(self.form.kv_heads, self.ranks)
+        if rest:
+            raise BadRequest(
+                f"address: {self.ranks} ranks of {self.form.kv_heads} KV heads; a number that divides them "
+                "is right"
+            )
+        shape = (self.pages, self.form.layers, heads)
         firsts, lengths = self.runs(self.blocks)
+        if lengths.size and int((firsts + lengths).max()) + (self.ranks - 1) * self.rank_blocks > 2**31:
+            raise BadRequest("address: a rank's blocks have ids that cannot be")
         wanted, found = int(np.prod(shape)), int(lengths.sum())
         if found != wanted:
             raise BadRequest(f"address: {found} blocks for {self.pages} pages of {self.model}, not {wanted}")
         steps = np.repeat(firsts - np.cumsum(lengths) + lengths, lengths)
-        blocks: I32 = (np.arange(wanted) + steps).astype(np.int32).reshape(shape)
+        first: I32 = (np.arange(wanted) + steps).astype(np.int32).reshape(shape)
+        blocks = over_ranks(first, self.ranks, self.rank_blocks)
         blocks.flags.writeable = False
         return blocks
 
@@ -118,6 +130,7 @@ class KVAddress(Struct, frozen=True, kw_only=True, dict=True):
             where=peer.where,
             prompt=prompt,
             salt=salt,
+            ranks=(self.ranks, self.rank_blocks),
         )
 
     @staticmethod
@@ -143,6 +156,13 @@ class KVAddress(Struct, frozen=True, kw_only=True, dict=True):
         runs["first"], runs["length"] = ids[starts], np.diff(starts, append=ids.size)
         return runs.tobytes()
 
+    @staticmethod
+    def runs_over_ranks(blocks: bytes, ranks: int, rank_blocks: int) -> bytes:
+        """Returns the run list of all ranks' blocks, rank by rank, given the first one's."""
+        runs = np.concatenate([np.frombuffer(blocks, _RUN)] * ranks)
+        runs["first"] += np.repeat(np.arange(ranks, dtype=np.int32) * rank_blocks, len(runs) // ranks)
+        return runs.tobytes()
+
 
 def digest_of(
     *,
@@ -154,11 +174,13 @@ def digest_of(
     where: bytes,
     prompt: Sequence[int],
     salt: str = "",
+    ranks: tuple[int, int] = (1, 0),
 ) -> int:
     """Returns 64 bits of BLAKE2b (RFC 7693) over an address' fields but its ticket, over `where` of the
     receiver's endpoint, from which a sender counts the blocks, over prompt[:end], because what comes after
-    the address does not change its K and V, and over the salt."""
-    whole = msgpack.encode((model, form, begin, end, blocks, where, prompt[:end], salt))
+    the address does not change its K and V, and over the salt. ranks: the address' `ranks` and
+    `rank_blocks`."""
+    whole = msgpack.encode((model, form, begin, end, blocks, where, prompt[:end], salt, ranks))
     return int.from_bytes(blake2b(whole, digest_size=8).digest(), "little", signed=True)
 
 

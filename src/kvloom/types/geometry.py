@@ -24,6 +24,7 @@ class Geometry:
     head_dim: int
     itemsize: int  # bytes of one number
     block_bytes: int
+    ranks: int = 1  # each of which has `kv_heads` heads of its own, in a part of its own of the unit's arena
 
     def __post_init__(self) -> None:
         if self.tokens_per_block < 1:
@@ -64,3 +65,13 @@ I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 U32 = npt.NDArray[np.uint32]
 AnyArray = npt.NDArray[Any]
+
+
+def over_ranks(blocks: I32, ranks: int, rank_blocks: int) -> I32:
+    """Returns the blocks [..., ranks · heads] of all ranks' heads in a unit's arena, rank by rank. blocks:
+    [..., heads], those of the first rank; rank_blocks: the blocks of each rank's part of the arena."""
+    if ranks == 1:
+        return blocks
+    parts = np.arange(ranks, dtype=np.int32)[:, None] * np.int32(rank_blocks)
+    all_heads: I32 = (blocks[..., None, :] + parts).reshape(*blocks.shape[:-1], ranks * blocks.shape[-1])
+    return all_heads

@@ -60,11 +60,12 @@ class UnitAbilities(Struct, frozen=True, cache_hash=True):
 def unit_abilities(device: str, ranks: int, transport: TransportName = "shm") -> UnitAbilities:
     """Returns what a unit of so many ranks can do. device: `cpu`; anything else is a GPU.
 
-    The K and V of several ranks lie in as many arenas, which no transport joins yet. The ranks of a CPU have
-    a channel for each job that runs at the same time; those of GPUs have one lane. Loans are memory that both
-    units map, so they need the transport of one host."""
+    The ranks of a CPU have one arena together and a channel for each job that runs at the same time. Those of
+    GPUs have one lane, and as many arenas, which no transport joins. Loans are memory that both units map, so
+    they need the transport of one host, and a lender's ranks would have to attend together."""
     alone = ranks == 1
-    return UnitAbilities(moves=alone, shares=alone or device == "cpu", weaves=alone and transport == "shm")
+    together = alone or device == "cpu"
+    return UnitAbilities(moves=together, shares=together, weaves=alone and transport == "shm")
 
 
 class EngineSpec(Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvloom.types.address import Endpoint, KVAddress, Ticket
 from kvloom.types.errors import BadRequest
-from kvloom.types.geometry import I32
+from kvloom.types.geometry import I32, over_ranks
 
 
 class TransferState(Enum):
@@ -78,15 +78,17 @@ class Transfer(ABC):
         """Notes that a forward has computed the sequence up to token `computed`, and has put what it owed."""
         self.sent = max(self.sent, min(computed, self.end))
 
-    def owed(self, row: I32, begin: int, end: int) -> PageCopies:
+    def owed(self, row: I32, begin: int, end: int, rank_blocks: int = 0) -> PageCopies:
         """Returns the copies of tokens in [begin, end) that this transfer has not sent. row: [pages], all
-        pages of the sequence. Raises BadRequest if the address does not list the blocks of its pages."""
+        pages of the sequence; rank_blocks: of each rank of this unit, if it has several. Raises BadRequest if
+        the address does not list the blocks of its pages."""
         tokens, first = self.address.form.tokens_per_block, self.address.first_page
         begin, end = max(begin, self.sent), min(end, self.end)
         edges: I32 = np.arange(begin // tokens, -(-end // tokens), dtype=np.int32)
         starts = np.maximum(begin - edges * tokens, 0)
         stops = np.minimum(end - edges * tokens, tokens)
-        return PageCopies(self, row[edges], self.address.block_map[edges - first], starts, stops - starts)
+        targets = self.address.block_map[edges - first]
+        return PageCopies(self, row[edges], targets, starts, stops - starts, rank_blocks)
 
     @abstractmethod
     def put(self, copies: BlockCopies) -> None:
@@ -186,14 +188,17 @@ class PageCopies:
     pages: I32
     """[n]"""
     targets: I32
-    """[n, layers, kv_heads]"""
+    """[n, layers, kv_heads], of all ranks' heads"""
     offsets: I32
     """[n]"""
     counts: I32
     """[n]"""
+    rank_blocks: int = 0
+    """The blocks of each of our ranks, if there are several. All have the same pages: the first one's map
+    tells all ranks' blocks."""
 
     def put(self, page_map: I32, layer: int) -> None:
-        """Puts one layer's part. page_map: [pages, layers, kv_heads], our blocks."""
+        """Puts one layer's part. page_map: [pages, layers, heads], the blocks of our first rank."""
         self.transfer.put(self.of_layer(page_map, layer))
 
     def put_all(self, page_map: I32) -> None:
@@ -201,13 +206,15 @@ class PageCopies:
         self.transfer.put(self.whole(page_map))
 
     def of_layer(self, page_map: I32, layer: int) -> BlockCopies:
-        return self._blocks(page_map[self.pages, layer], self.targets[:, layer])
+        return self._blocks(self._own(page_map[self.pages, layer]), self.targets[:, layer])
 
     def whole(self, page_map: I32) -> BlockCopies:
-        heads = self.targets.shape[2]
-        return self._blocks(
-            page_map[self.pages].reshape(-1, heads), self.targets.reshape(-1, heads), self.targets.shape[1]
-        )
+        heads, own = self.targets.shape[2], self._own(page_map[self.pages])
+        return self._blocks(own.reshape(-1, heads), self.targets.reshape(-1, heads), self.targets.shape[1])
+
+    def _own(self, blocks: I32) -> I32:
+        """Returns our blocks [..., kv_heads] of all ranks, given the first one's."""
+        return over_ranks(blocks, self.targets.shape[2] // blocks.shape[-1], self.rank_blocks)
 
     def _blocks(self, own: I32, peer: I32, layers: int = 1) -> BlockCopies:
         each = layers * own.shape[1]
@@ -261,8 +268,8 @@ class Transport(Protocol):
 
 
 class NoTransport:
-    """The `Transport` of a tensor-parallel unit, whose K and V lie in several arenas: it takes none and sends
-    none. `open` and `claim` raise BadRequest."""
+    """The `Transport` of a unit of several GPUs, whose K and V lie in as many memories: it takes none and
+    sends none. `open` and `claim` raise BadRequest."""
 
     def __init__(self, unit: str) -> None:
         self.endpoint = Endpoint(unit=unit, kind="shm", where=b"")
@@ -285,6 +292,6 @@ class NoTransport:
 
     def _refusal(self) -> BadRequest:
         return BadRequest(
-            f"unit {self.endpoint.unit} is tensor-parallel: its K and V are neither sent nor received; a "
+            f"unit {self.endpoint.unit} has several GPUs: its K and V are neither sent nor received; a "
             "router program that computes a request at one unit, as data_parallel, is right"
         )

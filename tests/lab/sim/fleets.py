@@ -66,6 +66,7 @@ def unit(
     policy: Policy = "adbs",
     compute: int = 4,
     ranks: int = 1,
+    device: str = "cpu",
 ) -> SimulatedUnit:
     spec = EngineSpec(
         models=tuple(ModelSpec(name=model, path="", max_context=256) for model in models),
@@ -78,6 +79,7 @@ def unit(
         threads=compute,
         unit=name,
         tensor_parallel=ranks,
+        device=device,
     )
     return SimulatedUnit(spec, {model: SHAPES[model] for model in models}, compute, Plain())
 

@@ -40,10 +40,11 @@ def test_every_program_answers_all_and_gives_all_back(program: str, rate: float,
 
 
 @virtually
-async def test_units_of_ranks_neither_send_nor_receive() -> None:
+async def test_units_of_several_gpus_neither_send_nor_receive() -> None:
     """Their real counterparts do not, either: whoever wants to move a request is told so."""
-    async with simulated([unit(f"unit-{i}", ranks=2) for i in range(2)], load_program("freest")) as fleet:
-        with pytest.raises(BadRequest, match="unit-0 is tensor-parallel: its K and V are neither sent"):
+    units = [unit(f"unit-{i}", ranks=2, device="cuda:0") for i in range(2)]
+    async with simulated(units, load_program("freest")) as fleet:
+        with pytest.raises(BadRequest, match="unit-0 has several GPUs: its K and V are neither sent"):
             await fleet.engines["unit-0"].prep_recv(PrepRecv(model="small", request="r", prompt=[1, 2]))
 
 

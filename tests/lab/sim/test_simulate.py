@@ -46,7 +46,7 @@ BAD = [
     (("config.yaml", "--profile", "nowhere"), ["nowhere: No such file"]),
     (("config.yaml", "--profile", "profile.json"), ["asks for a, which no unit serves; one, two"]),
     (("three.yaml", "--profile", "profile.json"), ["the profile has no three, but one, two"]),
-    (("sharded.json", "--program", "disaggregate"), ["unit-0: 2 ranks", "neither sent nor received"]),
+    (("sharded.json", "--program", "disaggregate"), ["unit-0: 2 ranks on GPUs", "neither sent nor received"]),
     (
         ("several.yaml", "--profile", "hosted.json", "--client-here"),
         ["--client-here: the config has several nodes"],

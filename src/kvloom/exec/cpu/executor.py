@@ -22,7 +22,7 @@ from kvloom.exec.parallel.group import RankGroup
 from kvloom.exec.parallel.ranks import Member, Ranks, check
 from kvloom.exec.parallel.wire import StartRank, Step, ToldMap
 from kvloom.exec.sampler import prompt_logprobs, sample
-from kvloom.kv.arena import Arena
+from kvloom.kv.arena import Arena, ArenaMemory, ArenaPart, map_arena
 from kvloom.offload.cpu.attention import CpuLoans
 from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import I64, Geometry
@@ -64,7 +64,7 @@ class CpuTarget:
 CPU = CpuTarget()
 
 
-def _views(models: Mapping[str, LoadedModel], arena: Arena) -> dict[str, Tensor]:
+def _views(models: Mapping[str, LoadedModel], arena: ArenaMemory) -> dict[str, Tensor]:
     """Returns the arena as each model sees it."""
     return {name: arena.view(model.geometry.head_dim, model.dtype) for name, model in models.items()}
 
@@ -159,14 +159,19 @@ class TorchExecutor:
 
 
 class ParallelExecutor(TorchExecutor):
-    """Has its heads of every page, as each rank has, in an arena with as many blocks as those of the others,
-    and runs each job on `share` cores as they do; this rank alone draws the tokens. A job that fails on its
-    way to the logits ends the ranks."""
+    """Has its heads of every page, as each rank has, in a part of the unit's arena, with as many blocks as
+    the others' parts have, and runs each job on `share` cores as they do; this rank alone draws the tokens. A
+    job that fails on its way to the logits ends the ranks."""
 
-    def __init__(self, models: dict[str, LoadedModel], arena: Arena, threads: int, ranks: Ranks) -> None:
+    def __init__(
+        self, models: dict[str, LoadedModel], arena: Arena, blocks: int, threads: int, ranks: Ranks
+    ) -> None:
+        """arena: that of all ranks, of `blocks` blocks each."""
         super().__init__(models, arena, threads)
+        self._views = _views(models, ArenaPart.of(arena.bytes, 0, blocks, arena.block_bytes))
+        self.blocks = blocks
         self._ranks = ranks
-        ranks.serve(self.geometries, arena.blocks)
+        ranks.serve(self.geometries, blocks)
 
     @classmethod
     def over(
@@ -185,9 +190,9 @@ class ParallelExecutor(TorchExecutor):
             loaded = load_models(spec.models, spec.block_bytes, CPU, progress, ranks)
             progress("reserving the KV arena")
             blocks = count_blocks(loaded, spec.kv_bytes, spec.block_bytes, size)
-            arena = Arena(blocks, spec.block_bytes)
-            ranks.meet()
-        return cls(loaded, arena, threads, ranks)
+            arena = Arena(size * blocks, spec.block_bytes)
+            ranks.meet(arena.path)
+        return cls(loaded, arena, blocks, threads, ranks)
 
     async def lost(self) -> str:
         return await self._ranks.ended()
@@ -199,7 +204,10 @@ class ParallelExecutor(TorchExecutor):
     def _forward(self, slot: int, job: Job, kept: I64, state: ForwardState) -> Tensor:
         try:
             self._ranks.step(slot, job, kept)
-            return super()._forward(slot, job, kept, state)
+            state.behind = 1
+            logits = super()._forward(slot, job, kept, state)
+            state.send_rest()
+            return logits
         except Exception as error:
             raise self._ranks.failed(error) from error
 
@@ -207,7 +215,9 @@ class ParallelExecutor(TorchExecutor):
 class CpuWorker:
     """Runs the steps that the first rank sends, and draws no tokens."""
 
-    def __init__(self, group: RankGroup, models: dict[str, LoadedModel], arena: Arena, slots: int) -> None:
+    def __init__(
+        self, group: RankGroup, models: dict[str, LoadedModel], arena: ArenaPart, slots: int
+    ) -> None:
         self._group = group
         self._models = models
         self._views = _views(models, arena)
@@ -220,7 +230,9 @@ class CpuWorker:
         torch.set_num_threads(begin.threads)
         member.join(begin, torch.device("cpu"))
         models = load_models(spec.models, spec.block_bytes, CPU, team=member)
-        arena = Arena(spec.kv_bytes // (begin.size * spec.block_bytes), spec.block_bytes)
+        member.meet()
+        blocks = count_blocks(models, spec.kv_bytes, spec.block_bytes, begin.size)
+        arena = ArenaPart.of(map_arena(member.arena), begin.rank, blocks, spec.block_bytes)
         return cls(member.group, models, arena, begin.slots)
 
     def start(self, step: Step) -> None:

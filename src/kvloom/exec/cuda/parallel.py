@@ -196,6 +196,7 @@ class GpuWorker(GpuExecutor):
         member.join(begin, device.torch)
         worker = cls(*load_pool(begin.spec, device, operations, team=member), device)
         rehearse(worker, begin.spec, device, agree=all_alike(member.group))
+        member.meet()
         return worker
 
     def start(self, step: Step) -> None:

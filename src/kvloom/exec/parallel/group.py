@@ -57,8 +57,11 @@ class RankGroup:
         self._slot.number = slot
 
     def sum(self, x: Tensor) -> Tensor:
-        """Returns the sum of all ranks' x, in its place; the same bits at each. Raises Unavailable if a rank
-        is missing."""
+        """Returns the sum of all ranks' x, in its place; the same bits at each, once all ranks have come
+        there. Raises Unavailable if a rank is missing."""
+        if not x.numel():  # backends wait for nobody then
+            self.sum(x.new_zeros(1))
+            return x
         x, how = x.contiguous(), AllreduceOptions()
         how.asyncOp = False  # else NCCL takes a stream of its own
         try:

@@ -91,7 +91,9 @@ class Ranks:
             self.close()
             raise
 
-    def meet(self) -> None:
+    def meet(self, arena: str = "") -> None:
+        """Waits until all others have come as far, and lets them go on. arena: see `Go`. Raises as `Team`'s
+        does."""
         here = 0
         while here < len(self._members):
             match self._heard(LOAD_SECONDS):
@@ -103,7 +105,7 @@ class Ranks:
                     raise Unavailable(how)
                 case None:
                     raise Unavailable(f"{self._name}: a rank has not loaded within {LOAD_SECONDS:g} s")
-        self._tell(Go())
+        self._tell(Go(arena))
 
     def serve(self, geometries: Mapping[str, Geometry], blocks: int) -> None:
         """Lets jobs come, now that everything is loaded. geometries, blocks: those of each rank."""
@@ -225,6 +227,8 @@ class Member:
     group: RankGroup
 
     def __init__(self, wire: Wire) -> None:
+        self.arena = ""
+        """The file of the arena of all ranks, once the first one has told it."""
         self._wire = wire
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         threading.Thread(target=self._listen, name="orders", daemon=True).start()
@@ -236,6 +240,7 @@ class Member:
         self._wire.send(RankReady())
         order = self.next()
         assert isinstance(order, Go)
+        self.arena = order.arena
 
     def join(self, begin: StartRank, device: torch.device) -> None:
         """Finds the other ranks, once this one can compute on `device`; they look for it too. Raises

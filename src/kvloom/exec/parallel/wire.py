@@ -42,8 +42,11 @@ class StartRank(Struct, frozen=True, kw_only=True, tag="begin"):
         return self.threads if self.spec.device == "cpu" else 1
 
 
-class Go(Struct, frozen=True, tag="go"):
-    """Tells a waiting rank that all ranks have come as far."""
+class Go(Struct, frozen=True, tag="go", omit_defaults=True):
+    """Tells a waiting rank that all ranks have come as far. arena: the file of the arena that all ranks have
+    together, if they have and it is there."""
+
+    arena: str = ""
 
 
 _KINDS: Final[dict[str, type[np.generic]]] = {
@@ -157,9 +160,11 @@ class SentMaps:
 
     def _changed(self, model: str, plan: ForwardPlan) -> I32:
         """Returns the plan's pages whose rows the others do not know; they do from now on. Other rows may be
-        changing this moment, and are not read. What is copied from was an earlier plan's, and is known."""
+        changing this moment, and are not read. What is copied from may have come from a peer, and be in no
+        earlier plan."""
         counts = -(-(plan.starts + plan.appends) // self._widths[model])
-        used = np.unique(plan.tables[np.arange(plan.tables.shape[1]) < counts[:, None]])
+        held = plan.tables[np.arange(plan.tables.shape[1]) < counts[:, None]]
+        used = np.unique(np.concatenate((held, [copy.source for copy in plan.copies])).astype(np.int32))
         assert plan.versions is not None
         known, now = self._known[model], plan.versions[used]
         changed = known[used] != now
