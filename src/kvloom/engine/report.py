@@ -38,6 +38,7 @@ def unit_load(
         path=transport.endpoint.kind,
         sent_bytes_total=transport.meter.bytes,
         sent_seconds_total=transport.meter.seconds,
+        links=dict(transport.meter.links),
     )
 
 

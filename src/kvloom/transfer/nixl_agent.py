@@ -9,11 +9,14 @@ from __future__ import annotations
 import importlib
 import logging
 import secrets
-from typing import Any, Literal, Protocol
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import Struct
 
 from kvloom.kernels.driver import DriverError
 from kvloom.kv.arena import ArenaMemory
@@ -30,6 +33,32 @@ Segment = Literal["DRAM", "VRAM"]
 
 _log = logging.getLogger(__name__)
 _PACE = 200  # microseconds between two looks of the progress thread
+
+
+class NixlEndpoint(Struct, frozen=True, array_like=True):
+    """The address of an endpoint of kind `nixl` or `nixl-cuda`: its agent, and the beginning of its arena in
+    its own memory, which is the host's, or that of its GPU `index`."""
+
+    agent: str
+    metadata: bytes
+    index: int
+    address: int
+    blocks: int
+    block_bytes: int
+    staging: int = 0
+    """Where its staging buffer begins; 0: it has none."""
+    half: int = 0
+    """Bytes of half a window there."""
+
+
+class NixlProbe(NamedTuple):
+    """A write into the sink of a peer, by which somebody measures how long it takes."""
+
+    where: NixlEndpoint
+    sizes: I64
+    """[n], of its descriptors"""
+    done: Future[None]
+    """Raises Unavailable; if it is cancelled, nothing is written any more."""
 
 
 class ArenaPlace(Protocol):
@@ -121,9 +150,9 @@ def place_of(arena: ArenaMemory) -> ArenaPlace:
 class Agent:
     """NIXL's agent of one unit, on one thread at a time, which has entered its place."""
 
-    def __init__(self, unit: str, address: int, size: int, place: ArenaPlace) -> None:
-        """address, size: the memory that peers may write to, and that is sent from. Raises ConfigError if
-        NIXL is not there, or cannot use this memory."""
+    def __init__(self, unit: str, memory: Sequence[tuple[int, int]], place: ArenaPlace) -> None:
+        """memory: the addresses and sizes of what peers may write to, and what is sent from. Raises
+        ConfigError if NIXL is not there, or cannot use this memory."""
         try:
             nixl: Any = importlib.import_module("nixl_cu13._bindings")
         except ImportError as error:
@@ -139,13 +168,14 @@ class Agent:
         self._agent = nixl.nixlAgent(self.name, config)
         self._agent.createBackend("UCX", {})
         self._segment = {"DRAM": nixl.DRAM_SEG, "VRAM": nixl.VRAM_SEG}[place.segment]
-        self._memory = nixl.nixlRegDList(self._segment, [(address, size, place.index, "")])
+        self._memory = nixl.nixlRegDList(self._segment, [(*part, place.index, "") for part in memory])
         try:
             self._agent.registerMem(self._memory, [])
         except self._errors as error:
             hint = "; its UCX has to be built for GPUs" if place.segment == "VRAM" else ""
             raise ConfigError(
-                f"transport: NIXL cannot use this unit's {place.segment}, {size:,} bytes: {error}{hint}"
+                f"transport: NIXL cannot use this unit's {place.segment}, {memory[0][1]:,} bytes: "
+                f"{error}{hint}"
             ) from error
         self.metadata: bytes = self._agent.getLocalMD()
         self._known: set[str] = set()

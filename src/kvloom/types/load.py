@@ -76,6 +76,13 @@ class Waits(Struct, frozen=True, kw_only=True):
     expected_stall: float
 
 
+class LinkLoad(Struct, frozen=True):
+    """What a unit has measured of its way to another one."""
+
+    path: str  # the kind of the endpoint by which K and V go
+    rate: float  # bytes a second, when the two met
+
+
 class UnitLoad(Struct, frozen=True, kw_only=True):
     """The load of one unit."""
 
@@ -92,6 +99,7 @@ class UnitLoad(Struct, frozen=True, kw_only=True):
     path: str = ""  # the kind of the endpoint by which the unit sends K and V
     sent_bytes_total: int = 0  # of K and V, to other units
     sent_seconds_total: float = 0.0  # for which some were being sent
+    links: dict[str, LinkLoad] = {}  # to each unit to which the way was measured, by its name
 
     @property
     def running(self) -> int:
