@@ -49,6 +49,7 @@ class ModelLoad(Struct, frozen=True, kw_only=True):
     unread_total: int = 0  # times that a sequence stood still because nobody read its stream
     unread_blocks_total: int = 0  # blocks that those gave back
     step_seconds: float = 0.0  # median of the last decode steps; 0 if there was none
+    prefill_speed: float = 0.0  # tokens a second of the last prefill jobs; 0 if there was none
 
     @property
     def token_blocks(self) -> float:
