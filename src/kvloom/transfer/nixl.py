@@ -114,6 +114,10 @@ class NixlTransport:
             self._plane.costs[where.agent] = StagingCosts(descriptor, self._staging.copy_seconds(block))
         return rate
 
+    def staging_costs(self, peer: Endpoint) -> StagingCosts | None:
+        """Returns what staging saves and costs with a peer, as far as that is known."""
+        return self._plane.costs.get(address_of(peer, self.endpoint.kind, NixlEndpoint).agent)
+
     def _probe(self, where: NixlEndpoint, sizes: I64) -> float:
         """Writes descriptors of these sizes into the peer's sink, and returns the seconds. Raises
         Unavailable."""

@@ -112,6 +112,11 @@ class Paths:
         self._meter.refresh()
         return self._meter
 
+    def knows(self, unit: str) -> bool:
+        """Returns whether a unit has been met that could be reached, or is being measured."""
+        with self._lock:
+            return unit in self._known
+
     # receiving
 
     def open(self, begin: int, digest: int, blocks: bytes = b"") -> Ticket:
