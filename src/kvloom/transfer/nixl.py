@@ -32,13 +32,15 @@ class NixlTransport:
         unit: str,
         arena: ArenaMemory,
         place: ArenaPlace,
+        host: str = "",
         *,
         slots: int = 4096,
         grant: float = 2.0,
         clock: Clock = time.monotonic,
         costs: StagingCosts | None = None,
     ) -> None:
-        """place: the memory of the arena's bytes. grant: seconds for which a sender may write unheard, the
+        """place: the memory of the arena's bytes. host: the address at which peers reach this one; empty:
+        NIXL offers them all that the host has. grant: seconds for which a sender may write unheard, the
         same at all units. costs: what staging is taken to save and cost with each peer; None: what `measure`
         finds, and nothing is staged before. Raises ConfigError if NIXL is not installed, or cannot use the
         bytes."""
@@ -54,7 +56,7 @@ class NixlTransport:
             self._staging = Staging(arena.bytes.numpy(), 2 * place.piece)
             memory.append((self._staging.address, self._staging.size))
         staging = self._staging
-        agent = Agent(unit, memory, place)
+        agent = Agent(unit, memory, place, host)
         where = NixlEndpoint(
             agent.name,
             agent.metadata,

@@ -280,10 +280,10 @@ def open_paths(unit: str, transport: TransportName, arena: ArenaMemory, secret: 
                 raise ConfigError("transport: tcp carries K and V of CPU units; a GPU's cross hosts by nixl")
             far.append(TcpTransport(unit, arena, secret, host))
         if transport == "nixl":
-            far.append(NixlTransport(unit, arena, place_of(arena)))
+            far.append(NixlTransport(unit, arena, place_of(arena), host))
         elif transport == "auto":
             try:
-                far.append(NixlTransport(unit, arena, place_of(arena)))
+                far.append(NixlTransport(unit, arena, place_of(arena), host))
             except ConfigError as error:
                 _log.debug("K and V do not go by NIXL: %s", error.message)
     except ConfigError:
