@@ -155,7 +155,7 @@ def test_what_was_staged_lies_where_it_belongs_once_the_receiver_has_heard_of_it
     assert receiver.claim() == Granted(1, 0)
     receiver.staging.memory[receiver.staging.inward(0, 1) :][: 2 * BLOCK] = np.repeat([1, 2], BLOCK)
     assert receiver.staged([9 * BLOCK, 3 * BLOCK], [BLOCK, BLOCK], half=1) == Scattered(1, 1)
-    assert receiver.arena.reshape(BLOCKS, BLOCK).any(axis=1).nonzero()[0].tolist() == [3, 9]
+    assert np.flatnonzero(receiver.arena.reshape(BLOCKS, BLOCK).max(axis=1)).tolist() == [3, 9]
     assert (receiver.arena[9 * BLOCK], receiver.arena[3 * BLOCK]) == (1, 2)
 
 
