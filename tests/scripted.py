@@ -70,6 +70,10 @@ class ScriptedEngine:
         return {"unit-0": await self.load()}
 
     @property
+    def choices(self) -> dict[tuple[str, str], int]:
+        return {}
+
+    @property
     def services(self) -> dict[str, Service]:
         return {"unit-0": "up"}
 

@@ -125,6 +125,10 @@ class ScriptedEngine:
         return {"unit-0": loads.unit(busy, blocks=100, names=["tiny"])}
 
     @property
+    def choices(self) -> dict[tuple[str, str], int]:
+        return {}
+
+    @property
     def services(self) -> dict[str, Service]:
         return {"unit-0": "down" if self.away else "up"}
 

@@ -131,3 +131,22 @@ def test_memory_of_the_host_does_not_bound_a_gpus(folder: Path) -> None:
 def test_gpus_that_are_hidden_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert Machine.here().gpus == 0
+
+
+def test_how_units_exchange_k_and_v_is_found_out_where_there_are_several_hosts(folder: Path) -> None:
+    one = Machine(cores=4, memory=3 << 30, nodes=("10.0.0.1",))
+    several = Machine(cores=4, memory=3 << 30, nodes=("10.0.0.1", "10.0.0.2"))
+    for machine, text, transport in (
+        (Machine(cores=4, memory=3 << 30), "", "shm"),
+        (Machine(cores=4, memory=3 << 30), "transport: auto", "shm"),
+        (one, "", "auto"),
+        (several, "", "auto"),
+        (several, "transport: tcp", "tcp"),
+        (several, "transport: nixl", "nixl"),
+        (one, "transport: shm", "shm"),
+    ):
+        config = load(folder, AB + text, machine=machine)
+        assert [engine.transport for engine in config.engines] == [transport]
+    assert "shm reaches units of one host, and the cluster has 2; auto" in refused(
+        folder, AB + "transport: shm", machine=several
+    )

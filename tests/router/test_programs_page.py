@@ -35,7 +35,7 @@ def test_the_table_is_what_is_shipped() -> None:
 def test_what_a_fleet_can_do_is_told() -> None:
     told = set(re.findall(r"`fleet\.(\w+)", PAGE))
     able = {name for name in vars(Fleet) if not name.startswith("_")}
-    ours = {"model", "replicas", "index", "copies", "arrival", "salt"}
+    ours = {"model", "replicas", "index", "copies", "arrival", "salt", "choices"}
     assert told == able - ours - {"note", "dropped", "to_compute", "without"}
 
 

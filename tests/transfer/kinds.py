@@ -18,4 +18,5 @@ DEVICE = "device"  # the plane between GPUs' arenas, with the host's memory as t
 _GPUS = pytest.param("nixl-device", marks=_NIXL.marks)  # NIXL as between GPUs' arenas, likewise
 NIXL_CUDA = pytest.param("nixl-cuda", marks=[*CUDA.marks, *_NIXL.marks])
 MORTAL = ["shm", "tcp", CUDA, _NIXL, NIXL_CUDA]
-KINDS = [*MORTAL, DEVICE, _GPUS]
+_STAGED = pytest.param("nixl-staged", marks=_NIXL.marks)  # whatever is sent goes through staging buffers
+KINDS = [*MORTAL, DEVICE, _GPUS, _STAGED, "paths", "far-paths"]

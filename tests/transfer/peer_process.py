@@ -24,7 +24,9 @@ from kvloom.transfer import nixl_plane, shared_memory, tcp
 from kvloom.transfer.cuda_ipc import CudaIpcTransport, CudaMemory, CudaTransfer, DeviceMemory
 from kvloom.transfer.nixl import NixlTransport
 from kvloom.transfer.nixl_agent import ArenaPlace, GpuPlace, HostPlace
+from kvloom.transfer.paths import Paths
 from kvloom.transfer.shared_memory import ShmTransport
+from kvloom.transfer.staging import ALWAYS, HALVES
 from kvloom.transfer.tcp import TcpTransport
 from kvloom.types.address import Endpoint, KVAddress, Ticket
 from kvloom.types.errors import BadRequest, KvloomError
@@ -136,7 +138,7 @@ class Unit:
         self._transfers.clear()
 
     async def forget(self, unit: str) -> None:
-        assert not isinstance(self._transport, TcpTransport)
+        assert not isinstance(self._transport, TcpTransport | Paths)
         self._transport.forget(unit)
 
     async def close_all(self) -> None:
@@ -205,6 +207,28 @@ def _nixl_cuda(name: str, arena: Any, gate: Gate) -> NixlTransport:
     return _nixl(name, arena, gate, GpuPlace(torch.device("cuda", 0), PIECE))
 
 
+def _nixl_staged(name: str, arena: Any, gate: Gate) -> NixlTransport:
+    stage = nixl_plane.NixlPlane._stage
+
+    def before(self: nixl_plane.NixlPlane, transfer: nixl_plane.NixlTransfer) -> bool:
+        if len(transfer.halves) < HALVES:  # or nothing is written now
+            gate.pass_through("before")
+            gate.pass_through("inside")
+        return stage(self, transfer)
+
+    setattr(nixl_plane.NixlPlane, "_stage", before)  # noqa: B010
+    return NixlTransport(name, arena, HostPlace(PIECE), slots=SLOTS, grant=GRANT, costs=ALWAYS)
+
+
+def _paths(name: str, arena: Any, gate: Gate) -> Paths:
+    return Paths(name, _shm(name, arena, gate), [_tcp(name, arena, gate)])
+
+
+def _far_paths(name: str, arena: Any, gate: Gate) -> Paths:
+    """Each unit says that it is on a host of its own."""
+    return Paths(name, _shm(name, arena, gate), [_tcp(name, arena, gate)], host=name)
+
+
 def _tcp(name: str, arena: Any, gate: Gate) -> TcpTransport:
     send_piece = tcp.TcpPlane._send_piece
 
@@ -219,8 +243,11 @@ def _tcp(name: str, arena: Any, gate: Gate) -> TcpTransport:
 
 
 _TRANSPORTS: dict[
-    str, Callable[[str, Any, Gate], ShmTransport | CudaIpcTransport | NixlTransport | TcpTransport]
+    str, Callable[[str, Any, Gate], ShmTransport | CudaIpcTransport | NixlTransport | TcpTransport | Paths]
 ] = {
+    "paths": _paths,
+    "far-paths": _far_paths,
+    "nixl-staged": _nixl_staged,
     "shm": _shm,
     "tcp": _tcp,
     "device": _device,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from kvloom.transfer.nixl_plane import NixlEndpoint
+from kvloom.transfer.nixl_agent import NixlEndpoint
 from kvloom.types.address import Endpoint, KVAddress
 from kvloom.types.errors import BadRequest
 from kvloom.types.geometry import I32

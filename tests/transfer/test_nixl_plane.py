@@ -26,8 +26,8 @@ from kvloom.transfer.grants import (
     WritesDone,
 )
 from kvloom.transfer.nixl import NixlTransport
-from kvloom.transfer.nixl_agent import Agent, ArenaPlace, HostPlace, Spans
-from kvloom.transfer.nixl_plane import NixlEndpoint, NixlPlane, NixlTransfer
+from kvloom.transfer.nixl_agent import Agent, ArenaPlace, HostPlace, NixlEndpoint, Spans
+from kvloom.transfer.nixl_plane import NixlPlane, NixlTransfer
 from kvloom.transfer.target import WriteTarget
 from kvloom.types.address import Endpoint, KVAddress, KVForm, Ticket
 from kvloom.types.errors import BadRequest, ConfigError, Unavailable

@@ -180,7 +180,7 @@ def test_whoever_answers_without_the_secret_is_sent_nothing(receiver: Receiver) 
 @pytest.mark.parametrize(
     ("greeting", "said"),
     [
-        ((b"kvloom-kv", 9), "it speaks version 9 of the KV plane, this unit version 1; one release"),
+        ((b"kvloom-kv", 9), "it speaks version 9 of the KV plane, this unit version 2; one release"),
         ((b"HTTP/1.1 ", 0), "what answers there is no KV plane"),
     ],
 )

@@ -155,7 +155,8 @@ class _Information:
             loads = {}
         tenants = self.keys.ring.tenants.items() if self.keys.ring else ()
         counts = {name: tenant.counts for name, tenant in tenants}
-        text = self.gateway.metrics.render(loads, self.gateway.client.services, self.moves(), counts)
+        client = self.gateway.client
+        text = self.gateway.metrics.render(loads, client.services, self.moves(), counts, client.choices)
         return Response(text, media_type=CONTENT_TYPE)
 
     async def openapi(self, _: Request) -> Response:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
+from types import MappingProxyType
 from typing import get_args
 
 from msgspec.structs import replace
@@ -67,15 +68,17 @@ class Metrics:
         services: Mapping[str, Service],
         moves: Mapping[str, int],
         keys: Mapping[str, KeyCounts],
+        choices: Mapping[tuple[str, str], int] = MappingProxyType({}),
     ) -> bytes:
         """Returns all metrics as Prometheus reads them.
 
         `loads` holds the reports of the units that answer, `services` the states of all units, `moves` the
-        number of moved requests by outcome, and `keys` the counts of keys by their names.
+        number of moved requests by outcome, `keys` the counts of keys by their names, and `choices` how often
+        K and V were copied or computed again, by what it was and why.
         """
         whole = CollectorRegistry()
         whole.register(_WithoutTimes(self._registry))
-        whole.register(_EngineLoads(loads, services, moves))
+        whole.register(_EngineLoads(loads, services, moves, choices))
         whole.register(_Keys(keys))
         return generate_latest(whole)
 
@@ -166,6 +169,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[ModelLoad], float]], ...] = (
     ("kvloom_away_sequences", "Sequences whose KV another unit holds.", lambda load: load.away),
     ("kvloom_away_share", "Share of the sequences that is to be away.", lambda load: load.away_share),
     ("kvloom_step_seconds", "What a decode step takes, a running median.", lambda load: load.step_seconds),
+    (
+        "kvloom_prefill_tokens_per_second",
+        "Tokens a second of the last prefill jobs.",
+        lambda load: load.prefill_speed,
+    ),
     ("kvloom_pinned_blocks", "KV blocks that pins keep.", lambda load: load.pinned_blocks),
     ("kvloom_kv_blocks_quota", "KV blocks the model may hold.", lambda load: load.quota_blocks),
 )
@@ -243,11 +251,16 @@ class _EngineLoads:
     """Collects the units' reports, their states, and the counts of requests that moved between them."""
 
     def __init__(
-        self, loads: Mapping[str, UnitLoad], services: Mapping[str, Service], moves: Mapping[str, int]
+        self,
+        loads: Mapping[str, UnitLoad],
+        services: Mapping[str, Service],
+        moves: Mapping[str, int],
+        choices: Mapping[tuple[str, str], int],
     ) -> None:
         self._loads = loads
         self._services = services
         self._moves = moves
+        self._choices = choices
 
     def collect(self) -> Iterator[Metric]:
         up = [*self._services.values()].count("up")
@@ -260,6 +273,12 @@ class _EngineLoads:
         for outcome, count in self._moves.items():
             moves.add_metric([outcome], count)
         yield moves
+        choices = CounterMetricFamily(
+            "kvloom_kv_choices", "KV that was copied or computed again.", labels=["what", "reason"]
+        )
+        for labels, count in self._choices.items():
+            choices.add_metric(list(labels), count)
+        yield choices
         for name, text, of_unit in _UNIT:
             gauge = GaugeMetricFamily(name, text, labels=["unit"])
             for unit, load in self._loads.items():
@@ -283,7 +302,15 @@ class _EngineLoads:
         for unit, load in self._loads.items():
             size.add_metric([unit, load.path], load.sent_bytes_total)
             seconds.add_metric([unit, load.path], load.sent_seconds_total)
-        yield from (size, seconds)
+        rates = GaugeMetricFamily(
+            "kvloom_kv_link_bytes_per_second",
+            "The rate at which a unit's KV goes to another one, as measured.",
+            labels=["unit", "peer", "path"],
+        )
+        for unit, load in self._loads.items():
+            for peer, link in load.links.items():
+                rates.add_metric([unit, peer, link.path], link.rate)
+        yield from (size, seconds, rates)
 
     def _waits(self) -> Metric:
         """Returns what tasks of other units wait for, at each unit that lends."""

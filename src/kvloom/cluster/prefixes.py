@@ -15,6 +15,7 @@ from hashlib import blake2b
 from itertools import count
 from typing import Final, Protocol
 
+from kvloom.cluster.policies.moving import MoveCounts, MoveTerms
 from kvloom.kv.prefix_copies import CopyPrefix, CopyView, EvictPrefix, PrefixUse, plan_copies
 from kvloom.kv.prefix_index import PrefixIndex
 from kvloom.types.client import EngineClient
@@ -163,8 +164,14 @@ class PrefixCopies:
     """Keeps as many copies of prefixes as `plan_copies` wants, for as long as programs ask for it. One step
     is taken after the other. What fails is not tried again before the prefix is used again."""
 
-    def __init__(self, index: PrefixIndex, replicas: Callable[[str], Sequence[Holder]], clock: Clock) -> None:
-        """replicas: returns those of a model."""
+    def __init__(
+        self,
+        index: PrefixIndex,
+        replicas: Callable[[str], Sequence[Holder]],
+        clock: Clock,
+        choices: MoveCounts,
+    ) -> None:
+        """replicas: returns those of a model. choices: counts which prefixes were worth a copy."""
         self.copied = 0
         """Prefixes that were copied, so far."""
         self.evicted = 0
@@ -172,6 +179,7 @@ class PrefixCopies:
         self._index = index
         self._replicas = replicas
         self._clock = clock
+        self._choices = choices
         self._uses = _Uses()
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
         self._most: dict[str, int] = {}  # copies, by model
@@ -244,14 +252,24 @@ class PrefixCopies:
         try:
             async with asyncio.timeout(STEP_SECONDS):
                 if isinstance(step, CopyPrefix):
-                    await self._copy(known, replicas[step.source], replicas[step.target])
-                    self.copied += 1
+                    source, target = replicas[step.source], replicas[step.target]
+                    if await self._pays(known, source, target):
+                        await self._copy(known, source, target)
+                        self.copied += 1
+                    else:
+                        self._known.pop(step.prefix, None)
                 else:
                     await self._evict(known, replicas[step.unit])
                     self.evicted += 1
         except (KvloomError, TimeoutError, KeyError) as error:  # KeyError: the unit is gone
             _log.info("a prefix of %s stays where it is: %s", model, error)
             self._known.pop(step.prefix, None)
+
+    async def _pays(self, one: _Known, source: Holder, target: Holder) -> bool:
+        """Returns whether the prefix is sooner copied than computed where it is to go."""
+        here, there = await source.client.load(), await target.client.load()
+        terms = MoveTerms.of(one.model, here, target.name, there)
+        return self._choices.judge("prefix", terms, len(one.tokens)) != "computing"
 
     async def _copy(self, one: _Known, source: Holder, target: Holder) -> None:
         name = next(self._names)

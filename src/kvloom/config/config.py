@@ -117,7 +117,7 @@ class Config(ConfigSection):
     chunk_tokens: Count = 512
     threads: Threads = "auto"
     device: Device = "cpu"
-    transport: TransportName = "shm"
+    transport: TransportName = "auto"
     transport_host: str = "127.0.0.1"
     priorities: Priorities = Field(default={}, validate_default=True)
     rescheduling: Rescheduling = ReschedulingConfig()
@@ -221,6 +221,11 @@ class Config(ConfigSection):
         devices = share_devices(engines, self.device, here.machine)
         if self.transport == "tcp" and any(device != "cpu" for device in devices):
             raise ValueError("transport: tcp carries K and V of CPU units; nixl or shm is right for GPUs")
+        if self.transport == "shm" and len(here.machine.nodes) > 1:
+            raise ValueError(
+                f"transport: shm reaches units of one host, and the cluster has {len(here.machine.nodes)}; "
+                "auto, or one that reaches all, is right"
+            )
         pools = share_pools(engines, devices, self.kv_memory, self.block_bytes, here.machine)
         cores = share_threads(engines, self.threads, here.machine)
         check_ranks(engines, cores)
@@ -236,7 +241,7 @@ class Config(ConfigSection):
                 engine.name: PairedUnit(
                     len(engine.unit.models),
                     device,
-                    unit_abilities(device, engine.unit.tensor_parallel, self._transport(device)),
+                    unit_abilities(device, engine.unit.tensor_parallel, self._transport()),
                 )
                 for engine, device in zip(engines, devices, strict=True)
             },
@@ -248,11 +253,10 @@ class Config(ConfigSection):
         check_abilities(self._engines, engines, self.program.name)
         return self
 
-    def _transport(self, device: str) -> TransportName:
-        """Returns the transport of a unit. Units of a cluster may be on two hosts, which share no memory."""
-        return (
-            "tcp" if self.transport == "shm" and device == "cpu" and self._machine.nodes else self.transport
-        )
+    def _transport(self) -> TransportName:
+        """Returns the transport of a unit. Units of a cluster may be on two hosts, which share no memory, so
+        that each finds out how it reaches the others; on one machine there is nothing to find out."""
+        return "shm" if self.transport == "auto" and not self._machine.nodes else self.transport
 
     def _spec(
         self, engine: ConfiguredEngine, pool: int, threads: int, device: str, weave: WeaveSpec | None
@@ -270,7 +274,7 @@ class Config(ConfigSection):
             threads=threads,
             priorities=self.priorities,
             lease=self.lease,
-            transport=self._transport(device),
+            transport=self._transport(),
             transport_host=self.transport_host,
             tensor_parallel=unit.tensor_parallel,
             device=device,

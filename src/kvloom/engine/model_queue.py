@@ -43,6 +43,24 @@ class StepTime:
         return min(self.seconds, self._last[-1]) if len(self._last) == STEP_WINDOW else 0.0
 
 
+class PrefillSpeed:
+    """How fast the last prefill jobs went, on what else ran beside them. A long job counts for more than a
+    short one, as it does for those who wait."""
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[int, float]] = deque(maxlen=STEP_WINDOW)
+
+    def note(self, tokens: int, seconds: float) -> None:
+        """Notes one more job."""
+        self._last.append((tokens, seconds))
+
+    @property
+    def tokens_a_second(self) -> float:
+        """Returns 0 if there was no job yet."""
+        seconds = sum(seconds for _, seconds in self._last)
+        return sum(tokens for tokens, _ in self._last) / seconds if seconds > 0 else 0.0
+
+
 class ModelStats:
     """Counts one model's tokens, preemptions, jobs and the like since the start."""
 
@@ -117,6 +135,7 @@ class ModelQueue:
         self.planner: DecodePlanner[Sequence] = DecodePlanner(cache)
         self.stats = ModelStats(self.changed)
         self.step_time = StepTime()
+        self.prefill_speed = PrefillSpeed()
 
     def changed(self) -> None:
         """Tells the watchers that something has changed."""

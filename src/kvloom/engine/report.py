@@ -38,6 +38,7 @@ def unit_load(
         path=transport.endpoint.kind,
         sent_bytes_total=transport.meter.bytes,
         sent_seconds_total=transport.meter.seconds,
+        links=dict(transport.meter.links),
     )
 
 
@@ -72,6 +73,7 @@ def model_load(queue: ModelQueue, levels: Sequence[Level]) -> ModelLoad:
         away_tokens_total=queue.planner.tokens_total,
         away_share=queue.planner.share,
         step_seconds=queue.step_time.seconds,
+        prefill_speed=queue.prefill_speed.tokens_a_second,
         levels=_running(queue, levels) if levels else (),
     )
 

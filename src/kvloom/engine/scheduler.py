@@ -174,6 +174,8 @@ class Scheduler:
                     self._outputs.lose(whole, inflight, gone, self.jobs)
                 if inflight.job.phase is Phase.DECODE:
                     queue.step_time.note(result.seconds / steps)
+                else:
+                    queue.prefill_speed.note(inflight.job.tokens.size, result.seconds)
                 queue.served(inflight.drawers, steps)
                 queue.stats.finished(inflight.job, inflight.drawn(result), steps, self.jobs)
                 self._outputs.process(inflight, result, self.jobs)

@@ -4,7 +4,8 @@ The K and V that the request has are copied while it decodes, in rounds, of whic
 grown meanwhile. Then the request stands still at the source, the rest is copied, the target lets the request
 in with all tokens that it has, and the source is told to end it. What is copied is cached at the target, and
 the request begins there with it as with any prefix; so a migration that fails has cost nothing but copies. A
-request that waits has nothing to copy: it is let in at the target, and then ended at the source.
+request that waits has nothing to copy: it is let in at the target, and then ended at the source. The same
+goes for one whose context the target computes sooner than it is copied, but that it stands still meanwhile.
 """
 
 from __future__ import annotations
@@ -68,6 +69,9 @@ class Migration:
         )
         self.rooms: list[Room] = []
         """The rooms at the target that are not given back yet."""
+        self.copies = True
+        """Whether the context is copied. If not, the target computes it again, and the request stands still
+        meanwhile."""
         self._clock = clock
         self._session = session
         self._source = source
@@ -76,6 +80,14 @@ class Migration:
         form = source.replica.card.form
         self._page = form.tokens_per_block if form else 1
         self._copied: dict[int, int] = {}  # tokens of each choice's context that the target has
+
+    @property
+    def context(self) -> int:
+        """Returns the tokens of context that the request has at the source; 0 if it waits."""
+        if self.stage is MigrationStage.WAITING:
+            return 0
+        made = self._session.progress.made
+        return len(self._session.prompt) + sum(len(one.tokens) for one in made)
 
     def become(self, stage: MigrationStage) -> None:
         """Raises ValueError if the step from the present stage is illegal."""
@@ -87,7 +99,8 @@ class Migration:
         """Raises KvloomError if the request stays, or goes on in another way; its stream never suffers."""
         name, stands_still = self._source.name, self.stage is not MigrationStage.WAITING
         try:
-            if stands_still:
+            rooms: dict[int, Room] = {}
+            if stands_still and self.copies:
                 await self._copy_while_it_runs()
                 rooms = await self._last_rooms(await self._step())  # it comes at the end of the next step
             async with asyncio.timeout(STANDSTILL):
@@ -117,7 +130,7 @@ class Migration:
             raise Unavailable(f"{replica} told of {len(standing.sent)} sends, not of {len(sends)}")
         self._copied |= {choice: room.reservation.matched for choice, room in rooms.items()}
         self._copied |= dict(zip(sends, standing.sent, strict=True))
-        behind = [one for one in made if self._missing(one) > 0]
+        behind = [one for one in made if self.copies and self._missing(one) > 0]
         taken = None if behind else rooms.get(made[0].choice)
         async with together() as group:
             for room in rooms.values():

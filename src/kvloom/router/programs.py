@@ -103,15 +103,17 @@ async def cache_aware(call: Session, fleet: Fleet, *, slack: Tokens = 2048, copi
 
 async def migrate_context(call: Session, fleet: Fleet, *, slack: Tokens = 256) -> Frames:
     """Sends a request to its context; if the replica there has `slack` tokens more to do than the least
-    loaded one, the context moves there first."""
+    loaded one, the context moves there first, unless it is sooner computed there again."""
     held, target, begin = fleet.matched(call.prompt), fleet.least_loaded(), 0
     source = max(held, key=lambda replica: held[replica], default=target)
     if source.load <= target.load + slack:
         target = source
     elif held[source] > held.get(target, 0):
-        begin = min(held[source], len(call.prompt) - 1)
-        spot = await call.prep_recv(target, end=begin, sender=source)
-        await call.remote_send(source, spot, begin=spot.matched, end=begin)
+        end = min(held[source], len(call.prompt) - 1)
+        if fleet.copies_sooner(source, target, end - held.get(target, 0)):
+            begin = end
+            spot = await call.prep_recv(target, end=begin, sender=source)
+            await call.remote_send(source, spot, begin=spot.matched, end=begin)
     async for frame in call.start_generate(target, begin=begin):
         yield frame
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Final, Protocol
 
 from kvloom.cluster.policies.dispatch import Dispatch, freest, infaas
+from kvloom.cluster.policies.moving import MoveCounts, MoveTerms
 from kvloom.cluster.prefixes import PrefixCopies, PrefixWatch
 from kvloom.engine.freeness import Arrival
 from kvloom.kv.prefix_index import CHUNK, PrefixIndex
@@ -207,6 +208,8 @@ class Fleet:
     """Keeps copies of the prefixes that many requests begin with."""
     salt: str = ""
     """That with which the request's prefixes are cached; the index is asked for no other."""
+    choices: MoveCounts = field(default_factory=MoveCounts)
+    """Counts what was copied, and what was computed again."""
 
     @property
     def up(self) -> list[Replica]:
@@ -281,6 +284,14 @@ class Fleet:
         are evicted. It goes on for a while after the last call."""
         if len(self.replicas) > 1:
             self.copies.used(self.model, prompt, self.salt, most)
+
+    def copies_sooner(self, source: Replica, target: Replica, tokens: int) -> bool:
+        """Returns whether `source` copies so many tokens of context to `target` sooner than that computes
+        them again; True if the link or the speed is not known yet. Known is what the units have reported
+        lately; they are asked for it from now on."""
+        here, there = source.unit.report.reported(), target.unit.report.reported()
+        terms = MoveTerms.of(self.model, here, target.name, there)
+        return self.choices.judge("context", terms, tokens) != "computing"
 
     def to_compute(self, prompt: Sequence[int], replica: Replica, begin: int, end: int) -> int:
         """Returns the number of tokens of prompt[begin:end] that `replica` probably has not cached."""

@@ -10,13 +10,14 @@ from typing import Self
 
 from msgspec.structs import replace
 
+from kvloom.cluster.policies.moving import LONGEST_PAUSE, MoveCounts, MoveTerms
 from kvloom.cluster.prefixes import PrefixCopies
 from kvloom.kv.prefix_index import PrefixIndex
 from kvloom.router.candidates import WaitingRoom
 from kvloom.router.migration import Migration
 from kvloom.router.program import Program
 from kvloom.router.quarantine import Quarantine
-from kvloom.router.replicas import Fleet, arriving
+from kvloom.router.replicas import Fleet, Replica, arriving
 from kvloom.router.session import Session
 from kvloom.router.units import FleetLink, Units
 from kvloom.types.client import EngineClient, Frames
@@ -52,7 +53,8 @@ class Router:
             changed=self._waiting.tell,
             link=link,
         )
-        self._copies = PrefixCopies(self._index, self._units.replicas, clock)
+        self._choices = MoveCounts()
+        self._copies = PrefixCopies(self._index, self._units.replicas, clock, self._choices)
         self._program = program
         self._clock = clock
         self.sessions: dict[str, Session] = {}
@@ -131,9 +133,31 @@ class Router:
             raise BadRequest(f"request {request} moves already", param="request")
         session.migrating = True
         try:
-            await Migration(session, source, target, self._clock).run()
+            migration = Migration(session, source, target, self._clock)
+            if migration.context:
+                migration.copies = await self._copies_sooner(request, source.replica, to, migration.context)
+            await migration.run()
         finally:
             session.migrating = False
+
+    async def _copies_sooner(self, request: str, source: Replica, to: str, context: int) -> bool:
+        """Returns whether so many tokens of a running request's context are to be copied to the unit `to`, or
+        computed there again. Raises Unavailable if the request is better off where it is; one whose unit is
+        to be emptied never is."""
+        units = [unit for name in (source.name, to) if (unit := self._units.get(name))]
+        loads = await self._units.loads(units)
+        terms = MoveTerms.of(source.card.name, loads.get(source.name), to, loads.get(to))
+        reason = self._choices.judge("request", terms, context, LONGEST_PAUSE)
+        if reason == "neither" and source.up:
+            raise Unavailable(
+                f"request {request} stays: {context} tokens of context are copied to {to} too slowly, and "
+                "computed there too slowly for its stream to stand still"
+            )
+        return reason != "computing"
+
+    @property
+    def choices(self) -> Mapping[tuple[str, str], int]:
+        return {(what, reason): count for (what, reason), count in self._choices.counts.items()}
 
     @property
     def moving(self) -> list[str]:
@@ -187,4 +211,7 @@ class Router:
         if not replicas:
             served = ", ".join(self._units.models) or "none"
             raise UnknownModel(f"the model `{body.model}` is not served; served: {served}", param="model")
-        return Fleet(body.model, replicas, self._index, arriving(body), self._copies, body.salt)
+        arrival = arriving(body)
+        return Fleet(
+            body.model, replicas, self._index, arrival, self._copies, body.salt, choices=self._choices
+        )

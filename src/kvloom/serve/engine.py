@@ -212,17 +212,10 @@ def open_transport(spec: EngineSpec, arena: ArenaMemory, secret: str = "") -> Tr
     TCP prove that they know. Raises ConfigError."""
     if not spec.abilities.moves:
         return NoTransport(spec.unit)
-    if spec.transport == "nixl":
-        from kvloom.transfer.nixl import NixlTransport  # noqa: PLC0415
-        from kvloom.transfer.nixl_agent import place_of  # noqa: PLC0415
+    if spec.transport != "shm":
+        from kvloom.transfer.paths import open_paths  # noqa: PLC0415
 
-        return NixlTransport(spec.unit, arena, place_of(arena))
-    if spec.transport == "tcp":
-        from kvloom.transfer.tcp import TcpTransport  # noqa: PLC0415
-
-        if not isinstance(arena, Arena):
-            raise ConfigError("transport: tcp carries K and V of CPU units; a GPU's cross hosts by nixl")
-        return TcpTransport(spec.unit, arena, secret, spec.transport_host)
+        return open_paths(spec.unit, spec.transport, arena, secret, spec.transport_host)
     if not isinstance(arena, Arena):
         from kvloom.transfer.cuda_ipc import CudaIpcTransport, CudaMemory  # noqa: PLC0415
 

@@ -15,8 +15,11 @@ import threading
 from dataclasses import dataclass, field
 from typing import Annotated
 
+import numpy as np
 from msgspec import Meta, Struct
 
+from kvloom.transfer.staging import Staging, free_window
+from kvloom.transfer.target import WritableBytes
 from kvloom.types.address import Digest, Position, Ticket, other_address
 from kvloom.types.errors import BadRequest, QueueFull
 
@@ -35,12 +38,23 @@ class WriteClaim(Struct, frozen=True, array_like=True, tag=True):
     begin: Position
     end: Position
     metadata: bytes  # how to reach the sender, as NIXL says it
+    stages: bool = False  # whether it can use a window of the receiver's staging buffer
 
 
 class ClaimRenewal(Struct, frozen=True, array_like=True, tag=True):
     """Asks for more time to write."""
 
     number: Number
+
+
+class Staged(Struct, frozen=True, array_like=True, tag=True):
+    """Says that half a window of the receiver's staging buffer holds what is to lie in these spans of its
+    arena; it is answered by Scattered."""
+
+    number: Number
+    half: int
+    spans: bytes
+    """[n, 2] little-endian int64: the byte of the arena at which each begins, and its size."""
 
 
 class WritesDone(Struct, frozen=True, array_like=True, tag=True):
@@ -59,6 +73,14 @@ class Granted(Struct, frozen=True, array_like=True, tag=True):
     """Allows to write for the agreed time from when the sender asked."""
 
     number: Number
+    window: int = -1  # of the receiver's staging buffer, which is the sender's meanwhile; -1: none
+
+
+class Scattered(Struct, frozen=True, array_like=True, tag=True):
+    """Says that half a window may be written anew."""
+
+    number: Number
+    half: int
 
 
 class ClaimRefused(Struct, frozen=True, array_like=True, tag=True):
@@ -74,8 +96,8 @@ class Delivered(Struct, frozen=True, array_like=True, tag=True):
     number: Number
 
 
-FromSender = WriteClaim | ClaimRenewal | WritesDone | Quit
-FromReceiver = Granted | ClaimRefused | Delivered
+FromSender = WriteClaim | ClaimRenewal | Staged | WritesDone | Quit
+FromReceiver = Granted | ClaimRefused | Scattered | Delivered
 Message = FromSender | FromReceiver
 
 Key = tuple[str, int]  # the sender's agent, and its number for the transfer
@@ -90,6 +112,8 @@ class _Claimed:
     end: int
     until: float | None
     """When the sender has stopped for sure; None: it has said so, and all is there."""
+    window: int = -1
+    """Its window of the staging buffer, for as long as this claim is known."""
 
 
 @dataclass(slots=True)
@@ -97,6 +121,8 @@ class _Reservation:
     digest: int
     claimed: int
     received: int
+    writable: WritableBytes | None
+    """None: nothing is scattered for it."""
     closing: bool = False
     sends: dict[Key, _Claimed] = field(default_factory=dict)
 
@@ -122,8 +148,10 @@ class _Reservation:
 class Grants:
     """A receiver's reservations, on any thread. `now` is a monotonic clock's."""
 
-    def __init__(self, unit: str, most: int, grant: float) -> None:
+    def __init__(self, unit: str, most: int, grant: float, staging: Staging | None = None) -> None:
+        """staging: None grants no windows."""
         self._unit = unit
+        self._staging = staging
         self._most = most
         self._grant = grant
         self._generation = 0
@@ -133,13 +161,20 @@ class Grants:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, begin: int, digest: int) -> Ticket:
+    def open(
+        self,
+        begin: int,
+        digest: int,
+        writable: WritableBytes | None = None,
+        ticket: Ticket | None = None,
+    ) -> Ticket:
+        """ticket: one that another ledger has given out; None: a new one."""
         with self._lock:
             if len(self._open) >= self._most:
                 raise QueueFull(f"{self._most} reservations are open already", retry_after=1)
             self._generation += 1
-            ticket = Ticket(0, self._generation)
-            self._open[ticket] = _Reservation(digest, begin, begin)
+            ticket = ticket or Ticket(0, self._generation)
+            self._open[ticket] = _Reservation(digest, begin, begin, writable)
             return ticket
 
     def received(self, ticket: Ticket) -> int:
@@ -176,9 +211,15 @@ class Grants:
             return [] if isinstance(message, Quit) else [(agent, self._over(message.number))]
 
     def _hear(
-        self, reservation: _Reservation, key: Key, message: ClaimRenewal | WritesDone | Quit, now: float
+        self,
+        reservation: _Reservation,
+        key: Key,
+        message: ClaimRenewal | Staged | WritesDone | Quit,
+        now: float,
     ) -> list[Letter]:
         match message:
+            case Staged():
+                return [(key[0], self._scatter(key, reservation, message, now))]
             case Quit():
                 reservation.forget(key)
                 return []
@@ -202,8 +243,29 @@ class Grants:
                 f"the next send begins there, not at {claim.begin}",
             )
         reservation.claimed = claim.end
-        reservation.sends[key] = _Claimed(claim.begin, claim.end, now + self._grant + GRACE)
-        return Granted(claim.number)
+        window = self._free_window() if claim.stages and reservation.writable is not None else -1
+        reservation.sends[key] = _Claimed(claim.begin, claim.end, now + self._grant + GRACE, window)
+        return Granted(claim.number, window)
+
+    def _free_window(self) -> int:
+        sends = (send for reservation in self._open.values() for send in reservation.sends.values())
+        return -1 if self._staging is None else free_window({send.window for send in sends})
+
+    def _scatter(self, key: Key, reservation: _Reservation, staged: Staged, now: float) -> FromReceiver:
+        """Copies what was staged to where it belongs, under the lock: so the reservation is not closed
+        meanwhile."""
+        send, writable = reservation.sends[key], reservation.writable
+        if reservation.closing or send.until is None or send.until <= now:
+            return self._over(key[1])
+        spans = np.frombuffer(staged.spans[: len(staged.spans) // 16 * 16], "<i8").astype(np.int64)
+        starts, sizes = spans.reshape(-1, 2).T
+        if self._staging is None or send.window < 0 or writable is None or not writable.hold(starts, sizes):
+            return ClaimRefused(key[1], f"what was staged for {self._unit} is not in its blocks")
+        try:
+            self._staging.scatter(send.window, staged.half, starts, sizes)
+        except BadRequest as error:
+            return ClaimRefused(key[1], error.message)
+        return Scattered(key[1], staged.half)
 
     def _renew(self, key: Key, reservation: _Reservation, now: float) -> FromReceiver:
         if reservation.closing:

@@ -6,14 +6,23 @@ the progress thread's pace, and then that takes a third of a core while nothing 
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import logging
+import os
 import secrets
-from typing import Any, Literal, Protocol
+import socket
+import struct
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import Struct
 
 from kvloom.kernels.driver import DriverError
 from kvloom.kv.arena import ArenaMemory
@@ -29,7 +38,35 @@ Handle = int  # NIXL's, of one write
 Segment = Literal["DRAM", "VRAM"]
 
 _log = logging.getLogger(__name__)
+_RDMA = Path("/sys/class/infiniband")  # the devices that UCX is to choose from, if there are any
+_SIOCGIFADDR = 0x8915  # netdevice(7)
 _PACE = 200  # microseconds between two looks of the progress thread
+
+
+class NixlEndpoint(Struct, frozen=True, array_like=True):
+    """The address of an endpoint of kind `nixl` or `nixl-cuda`: its agent, and the beginning of its arena in
+    its own memory, which is the host's, or that of its GPU `index`."""
+
+    agent: str
+    metadata: bytes
+    index: int
+    address: int
+    blocks: int
+    block_bytes: int
+    staging: int = 0
+    """Where its staging buffer begins; 0: it has none."""
+    half: int = 0
+    """Bytes of half a window there."""
+
+
+class NixlProbe(NamedTuple):
+    """A write into the sink of a peer, by which somebody measures how long it takes."""
+
+    where: NixlEndpoint
+    sizes: I64
+    """[n], of its descriptors"""
+    done: Future[None]
+    """Raises Unavailable; if it is cancelled, nothing is written any more."""
 
 
 class ArenaPlace(Protocol):
@@ -121,9 +158,13 @@ def place_of(arena: ArenaMemory) -> ArenaPlace:
 class Agent:
     """NIXL's agent of one unit, on one thread at a time, which has entered its place."""
 
-    def __init__(self, unit: str, address: int, size: int, place: ArenaPlace) -> None:
-        """address, size: the memory that peers may write to, and that is sent from. Raises ConfigError if
-        NIXL is not there, or cannot use this memory."""
+    def __init__(
+        self, unit: str, memory: Sequence[tuple[int, int]], place: ArenaPlace, host: str = ""
+    ) -> None:
+        """memory: the addresses and sizes of what peers may write to, and what is sent from. host: as of
+        `interface_of`. Raises ConfigError if NIXL is not there, or cannot use this memory."""
+        for name, value in _settings(host).items():
+            os.environ.setdefault(name, value)  # UCX is told nothing in any other way
         try:
             nixl: Any = importlib.import_module("nixl_cu13._bindings")
         except ImportError as error:
@@ -137,15 +178,19 @@ class Agent:
         config = nixl.nixlAgentConfig()
         config.useProgThread, config.pthrDelay = place.progress, _PACE
         self._agent = nixl.nixlAgent(self.name, config)
-        self._agent.createBackend("UCX", {})
+        try:
+            self._agent.createBackend("UCX", {})
+        except self._errors as error:
+            raise ConfigError(f"transport: NIXL cannot use UCX here: {error}") from error
         self._segment = {"DRAM": nixl.DRAM_SEG, "VRAM": nixl.VRAM_SEG}[place.segment]
-        self._memory = nixl.nixlRegDList(self._segment, [(address, size, place.index, "")])
+        self._memory = nixl.nixlRegDList(self._segment, [(*part, place.index, "") for part in memory])
         try:
             self._agent.registerMem(self._memory, [])
         except self._errors as error:
             hint = "; its UCX has to be built for GPUs" if place.segment == "VRAM" else ""
             raise ConfigError(
-                f"transport: NIXL cannot use this unit's {place.segment}, {size:,} bytes: {error}{hint}"
+                f"transport: NIXL cannot use this unit's {place.segment}, {memory[0][1]:,} bytes: "
+                f"{error}{hint}"
             ) from error
         self.metadata: bytes = self._agent.getLocalMD()
         self._known: set[str] = set()
@@ -223,6 +268,30 @@ class Agent:
         for name in list(self._known):
             self.part(name)
         self._agent.deregisterMem(self._memory, [])
+
+
+def _settings(host: str) -> dict[str, str]:
+    """Returns the settings of UCX and NIXL for those that the operator has not set. Left to itself UCX offers
+    all interfaces to peers, also those that lead nowhere. It says nothing of what this unit says itself."""
+    quiet = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
+    name = "" if _RDMA.is_dir() and any(_RDMA.iterdir()) else interface_of(host)
+    return quiet | ({"UCX_NET_DEVICES": name} if name else {})
+
+
+def interface_of(host: str) -> str:
+    """Returns the network interface that has this address; nothing for a loopback address, for one that is
+    not of this host, and for one of IPv6."""
+    try:
+        wanted = socket.inet_aton(host)
+    except OSError:
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                found = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if found[20:24] == wanted and name != "lo":
+                    return name
+    return ""
 
 
 def spans(starts: I64, sizes: I64, index: int) -> Spans:

@@ -9,6 +9,7 @@ from queue import Empty
 from typing import get_args
 
 import msgspec
+import numpy as np
 
 from kvloom.transfer.grants import (
     ClaimRefused,
@@ -21,31 +22,31 @@ from kvloom.transfer.grants import (
     Letter,
     Message,
     Quit,
+    Scattered,
+    Staged,
     WriteClaim,
     WritesDone,
 )
-from kvloom.transfer.nixl_agent import Agent, ArenaPlace, Handle, Spans, spans
+from kvloom.transfer.nixl_agent import Agent, ArenaPlace, Handle, NixlEndpoint, NixlProbe, spans
 from kvloom.transfer.plane import PlaneTransfer, Submit, TransferWorker
+from kvloom.transfer.staging import (
+    HALVES,
+    MOST_SPANS,
+    SINK,
+    Staging,
+    StagingCosts,
+    free_window,
+    sink_of,
+)
 from kvloom.transfer.target import WriteTarget
 from kvloom.types.address import Endpoint, KVAddress
 from kvloom.types.errors import BadRequest, KvloomError, Unavailable
+from kvloom.types.geometry import I64
 from kvloom.types.transfer import BlockCopies, DeviceEvent, TransferState
 
 _SHORTEST, _BUSY, _IDLE = 50e-6, 1e-3, 20e-3  # seconds between two looks
 
 Clock = Callable[[], float]
-
-
-class NixlEndpoint(msgspec.Struct, frozen=True, array_like=True):
-    """The address of an endpoint of kind `nixl` or `nixl-cuda`: its agent, and the beginning of its arena in
-    its own memory, which is the host's, or that of its GPU `index`."""
-
-    agent: str
-    metadata: bytes
-    index: int
-    address: int
-    blocks: int
-    block_bytes: int
 
 
 class NixlTransfer(PlaneTransfer):
@@ -65,7 +66,7 @@ class NixlTransfer(PlaneTransfer):
     ) -> None:
         """where: the endpoint that `peer` tells of."""
         super().__init__(submit, peer, address, begin, end)
-        self._place = place
+        self.place = place
         self.where, self.target, self.digest = where, target, digest
         self.number = -1
         """Its name in the messages about it."""
@@ -73,6 +74,12 @@ class NixlTransfer(PlaneTransfer):
         """Copies that have yet to be written."""
         self.handle: Handle | None = None
         """NIXL's, of the write that is under way."""
+        self.parts: deque[tuple[I64, I64, I64]] = deque()
+        """Spans of both arenas that are to be staged: where they begin here and there, and their sizes."""
+        self.windows = (-1, -1)
+        """Its windows of this unit's and of the peer's staging buffer; -1: none."""
+        self.halves: dict[int, bytes | None] = {}
+        """The halves of them that are in use: what the peer is to be told of them; None: it was."""
         self.writing = False
         """Whether a write has begun that is not known to have ended."""
         self.written = 0
@@ -91,7 +98,7 @@ class NixlTransfer(PlaneTransfer):
         return self.state is not TransferState.PLANNED
 
     def _event(self) -> DeviceEvent | None:
-        return self._place.mark()
+        return self.place.mark()
 
     # on the transport's thread
 
@@ -102,7 +109,7 @@ class NixlTransfer(PlaneTransfer):
             self.fail(error)
             return
         copies = copies.in_order()
-        rows = max(1, self._place.piece // self.target.block_bytes)
+        rows = max(1, self.place.piece // self.target.block_bytes)
         self.pieces.extend(copies.part(slice(at, at + rows)) for at in range(0, len(copies.own), rows))
 
     def computed(self) -> bool:
@@ -116,17 +123,9 @@ class NixlTransfer(PlaneTransfer):
             self.fail(self.not_computed(error))
             return False
 
-    def spans(self, piece: BlockCopies, address: int) -> tuple[Spans, Spans]:
-        """Returns own and peer's descriptors, one for each run of bytes that is one in both arenas. address:
-        the beginning of the own arena."""
-        own, peer, sizes = self.target.spans(piece)
-        return (
-            spans(address + own, sizes, self._place.index),
-            spans(self.where.address + peer, sizes, self.where.index),
-        )
 
-
-Order = list[Letter] | NixlTransfer | str  # letters to send, a transfer that begins, or an agent to part from
+# letters to send, a transfer that begins, a measurement, or an agent to part from
+Order = list[Letter] | NixlTransfer | NixlProbe | str
 Task = tuple[PlaneTransfer, BlockCopies | None] | Order | None
 
 
@@ -134,10 +133,21 @@ class NixlPlane(TransferWorker[Order]):
     """Speaks with all peers, one step of each transfer at a time."""
 
     def __init__(
-        self, agent: Agent, place: ArenaPlace, address: int, grants: Grants, grant: float, clock: Clock
+        self,
+        agent: Agent,
+        place: ArenaPlace,
+        address: int,
+        grants: Grants,
+        grant: float,
+        clock: Clock,
+        staging: Staging | None = None,
     ) -> None:
         """address: the beginning of this unit's arena."""
         super().__init__("kv-nixl")
+        self.costs: dict[str, StagingCosts] = {}
+        """What staging saves and costs with each agent; nothing is staged for one that is not here."""
+        self._staging = staging
+        self._probes: list[tuple[NixlProbe, Handle]] = []
         self._agent, self._place, self._address, self._grants = agent, place, address, grants
         self._grant, self._clock = grant, clock
         self._live: dict[int, NixlTransfer] = {}
@@ -157,6 +167,9 @@ class NixlPlane(TransferWorker[Order]):
         busy = self._hear() or busy
         for transfer in list(self._live.values()):
             busy = self._advance(transfer) or busy
+        if self._probes:
+            self._probes = [(probe, handle) for probe, handle in self._probes if self._goes_on(probe, handle)]
+            busy = True
         most = _BUSY if self._live or len(self._grants) else _IDLE
         self._pause = _SHORTEST if busy else min(2 * self._pause, most)
 
@@ -189,6 +202,8 @@ class NixlPlane(TransferWorker[Order]):
                 transfer.take(copies)
             case NixlTransfer() as transfer, None:
                 transfer.ended = True
+            case NixlProbe():
+                self._probe(task)
             case str():
                 self._agent.part(task)
             case list():
@@ -231,6 +246,9 @@ class NixlPlane(TransferWorker[Order]):
                     transfer.asked = None
                 if transfer.state is TransferState.PLANNED:
                     transfer.become(TransferState.CLAIMED)
+                    self._take_window(transfer, message.window)
+            case Scattered():
+                transfer.halves.pop(message.half, None)
             case ClaimRefused(_, reason):
                 transfer.fail(BadRequest(reason))
             case Delivered() if transfer.announced:
@@ -260,6 +278,10 @@ class NixlPlane(TransferWorker[Order]):
         self._agent.drop(handle)
         self.meter.end(transfer.written)
         transfer.handle, transfer.writing = None, False
+        for half, staged in transfer.halves.items():
+            if staged is not None:
+                transfer.halves[half] = None
+                self._tell(transfer, Staged(transfer.number, half, staged))
         return True
 
     def _keep_grant(self, transfer: NixlTransfer) -> bool:
@@ -286,15 +308,18 @@ class NixlPlane(TransferWorker[Order]):
             transfer.begin,
             transfer.end,
             self._agent.metadata,
+            self._staging is not None and transfer.where.agent in self.costs,
         )
 
     def _progress(self, transfer: NixlTransfer) -> bool:
         if not transfer.granted or transfer.announced:
             return False
+        if transfer.parts:
+            return self._stage(transfer)
         if transfer.computed():
             self._write(transfer, transfer.pieces.popleft())
             return True
-        if transfer.ended and not transfer.pieces:
+        if transfer.ended and not transfer.pieces and not transfer.parts:
             transfer.announced = True
             self._tell(transfer, WritesDone(transfer.number))
         return transfer.announced
@@ -303,14 +328,77 @@ class NixlPlane(TransferWorker[Order]):
         """Unless the grant has run out meanwhile."""
         if self._clock() >= transfer.deadline:
             raise Unavailable(f"this unit was silent for more than {self._grant:g} s")
-        own, peer = transfer.spans(piece, self._address)
-        if len(own):
-            if transfer.state is TransferState.CLAIMED:
-                transfer.become(TransferState.COPYING)
-            transfer.writing = True  # even if it fails: part of it may be on its way
-            transfer.handle = self._agent.write(transfer.where.agent, own, peer)
-            transfer.written = transfer.target.size(piece)
-            self.meter.begin()
+        own, peer, sizes = transfer.target.spans(piece)
+        costs = self.costs.get(transfer.where.agent)
+        if costs and min(transfer.windows) >= 0 and costs.pays(len(sizes), transfer.target.size(piece)):
+            half = transfer.where.half
+            transfer.parts.extend(transfer.target.pieces(piece, half // 2, MOST_SPANS))
+        elif len(own):
+            self._begin_write(transfer, self._address + own, transfer.where.address + peer, sizes)
+
+    def _begin_write(self, transfer: NixlTransfer, own: I64, peer: I64, sizes: I64) -> None:
+        """own, peer: addresses of both units' memory; all [n]."""
+        if transfer.state is TransferState.CLAIMED:
+            transfer.become(TransferState.COPYING)
+        transfer.writing = True  # even if it fails: part of it may be on its way
+        ours = spans(own, sizes, transfer.place.index)
+        theirs = spans(peer, sizes, transfer.where.index)
+        transfer.handle = self._agent.write(transfer.where.agent, ours, theirs)
+        transfer.written = int(sizes.sum())
+        self.meter.begin()
+
+    def _take_window(self, transfer: NixlTransfer, theirs: int) -> None:
+        """Gives a transfer that may stage a window of this unit's, if there is one."""
+        if theirs >= 0 and self._staging is not None:
+            transfer.windows = free_window({one.windows[0] for one in self._live.values()}), theirs
+
+    def _stage(self, transfer: NixlTransfer) -> bool:
+        """Gathers the next part and writes it, if half a window is free."""
+        half = next((half for half in range(HALVES) if half not in transfer.halves), None)
+        if half is None or self._staging is None:
+            return False
+        if self._clock() >= transfer.deadline:
+            raise Unavailable(f"this unit was silent for more than {self._grant:g} s")
+        own, peer, sizes = transfer.parts.popleft()
+        ours, theirs = transfer.windows
+        self._staging.gather(ours, half, own, sizes)
+        transfer.halves[half] = np.stack((peer, sizes), axis=1).astype("<i8").tobytes()
+        out = self._staging.address + self._staging.outward(ours, half)
+        into = transfer.where.staging + (theirs * HALVES + half) * transfer.where.half
+        self._begin_write(transfer, *(np.array([value]) for value in (out, into, int(sizes.sum()))))
+        return True
+
+    # how fast peers can be reached
+
+    def _probe(self, probe: NixlProbe) -> None:
+        """Begins to write from this unit's sink into the peer's."""
+        where = probe.where
+        try:
+            if self._staging is None or not where.staging:
+                raise Unavailable(f"{where.agent} has no staging buffer")
+            offsets = (np.cumsum(probe.sizes) - probe.sizes)[::-1] % SINK
+            ours = self._staging.address + sink_of(self._staging.half) + offsets
+            theirs = where.staging + sink_of(where.half) + offsets
+            self._agent.meet(where.agent, where.metadata)
+            descriptors = (
+                spans(at, probe.sizes, index)
+                for at, index in ((ours, self._place.index), (theirs, where.index))
+            )
+            self._probes.append((probe, self._agent.write(where.agent, *descriptors)))
+        except Unavailable as error:
+            probe.done.set_exception(error)
+
+    def _goes_on(self, probe: NixlProbe, handle: Handle) -> bool:
+        """Returns whether a measurement is still under way, and tells its end."""
+        try:
+            if not (probe.done.cancelled() or self._agent.written(probe.where.agent, handle)):
+                return True
+            if probe.done.set_running_or_notify_cancel():
+                probe.done.set_result(None)
+        except Unavailable as error:
+            probe.done.set_exception(error)
+        self._agent.drop(handle)
+        return False
 
     def _give_up(self, transfer: NixlTransfer) -> None:
         """Gives what it claimed back to the receiver; nothing of it is being written."""

@@ -124,6 +124,26 @@ class WriteTarget:
                 yield own[some], peer[some], sizes[some]
 
 
+class WritableBytes:
+    """The bytes of an arena that a reservation's senders may have written."""
+
+    def __init__(self, blocks: bytes, block_bytes: int) -> None:
+        """blocks: the address' runs of blocks. Raises BadRequest if they are none."""
+        firsts, lengths = KVAddress.runs(blocks)
+        order = np.argsort(firsts)
+        starts, stops = firsts[order], (firsts + lengths)[order]
+        edges = np.r_[True, starts[1:] != stops[:-1], True]  # runs that lie beside each other are one
+        self._starts: I64 = starts[edges[: len(starts)]] * block_bytes
+        self._stops: I64 = stops[edges[1 : 1 + len(stops)]] * block_bytes
+
+    def hold(self, starts: I64, sizes: I64) -> bool:
+        """Returns whether all these spans of the arena lie in them."""
+        if not len(self._starts):
+            return False
+        run = np.searchsorted(self._starts, starts, "right") - 1
+        return bool(((run >= 0) & (sizes > 0) & (sizes <= self._stops[run] - starts)).all())
+
+
 def _blocks(address: KVAddress, peer_blocks: int) -> I32:
     """Returns the address' blocks [pages, layers, kv_heads]. Raises BadRequest if an arena of `peer_blocks`
     does not hold them all."""

@@ -34,6 +34,7 @@ from kvloom.transfer.tcp_link import (
     Quit,
     end,
     introduce,
+    measure_rate,
     prepare,
     reason_of,
     receive_message,
@@ -403,7 +404,7 @@ class TcpTransport:
         """secret: what all units of the fleet know. host: the address of this host at which peers reach it.
         links: connections for pieces to each peer. Raises ConfigError if `host` is no address of this
         host."""
-        self._arena = arena
+        self._arena, self._secret, self._links = arena, secret, links
         memory = arena.bytes.numpy().data
         self._reservations = Reservations(unit, slots, arena.block_bytes)
         self._receiver = TcpReceiver(unit, memory, self._reservations, secret, host)
@@ -415,8 +416,12 @@ class TcpTransport:
     def meter(self) -> TransferMeter:
         return self._plane.meter
 
-    def open(self, begin: int, digest: int, blocks: bytes = b"") -> Ticket:
-        return self._reservations.open(begin, digest, blocks)
+    def open(self, begin: int, digest: int, blocks: bytes = b"", ticket: Ticket | None = None) -> Ticket:
+        return self._reservations.open(begin, digest, blocks, ticket)
+
+    def measure(self, peer: Endpoint) -> float:
+        where = address_of(peer, "tcp", TcpEndpoint)
+        return measure_rate((where.host, where.port), where.identity, self._secret, self._links)
 
     def received(self, ticket: Ticket) -> int:
         return self._reservations.received(ticket)

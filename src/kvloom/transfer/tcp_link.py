@@ -15,9 +15,13 @@ import secrets
 import select
 import socket
 import struct
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, suppress
 from enum import IntEnum
+from itertools import repeat
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -26,14 +30,18 @@ from msgspec import Meta, Struct
 
 from kvloom.transfer.grants import ClaimRefused, Delivered, Granted
 from kvloom.types.address import Digest, Position, Ticket
+from kvloom.types.errors import Unavailable
 from kvloom.types.geometry import I64
 
-VERSION: Final = 1
+VERSION: Final = 2
 PATIENCE: Final = (
     5.0  # seconds in which a peer has to connect, to answer, and to take or send a byte of a piece
 )
 MOST_SPANS: Final = 512  # of a piece; a call to the kernel takes 1,024 (IOV_MAX)
 PIECE: Final = 1 << 20  # bytes of a piece
+ENOUGH: Final = 0.02  # seconds that a measurement of the rate takes at least, unless it is of many bytes
+MOST_PROBED: Final = 8 << 20  # bytes
+_LEAST_PROBED: Final = 256 << 10
 
 _MAGIC: Final = b"kvloom-kv"
 _NONCE: Final = 32
@@ -56,6 +64,8 @@ class Purpose(IntEnum):
     """Messages, both ways. It is the session's first connection."""
     DATA = 1
     """Pieces, from the sender to the receiver."""
+    PROBE = 2
+    """Bytes that are thrown away, so that the other end learns how fast they come. It is of no session."""
 
 
 class Verdict(IntEnum):
@@ -204,6 +214,60 @@ def _greet(sock: socket.socket) -> tuple[bytes, bytes]:
 
 def _proof(secret: str, role: bytes, said: bytes) -> bytes:
     return hmac.digest(secret.encode(), _MAGIC + struct.pack("<H", VERSION) + role + said, "sha256")
+
+
+# how fast a peer can be reached
+
+
+def grow(send: Callable[[int], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Returns the rate of `send`, which sends so many bytes, in bytes a second: of the first run that takes
+    `ENOUGH`, or of the largest one, where each sends twice as much as the one before. So a slow network
+    carries little, and what only the first run takes does not count. Raises what `send` does."""
+    size = _LEAST_PROBED
+    while True:
+        began = clock()
+        send(size)
+        seconds = clock() - began
+        if seconds >= ENOUGH or size >= MOST_PROBED:
+            return size / max(seconds, 1e-9)
+        size *= 2
+
+
+def measure_rate(address: tuple[str, int], identity: bytes, secret: str, links: int) -> float:
+    """Returns the bytes a second that so many connections carry together to the process `identity`. Raises
+    Unavailable."""
+    session = secrets.token_bytes(IDENTITY)
+    with ExitStack() as sockets, ThreadPoolExecutor(links, "kv-tcp-probe") as threads:
+        try:
+            made = []
+            for _ in range(links):
+                sock = sockets.enter_context(socket.create_connection(address, timeout=PATIENCE))
+                prepare(sock)
+                introduce(sock, secret, identity, session, Purpose.PROBE)
+                made.append(sock)
+            return grow(lambda size: deque(threads.map(_probe, made, repeat(size // links)), maxlen=0))
+        except (LinkError, OSError) as error:
+            raise Unavailable(f"the rate to {address[0]} cannot be measured: {reason_of(error)}") from error
+
+
+def _probe(sock: socket.socket, size: int) -> None:
+    sock.sendall(_LENGTH.pack(size) + bytes(size))
+    receive(sock, 1)
+
+
+def throw_away(sock: socket.socket) -> None:
+    """Takes runs of bytes, each behind its length, and answers each with one byte, until the connection ends.
+    Raises LinkEnded then, LinkError for a run that is too long, OSError."""
+    scratch = memoryview(bytearray(PIECE))
+    while True:
+        (left,) = _LENGTH.unpack(receive(sock, _LENGTH.size))
+        if left > MOST_PROBED:
+            raise LinkError(f"{left} bytes to measure by")
+        while left:
+            some = scratch[: min(left, PIECE)]
+            receive_into(sock, some)
+            left -= len(some)
+        sock.sendall(b".")
 
 
 # messages

@@ -18,9 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
-
 from kvloom.transfer.grants import ClaimRefused, Delivered, Granted
+from kvloom.transfer.target import WritableBytes
 from kvloom.transfer.tcp_link import (
     FROM_SENDER,
     IDENTITY,
@@ -42,14 +41,15 @@ from kvloom.transfer.tcp_link import (
     receive_message,
     receive_piece,
     tell,
+    throw_away,
     wait_for_ever,
 )
-from kvloom.types.address import KVAddress, Ticket, other_address
+from kvloom.types.address import Ticket, other_address
 from kvloom.types.errors import BadRequest, ConfigError, QueueFull
 from kvloom.types.geometry import I64
 
 _log = logging.getLogger(__name__)
-_MOST_GREETING = 64  # connections that have not proved themselves yet; if there are more, the oldest ends
+_MOST_GREETING = 64  # connections that have yet to prove themselves, or only measure; beyond, the oldest ends
 _BACKLOG = 128
 _SCRATCH = 1 << 16  # bytes that are thrown away at once
 
@@ -126,20 +126,10 @@ class _Claimed:
 @dataclass(slots=True, eq=False)
 class _Reservation:
     digest: int
-    starts: I64
-    """[n], the bytes of the arena at which the runs of blocks begin that may be written, in order."""
-    stops: I64
-    """[n], the bytes behind them."""
+    writable: WritableBytes
     claimed: int
     received: int
     claims: list[_Claimed] = field(default_factory=list)
-
-    def holds(self, starts: I64, sizes: I64) -> bool:
-        """Returns whether all these spans of the arena lie in the blocks that may be written."""
-        if not len(self.starts):
-            return False
-        run = np.searchsorted(self.starts, starts, "right") - 1
-        return bool(((run >= 0) & (sizes > 0) & (sizes <= self.stops[run] - starts)).all())
 
 
 class Reservations:
@@ -153,20 +143,15 @@ class Reservations:
         self._open: dict[Ticket, _Reservation] = {}
         self._lock = threading.Lock()
 
-    def open(self, begin: int, digest: int, blocks: bytes) -> Ticket:
-        firsts, lengths = KVAddress.runs(blocks)
-        order = np.argsort(firsts)
-        starts, stops = firsts[order], (firsts + lengths)[order]
-        edges = np.r_[True, starts[1:] != stops[:-1], True]  # runs that lie beside each other are one
-        starts, stops = starts[edges[: len(starts)]], stops[edges[1 : 1 + len(stops)]]
+    def open(self, begin: int, digest: int, blocks: bytes, ticket: Ticket | None = None) -> Ticket:
+        """ticket: one that another ledger has given out; None: a new one."""
+        writable = WritableBytes(blocks, self._block_bytes)
         with self._lock:
             if len(self._open) >= self._most:
                 raise QueueFull(f"{self._most} reservations are open already", retry_after=1)
             self._generation += 1
-            ticket = Ticket(0, self._generation)
-            self._open[ticket] = _Reservation(
-                digest, starts * self._block_bytes, stops * self._block_bytes, begin, begin
-            )
+            ticket = ticket or Ticket(0, self._generation)
+            self._open[ticket] = _Reservation(digest, writable, begin, begin)
             return ticket
 
     def received(self, ticket: Ticket) -> int:
@@ -217,7 +202,7 @@ class Reservations:
             claimed = session.claims.get(number)
         if claimed is None:
             raise LinkError(f"a piece of transfer {number}, which has claimed nothing")
-        if not claimed.reservation.holds(starts, sizes):
+        if not claimed.reservation.writable.hold(starts, sizes):
             raise LinkError(f"a piece of transfer {number} that is not in its blocks")
         return claimed
 
@@ -374,6 +359,9 @@ class TcpReceiver:
                 try:
                     prepare(sock)
                     introduced = Introduced(sock, self._secret, self.identity)
+                    if introduced.purpose is Purpose.PROBE:
+                        introduced.welcome()
+                        throw_away(sock)
                 finally:
                     with self._lock:
                         self._greeting.remove(sock)

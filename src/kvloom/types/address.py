@@ -15,7 +15,7 @@ from kvloom.types.geometry import I32, I64, Geometry, over_ranks
 
 Position = Annotated[int, Meta(ge=0, lt=2**31)]
 Digest = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-EndpointKind = Literal["shm", "cuda", "nixl", "nixl-cuda", "tcp", "modelled"]
+EndpointKind = Literal["auto", "shm", "cuda", "nixl", "nixl-cuda", "tcp", "modelled"]
 _Size = Annotated[int, Meta(ge=1, lt=2**31)]
 _RUN = np.dtype([("first", "<i4"), ("length", "<i4")])
 

@@ -73,6 +73,10 @@ class ModelServer(Generator, Protocol):
         """The state of each unit, by the unit's name."""
 
     @property
+    def choices(self) -> Mapping[tuple[str, str], int]:
+        """How often K and V were copied, or computed again, by what was to be moved and by the reason."""
+
+    @property
     def awaited(self) -> Collection[str]:
         """The units that take no requests now, but will, so that requests wait for them."""
 

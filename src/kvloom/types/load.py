@@ -49,6 +49,7 @@ class ModelLoad(Struct, frozen=True, kw_only=True):
     unread_total: int = 0  # times that a sequence stood still because nobody read its stream
     unread_blocks_total: int = 0  # blocks that those gave back
     step_seconds: float = 0.0  # median of the last decode steps; 0 if there was none
+    prefill_speed: float = 0.0  # tokens a second of the last prefill jobs; 0 if there was none
 
     @property
     def token_blocks(self) -> float:
@@ -76,6 +77,13 @@ class Waits(Struct, frozen=True, kw_only=True):
     expected_stall: float
 
 
+class LinkLoad(Struct, frozen=True):
+    """What a unit has measured of its way to another one."""
+
+    path: str  # the kind of the endpoint by which K and V go
+    rate: float  # bytes a second, when the two met
+
+
 class UnitLoad(Struct, frozen=True, kw_only=True):
     """The load of one unit."""
 
@@ -92,6 +100,7 @@ class UnitLoad(Struct, frozen=True, kw_only=True):
     path: str = ""  # the kind of the endpoint by which the unit sends K and V
     sent_bytes_total: int = 0  # of K and V, to other units
     sent_seconds_total: float = 0.0  # for which some were being sent
+    links: dict[str, LinkLoad] = {}  # to each unit to which the way was measured, by its name
 
     @property
     def running(self) -> int:

@@ -13,7 +13,7 @@ Policy = Literal["adbs", "fcfs", "round-robin", "partitioned"]
 Quotas = Literal["adaptive", "fixed"]
 Control = Literal["operators", "iterations"]
 Splitting = Literal["auto", "none"]
-TransportName = Literal["shm", "nixl", "tcp"]
+TransportName = Literal["auto", "shm", "nixl", "tcp"]
 Option = bool | int | float | str | list[str]
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from kvloom.types.address import Endpoint, KVAddress, Ticket
 from kvloom.types.errors import BadRequest
 from kvloom.types.geometry import I32, over_ranks
+from kvloom.types.load import LinkLoad
 
 
 class TransferState(Enum):
@@ -114,6 +115,8 @@ class TransferMeter:
         self.bytes = 0
         self.seconds = 0.0
         """For which at least one copy was under way."""
+        self.links: dict[str, LinkLoad] = {}
+        """What was measured of the way to each peer, by its unit."""
         self._copies = 0
         self._since = 0.0
         self._lock = threading.Lock()
