@@ -312,33 +312,44 @@ def test_another_controller_adopts_gateways_that_served_meanwhile(kept: Kept) ->
     run(play)
 
 
-def test_a_gateway_that_comes_anew_knows_units_without_a_process(kept: Kept) -> None:
-    """One that another gateway knows, and one that the gateway before it on its host knew."""
-    first, second = kept.nodes
+def test_a_gateway_knows_what_a_unit_without_a_process_served_before_it(kept: Kept) -> None:
+    """The unit was on another host, and the gateway's predecessor was killed."""
+    first, _ = kept.nodes
+    name = f"gateway/1@{first}"
 
     async def play() -> None:
         async with controlled(kept, fleet_of(kept, {"unit-0": 1}, gateways=(first,))) as fleet:
-            await fleet.until(fleet.ready("unit-0", f"gateway/1@{first}"))
-            fleet.controller.edit(Edit(units={"unit-0": UnitEdit(wanted=False)}))
-            await fleet.until(lambda: fleet.process("unit-0").phase == "absent")
-            fleet.controller.edit(Edit(gateway=True))
-            await fleet.until(fleet.ready(f"gateway/2@{first}"))
-            cards = (await asked(first, "/admin/units/unit-0/cards")).json()
-            assert [card["name"] for card in cards] == ["stories"]
+            await fleet.until(fleet.ready("unit-0", name))
+            await stopped(fleet)
+            [pid] = kept.gateways(kept.hosts[0])
+            os.kill(pid, signal.SIGKILL)
+            await fleet.until(lambda: fleet.process(name).failures == 1 and fleet.ready(name)())
+            assert await cards(first) == ["stories"]
 
     run(play)
 
-    async def play_again() -> None:
+
+def test_a_gateway_asks_another_what_a_unit_without_a_process_has_served(kept: Kept) -> None:
+    first, second = kept.nodes
+
+    async def play() -> None:
         async with controlled(kept, fleet_of(kept, {"unit-0": 0}, gateways=(first,))) as fleet:
             await fleet.until(fleet.ready("unit-0", f"gateway/1@{first}"))
-            fleet.controller.edit(Edit(units={"unit-0": UnitEdit(wanted=False)}))
-            await fleet.until(lambda: fleet.process("unit-0").phase == "absent")
+            await stopped(fleet)
             fleet.controller.edit(Edit(gateways=(first, second)))
             await fleet.until(fleet.ready(f"gateway/1@{second}"))
-            cards = (await asked(second, "/admin/units/unit-0/cards")).json()
-            assert [card["name"] for card in cards] == ["stories"]
+            assert await cards(second) == ["stories"]
 
-    run(play_again)
+    run(play)
+
+
+async def stopped(fleet: Controlled) -> None:
+    fleet.controller.edit(Edit(units={"unit-0": UnitEdit(wanted=False)}))
+    await fleet.until(lambda: fleet.process("unit-0").phase == "absent")
+
+
+async def cards(node: str) -> list[str]:
+    return [card["name"] for card in (await asked(node, "/admin/units/unit-0/cards")).json()]
 
 
 def test_the_fleet_scheduler_hears_of_requests_at_any_gateway(kept: Kept) -> None:
