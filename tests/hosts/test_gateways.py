@@ -320,36 +320,37 @@ def test_a_gateway_knows_what_a_unit_without_a_process_served_before_it(kept: Ke
     async def play() -> None:
         async with controlled(kept, fleet_of(kept, {"unit-0": 1}, gateways=(first,))) as fleet:
             await fleet.until(fleet.ready("unit-0", name))
-            await stopped(fleet)
+            await stopped(fleet, "unit-0")
             [pid] = kept.gateways(kept.hosts[0])
             os.kill(pid, signal.SIGKILL)
             await fleet.until(lambda: fleet.process(name).failures == 1 and fleet.ready(name)())
-            assert await cards(first) == ["stories"]
+            assert await cards(first, "unit-0") == ["stories"]
 
     run(play)
 
 
 def test_a_gateway_asks_another_what_a_unit_without_a_process_has_served(kept: Kept) -> None:
+    """No other test has a unit of this name, so nothing is kept of it on the second host."""
     first, second = kept.nodes
 
     async def play() -> None:
-        async with controlled(kept, fleet_of(kept, {"unit-0": 0}, gateways=(first,))) as fleet:
-            await fleet.until(fleet.ready("unit-0", f"gateway/1@{first}"))
-            await stopped(fleet)
+        async with controlled(kept, fleet_of(kept, {"known": 0}, gateways=(first,))) as fleet:
+            await fleet.until(fleet.ready("known", f"gateway/1@{first}"))
+            await stopped(fleet, "known")
             fleet.controller.edit(Edit(gateways=(first, second)))
             await fleet.until(fleet.ready(f"gateway/1@{second}"))
-            assert await cards(second) == ["stories"]
+            assert await cards(second, "known") == ["stories"]
 
     run(play)
 
 
-async def stopped(fleet: Controlled) -> None:
-    fleet.controller.edit(Edit(units={"unit-0": UnitEdit(wanted=False)}))
-    await fleet.until(lambda: fleet.process("unit-0").phase == "absent")
+async def stopped(fleet: Controlled, unit: str) -> None:
+    fleet.controller.edit(Edit(units={unit: UnitEdit(wanted=False)}))
+    await fleet.until(lambda: fleet.process(unit).phase == "absent")
 
 
-async def cards(node: str) -> list[str]:
-    return [card["name"] for card in (await asked(node, "/admin/units/unit-0/cards")).json()]
+async def cards(node: str, unit: str) -> list[str]:
+    return [card["name"] for card in (await asked(node, f"/admin/units/{unit}/cards")).json()]
 
 
 def test_the_fleet_scheduler_hears_of_requests_at_any_gateway(kept: Kept) -> None:
