@@ -112,6 +112,9 @@ class Controlled:
     controller: Controller
     launcher: NodesLauncher
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    deaf: bool = False
+    """Whether it answers no edits."""
+    unanswered: list[Edit] = field(default_factory=list)
 
     async def until(self, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(DEADLINE):
@@ -155,6 +158,9 @@ async def controlled(kept: Kept, spec: FleetSpec, *, goes: bool = False) -> Asyn
         match heard:
             case StartProgress():
                 pass
+            case Edit() if made.deaf:
+                made.unanswered.append(heard)
+                made.changed.set()
             case Edit():
                 made.controller.answer(component, heard)
             case Counted():
@@ -300,6 +306,12 @@ def test_another_controller_adopts_gateways_that_served_meanwhile(kept: Kept) ->
             pids = {name: fleet.process(name).pid for name in [*names, "unit-0"]}
             reading = asyncio.create_task(reader.read(second))
             await reader.soon.wait()
+            fleet.deaf = True
+            asking = asyncio.create_task(asked(second, "/admin/units/unit-0/drain", {}))
+            await fleet.until(lambda: bool(fleet.unanswered))
+        refused = await asking
+        assert refused.status_code == 503, refused.text
+        assert "controller went before it had answered" in refused.json()["error"]["message"]
         assert await reading
         assert reader.texts == whole.texts
         refused = await asked(first, "/admin/units/unit-0/drain", {})
