@@ -37,7 +37,7 @@ from tests.engines import spec_of
 from tests.hosts.hosts import Host, HostProcess, NoHosts, hosts
 
 SECRET, KEY, PORT = "between us", "the operator's", 8000
-LEASE, DEADLINE = 5.0, 120.0
+LEASE, DEADLINE = 30.0, 120.0
 SOON, LONG = 12, 200  # events after which a gateway dies; tokens
 ASKED = {
     "model": "stories",
@@ -112,6 +112,9 @@ class Controlled:
     controller: Controller
     launcher: NodesLauncher
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    deaf: bool = False
+    """Whether it answers no edits."""
+    unanswered: list[Edit] = field(default_factory=list)
 
     async def until(self, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(DEADLINE):
@@ -135,6 +138,10 @@ class Controlled:
             self.launcher.forget(name)
 
 
+class Over(Exception):
+    """Ends all that a controller does, as the end of its process would."""
+
+
 @asynccontextmanager
 async def controlled(kept: Kept, spec: FleetSpec, *, goes: bool = False) -> AsyncIterator[Controlled]:
     """goes: whether the controller dies at the end, and leaves all behind."""
@@ -151,6 +158,9 @@ async def controlled(kept: Kept, spec: FleetSpec, *, goes: bool = False) -> Asyn
         match heard:
             case StartProgress():
                 pass
+            case Edit() if made.deaf:
+                made.unanswered.append(heard)
+                made.changed.set()
             case Edit():
                 made.controller.answer(component, heard)
             case Counted():
@@ -169,34 +179,34 @@ async def controlled(kept: Kept, spec: FleetSpec, *, goes: bool = False) -> Asyn
         folder=folder,
         drain=5.0,
     )
-    async with asyncio.TaskGroup() as tasks:
-        local = LocalLauncher(role, tasks, clock, hear=hear, log=lambda *_: None)
-        launcher = NodesLauncher(
-            local,
-            calling_context(kept.identity),
-            tasks,
-            clock,
-            hear=hear,
-            hear_node=lambda report: made.controller.hear(report),  # noqa: PLW0108 -- it is made later
-            log=print,
-            lease=LEASE,
-            gateway=gateway,
-            life=next(kept.lives),
-        )
-        controller = Controller(spec, launcher, clock, watch=lambda *_: made.changed.set())
-        made = Controlled(controller, launcher)
-        for node, address in kept.keepers.items():
-            launcher.join(node, address)
-        await launcher.answered()
-        running = tasks.create_task(controller.run())
-        try:
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            local = LocalLauncher(role, tasks, clock, hear=hear, log=lambda *_: None)
+            launcher = NodesLauncher(
+                local,
+                calling_context(kept.identity),
+                tasks,
+                clock,
+                hear=hear,
+                hear_node=lambda report: made.controller.hear(report),  # noqa: PLW0108 -- it is made later
+                log=print,
+                lease=LEASE,
+                gateway=gateway,
+                life=next(kept.lives),
+            )
+            controller = Controller(spec, launcher, clock, watch=lambda *_: made.changed.set())
+            made = Controlled(controller, launcher)
+            for node, address in kept.keepers.items():
+                launcher.join(node, address)
+            await launcher.answered()
+            running = tasks.create_task(controller.run())
             yield made
-        finally:
             running.cancel()
             if not goes:
                 await made.end()
-            for node in kept.nodes:
-                launcher.leave(node)
+            raise Over
+    except* Over:
+        pass
 
 
 @dataclass
@@ -293,9 +303,15 @@ def test_another_controller_adopts_gateways_that_served_meanwhile(kept: Kept) ->
         async with controlled(kept, spec, goes=True) as fleet:
             await fleet.until(fleet.ready("unit-0", *names))
             assert await whole.read(first)
-            pids = {name: fleet.process(name).pid for name in names}
+            pids = {name: fleet.process(name).pid for name in [*names, "unit-0"]}
             reading = asyncio.create_task(reader.read(second))
             await reader.soon.wait()
+            fleet.deaf = True
+            asking = asyncio.create_task(asked(second, "/admin/units/unit-0/drain", {}))
+            await fleet.until(lambda: bool(fleet.unanswered))
+        refused = await asking
+        assert refused.status_code == 503, refused.text
+        assert "controller went before it had answered" in refused.json()["error"]["message"]
         assert await reading
         assert reader.texts == whole.texts
         refused = await asked(first, "/admin/units/unit-0/drain", {})
@@ -303,7 +319,7 @@ def test_another_controller_adopts_gateways_that_served_meanwhile(kept: Kept) ->
         assert refused.json()["error"]["message"].startswith("the fleet's controller is away")
         async with controlled(kept, spec) as fleet:
             await fleet.until(fleet.ready("unit-0", *names))
-            assert {name: fleet.process(name).pid for name in names} == pids
+            assert {name: fleet.process(name).pid for name in [*names, "unit-0"]} == pids
             drained = await asked(second, "/admin/units/unit-0/drain", {})
             assert drained.status_code == 200, drained.text
             [unit] = (await asked(first, "/admin/units")).json()
@@ -312,33 +328,45 @@ def test_another_controller_adopts_gateways_that_served_meanwhile(kept: Kept) ->
     run(play)
 
 
-def test_a_gateway_that_comes_anew_knows_units_without_a_process(kept: Kept) -> None:
-    """One that another gateway knows, and one that the gateway before it on its host knew."""
-    first, second = kept.nodes
+def test_a_gateway_knows_what_a_unit_without_a_process_served_before_it(kept: Kept) -> None:
+    """The unit was on another host, and the gateway's predecessor was killed."""
+    first, _ = kept.nodes
+    name = f"gateway/1@{first}"
 
     async def play() -> None:
         async with controlled(kept, fleet_of(kept, {"unit-0": 1}, gateways=(first,))) as fleet:
-            await fleet.until(fleet.ready("unit-0", f"gateway/1@{first}"))
-            fleet.controller.edit(Edit(units={"unit-0": UnitEdit(wanted=False)}))
-            await fleet.until(lambda: fleet.process("unit-0").phase == "absent")
-            fleet.controller.edit(Edit(gateway=True))
-            await fleet.until(fleet.ready(f"gateway/2@{first}"))
-            cards = (await asked(first, "/admin/units/unit-0/cards")).json()
-            assert [card["name"] for card in cards] == ["stories"]
+            await fleet.until(fleet.ready("unit-0", name))
+            await stopped(fleet, "unit-0")
+            [pid] = kept.gateways(kept.hosts[0])
+            os.kill(pid, signal.SIGKILL)
+            await fleet.until(lambda: fleet.process(name).failures == 1 and fleet.ready(name)())
+            assert await cards(first, "unit-0") == ["stories"]
 
     run(play)
 
-    async def play_again() -> None:
-        async with controlled(kept, fleet_of(kept, {"unit-0": 0}, gateways=(first,))) as fleet:
-            await fleet.until(fleet.ready("unit-0", f"gateway/1@{first}"))
-            fleet.controller.edit(Edit(units={"unit-0": UnitEdit(wanted=False)}))
-            await fleet.until(lambda: fleet.process("unit-0").phase == "absent")
+
+def test_a_gateway_asks_another_what_a_unit_without_a_process_has_served(kept: Kept) -> None:
+    """No other test has a unit of this name, so nothing is kept of it on the second host."""
+    first, second = kept.nodes
+
+    async def play() -> None:
+        async with controlled(kept, fleet_of(kept, {"known": 0}, gateways=(first,))) as fleet:
+            await fleet.until(fleet.ready("known", f"gateway/1@{first}"))
+            await stopped(fleet, "known")
             fleet.controller.edit(Edit(gateways=(first, second)))
             await fleet.until(fleet.ready(f"gateway/1@{second}"))
-            cards = (await asked(second, "/admin/units/unit-0/cards")).json()
-            assert [card["name"] for card in cards] == ["stories"]
+            assert await cards(second, "known") == ["stories"]
 
-    run(play_again)
+    run(play)
+
+
+async def stopped(fleet: Controlled, unit: str) -> None:
+    fleet.controller.edit(Edit(units={unit: UnitEdit(wanted=False)}))
+    await fleet.until(lambda: fleet.process(unit).phase == "absent")
+
+
+async def cards(node: str, unit: str) -> list[str]:
+    return [card["name"] for card in (await asked(node, f"/admin/units/{unit}/cards")).json()]
 
 
 def test_the_fleet_scheduler_hears_of_requests_at_any_gateway(kept: Kept) -> None:
