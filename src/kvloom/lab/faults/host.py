@@ -245,8 +245,9 @@ class FaultyLauncher(ModelledLauncher):
             super().tell(component, news)
 
     def running(self) -> list[FoundProcess]:
-        """Returns the units' processes, and the gateway if it is up: none is there from the beginning."""
-        gateway = [FoundProcess(GATEWAY_NAME, 1, "ready")] if self._gateway == "up" else []
+        """Returns the units' processes, and the gateway if there is one: none is from the beginning."""
+        phase: Phase = "ready" if self._gateway == "up" else "starting"
+        gateway = [FoundProcess(GATEWAY_NAME, 1, phase)] if self._gateway else []
         return [*self._found(self._hosts), *gateway]
 
     def _found(self, names: Iterable[str]) -> Iterator[FoundProcess]:

@@ -93,9 +93,7 @@ class FaultyNodes(FaultyLauncher):
     def abandon(self) -> None:
         """The controller is gone: nobody renews leases, and its connections are over."""
         loop = asyncio.get_running_loop()
-        for outage in self._outages.values():
-            outage.noticed = True
-            outage.held.clear()
+        self._give_up_connections()
         self._leases = [
             loop.call_later(self._lease, self._fence, name)
             for name in self.nodes
@@ -107,7 +105,13 @@ class FaultyNodes(FaultyLauncher):
         for timer in self._leases:
             timer.cancel()
         self._leases = []
+        self._give_up_connections()
         self.join()
+
+    def _give_up_connections(self) -> None:
+        for outage in self._outages.values():
+            outage.noticed = True
+            outage.held.clear()
 
     def apart(self, source: str, destination: str) -> bool:
         """Returns whether no K and V go from one unit to another now."""
@@ -160,6 +164,18 @@ class FaultyNodes(FaultyLauncher):
             super().stop(component)
         elif not outage.noticed and not outage.off:
             outage.held.append(lambda: self.stop(component))
+
+    def kill(self, component: str) -> None:
+        outage = self._outages.get(self._where.get(component, ""))
+        if outage is not None:
+            if not outage.noticed and not outage.off:
+                outage.held.append(lambda: self.kill(component))
+        elif component in self._starts:
+            self._called_off.discard(component)
+            self._starts[component].cancel()
+        elif (host := self._hosts.get(component)) and host.process and component not in self._ending:
+            host.kill()
+            self._tell_end(Ended(component, "was killed"))
 
     def running(self) -> list[FoundProcess]:
         """Returns the gateway: the units' processes are told of by their nodes."""
