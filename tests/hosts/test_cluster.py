@@ -139,7 +139,7 @@ def test_a_node_that_lacks_a_checkpoint_is_named_before_anything_starts(
 @pytest.mark.parametrize(
     ("cluster", "problem"),
     [
-        ("nonsense", "no address; `auto`, or HOST:PORT of a head, is right"),
+        ("nonsense", "no address; HOST:PORT of a cluster's head, as 10.0.0.1:6379, is right"),
         ("127.0.0.1:9", "cannot be reached (Connection refused)"),
     ],
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-import socket
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -21,13 +20,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from kvloom.config.machine import Machine
 from kvloom.serve.nodes.agent import KeeperOrder, NodeAgent
 from kvloom.serve.nodes.launcher import Joins
+from kvloom.serve.nodes.reach import require_head
 from kvloom.serve.processes.identity import FleetIdentity
 from kvloom.types.clock import Clock
 from kvloom.types.errors import ConfigError
 
 NAMESPACE: Final = "kvloom"
 LOOK_SECONDS: Final = 1.0  # between two looks at which nodes there are
-REACH_SECONDS: Final = 5.0  # for the head to answer
 AGENT_SECONDS: Final = 60.0  # for an agent to start the node's keeper
 
 
@@ -35,7 +34,7 @@ def connect(address: str) -> None:
     """Connects this process to a Ray cluster. address: `HOST:PORT` of its head, or `auto` for the cluster
     that runs on this host. Raises ConfigError with one line if that cannot be done."""
     if address != "auto":
-        _reach(address)
+        require_head(address, f"--cluster {address}")
     try:
         ray.init(address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     except ConnectionError as error:
@@ -45,19 +44,6 @@ def connect(address: str) -> None:
         ) from error
     except (RuntimeError, ValueError, RayError) as error:
         raise ConfigError(f"--cluster {address}: {' '.join(str(error).split())[:400]}") from error
-
-
-def _reach(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ConfigError(f"--cluster {address}: no address; `auto`, or HOST:PORT of a head, is right")
-    try:
-        socket.create_connection((host, int(port)), REACH_SECONDS).close()
-    except OSError as error:
-        reason = error.strerror or str(error) or f"no answer in {REACH_SECONDS:g} s"
-        raise ConfigError(
-            f"--cluster {address}: cannot be reached ({reason}); HOST:PORT of a cluster's head is right"
-        ) from error
 
 
 class RayNodes:
