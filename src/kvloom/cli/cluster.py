@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -36,6 +35,7 @@ _LEAST_DISK: Final = 100_000_000  # bytes that Ray's folder of logs and sockets 
 _BEGUN: Final = "Ray runtime started"  # is in a line that `ray start` prints
 _OF_STORAGE: Final = {"RAY_gcs_storage": "rocksdb"}
 _VERSIONS: Final = re.compile(r"started with:\s+Ray: (\S+)\s+Python: (\S+)")
+_ENDED: Final = re.compile(r"(\w+) \[exit code=(-?\d+)\]")
 _RAISED: Final = re.compile(r"^(?:[A-Za-z_.]*(?:Error|Exception)): ", re.MULTILINE)
 
 EPILOGUE: Final = """\
@@ -199,7 +199,8 @@ def _kept_in(storage: Path) -> dict[str, str]:
 def _start(*arguments: str, environment: dict[str, str], begun: Callable[[], None]) -> None:
     """Starts Ray on this host, and stays as long as `ray start` does. begun: called once Ray runs. Raises
     CommandFailed with what Ray says if it fails, and ConfigError if it would."""
-    room = shutil.disk_usage(folder := os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()).free
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # which Ray takes
+    room = shutil.disk_usage(folder).free
     if room < _LEAST_DISK:
         raise ConfigError(
             f"{folder}: {room // 1_000_000} MB are free, and Ray keeps its logs there; at least "
@@ -263,6 +264,8 @@ def _problem(lines: Sequence[str]) -> str:
         )
     if "InvalidAuthToken" in said:
         return f"the cluster has another token; {TOKEN} as on its head is right"
+    if ended := _ENDED.findall(said):
+        return " and ".join(f"its {name} has ended with exit code {code}" for name, code in ended)
     if len(raised := _RAISED.split(said)) > 1:
         return " ".join(raised[-1].split())[:400]
     plain = [line.strip() for line in lines if line.strip()]
