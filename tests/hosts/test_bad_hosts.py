@@ -18,7 +18,7 @@ from tests.hosts.hosts import Host, NoHosts, eventually, hosts
 from tests.hosts.test_cluster import CHAT, DEADLINE, kvloom, of_kvloom, refused, serving, units_of
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
-CLOCK = "+9h"
+CLOCK = "-20h"
 UPTIME = 700_000  # seconds for which a host has been up for longer than this machine
 OTHER_VERSION = """\
 import importlib.util
@@ -140,7 +140,7 @@ def test_clocks_that_differ_two_networks_and_a_disk_that_fills_up(
     full."""
     head, other = two
     settings = preloaded()
-    assert hours(other, *settings) - hours(head) == pytest.approx(9, abs=0.1)
+    assert hours(other, *settings) - hours(head) == pytest.approx(-20, abs=0.1)
     other.run("mount", "-t", "tmpfs", "none", "/dev/shm")  # that the library leaves nothing in this machine's
     aged = ("unshare", "--time", f"--boottime={UPTIME}", f"--monotonic={UPTIME}", "--fork")
     join = (sys.executable, "-m", "kvloom.cli", "cluster", "join", f"{head.address}:6379")

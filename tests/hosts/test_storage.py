@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -40,7 +41,9 @@ def two() -> Iterator[list[Host]]:
 
 
 def begun(host: Host, folder: Path) -> tuple[HostProcess, str]:
-    """Returns a head that has started, and the cluster's token."""
+    """Returns a head that has started as systemd starts it, and the cluster's token."""
+    notify = folder / "notify"
+    notify.unlink(missing_ok=True)
     command = (
         "cluster",
         "start",
@@ -49,9 +52,14 @@ def begun(host: Host, folder: Path) -> tuple[HostProcess, str]:
         f"--storage={folder}/state",
         "--block",
     )
-    process = host.start("sh", "-c", 'exec "$@" 2>&1', "sh", sys.executable, "-m", "kvloom.cli", *command)
-    said = [process.stdout.readline().decode() for _ in range(4)]
-    [token] = re.findall(r"RAY_AUTH_TOKEN=(\w+)", "".join(said))
+    called = ("sh", "-c", 'exec "$@" 2>&1', "sh", sys.executable, "-m", "kvloom.cli", *command)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(notify))
+        manager.settimeout(DEADLINE)
+        process = host.start("env", f"NOTIFY_SOCKET={notify}", *called)
+        said = [process.stdout.readline().decode() for _ in range(4)]
+        [token] = re.findall(r"RAY_AUTH_TOKEN=(\w+)", "".join(said))
+        assert manager.recv(100) == b"READY=1"
     return process, str(token)
 
 

@@ -65,6 +65,8 @@ class _Node:
     """When the last lease that it was given is over, by this host's clock."""
     touch: asyncio.Task[None] | None = None
     """Keeps in touch with it."""
+    problem: str = ""
+    """Why its keeper did not answer the last time."""
     tried: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once its keeper has answered, or has not."""
     closed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -180,6 +182,11 @@ class NodesLauncher:
             elif node.phase == "there":
                 node.phase = "silent"
                 self._hear_node(NodeSilent(node.name, left, problem))
+            elif (
+                node.phase == "lost" and problem != node.problem
+            ):  # It was never there, or is another problem.
+                self._log(node.name, f"nothing can start there: {problem}")
+            node.problem = problem
             await self._clock.sleep(min(PAUSE_SECONDS, left) if node.phase == "silent" else PAUSE_SECONDS)
 
     async def _follow(self, node: _Node, wire: Wire) -> str:
