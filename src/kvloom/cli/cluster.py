@@ -245,7 +245,7 @@ def _ray(*arguments: str, environment: dict[str, str]) -> subprocess.Popen[str]:
 
 def _said(process: subprocess.Popen[str], heard: Callable[[str], None] = lambda line: None) -> list[str]:
     """Returns the last lines that a process prints. heard: called with each at once."""
-    lines: deque[str] = deque(maxlen=200)
+    lines: deque[str] = deque(maxlen=2000)  # Ray shows its logs after what has ended
     assert process.stdout is not None
     for line in process.stdout:
         lines.append(line)
