@@ -183,7 +183,7 @@ def test_gateways_on_two_hosts(three: list[Host], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cluster", "problem"),
     [
-        ("nonsense", "no address; `auto`, or HOST:PORT of a head, is right"),
+        ("nonsense", "no address; HOST:PORT of a cluster's head, as 10.0.0.1:6379, is right"),
         ("127.0.0.1:9", "cannot be reached (Connection refused)"),
     ],
 )

@@ -75,6 +75,8 @@ class _Node:
     """Whether it is said to be no more; then it is forgotten as soon as it is lost."""
     touch: asyncio.Task[None] | None = None
     """Keeps in touch with it."""
+    problem: str = ""
+    """Why its keeper did not answer the last time."""
     tried: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once its keeper has answered, or has not."""
     closed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -158,6 +160,11 @@ class NodesLauncher:
             elif node.phase == "there":
                 node.phase = "silent"
                 self._hear_node(NodeSilent(node.name, left, problem))
+            elif (
+                node.phase == "lost" and problem != node.problem
+            ):  # It was never there, or is another problem.
+                self._log(node.name, f"nothing can start there: {problem}")
+            node.problem = problem
             await self._clock.sleep(min(PAUSE_SECONDS, left) if node.phase == "silent" else PAUSE_SECONDS)
         del self._nodes[node.name]
 

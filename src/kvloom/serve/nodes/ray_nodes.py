@@ -7,7 +7,6 @@ goes through Ray: neither orders to keepers, nor requests, tokens, K and V.
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -27,12 +26,12 @@ from kvloom.config.machine import Machine
 from kvloom.serve.nodes.agent import KeeperOrder, NodeAgent
 from kvloom.serve.nodes.attach import Joins, NodeProblem, Reservation
 from kvloom.serve.nodes.home import FleetOrder
+from kvloom.serve.nodes.reach import require_head
 from kvloom.types.clock import Clock
 from kvloom.types.errors import ConfigError
 
 NAMESPACE: Final = "kvloom"
 LOOK_SECONDS: Final = 1.0  # between two looks at which nodes there are
-REACH_SECONDS: Final = 5.0  # for the head to answer
 AGENT_SECONDS: Final = 60.0  # for an agent to start the node's keeper
 RESERVE_SECONDS: Final = 5.0  # for Ray to set apart what a unit takes
 _ON: Final = 0.001  # of a node's own resource, by which a group is bound to it
@@ -43,7 +42,7 @@ def connected(address: str) -> Iterator[None]:
     """Connects this process to a Ray cluster for the time of the block. address: `HOST:PORT` of its head, or
     `auto` for the cluster that runs on this host. Raises ConfigError with one line if that cannot be done."""
     if address != "auto":
-        _reach(address)
+        require_head(address, f"--cluster {address}")
     try:
         ray.init(address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     except ConnectionError as error:
@@ -58,19 +57,6 @@ def connected(address: str) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-def _reach(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ConfigError(f"--cluster {address}: no address; `auto`, or HOST:PORT of a head, is right")
-    try:
-        socket.create_connection((host, int(port)), REACH_SECONDS).close()
-    except OSError as error:
-        reason = error.strerror or str(error) or f"no answer in {REACH_SECONDS:g} s"
-        raise ConfigError(
-            f"--cluster {address}: cannot be reached ({reason}); HOST:PORT of a cluster's head is right"
-        ) from error
 
 
 def machines() -> list[Machine]:

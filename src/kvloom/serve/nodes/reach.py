@@ -1,0 +1,60 @@
+"""Whether the hosts of a cluster reach each other, which is asked before Ray is, that would wait for long."""
+
+from __future__ import annotations
+
+import socket
+from typing import Final
+
+from kvloom.types.errors import ConfigError
+
+REACH_SECONDS: Final = 5.0  # for the head to answer
+
+
+def host_and_port(text: str, key: str) -> tuple[str, int]:
+    """Returns the two parts of `HOST:PORT`. key: what stands before the text in a message. Raises
+    ConfigError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"{key}: no address; HOST:PORT of a cluster's head, as 10.0.0.1:6379, is right")
+    return host, int(port)
+
+
+def require_head(head: str, key: str) -> None:
+    """Raises ConfigError if nothing takes connections at a cluster's head within a few seconds. head:
+    `HOST:PORT`; key: what stands before it in a message."""
+    if problem := _problem(host_and_port(head, key)):
+        raise ConfigError(f"{key}: cannot be reached ({problem}); HOST:PORT of a cluster's head is right")
+
+
+def require_own(address: str) -> None:
+    """Raises ConfigError if an address is none of this host."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError as error:
+            raise ConfigError(
+                f"--address {address}: no address of this host ({error.strerror}); one of its own is right"
+            ) from error
+
+
+def require_way_back(address: str, head: str) -> None:
+    """Raises ConfigError if the head, which can be reached, does not reach this host at an address of its
+    own. A connection that begins at that address is answered only if the answers come there."""
+    if problem := _problem(host_and_port(head, head), address):
+        raise ConfigError(
+            f"--address {address}: {head} does not reach this host there ({problem}); an address of this "
+            "host that the other hosts reach is right"
+        )
+
+
+def _problem(peer: tuple[str, int], source: str = "") -> str:
+    """Returns why no connection to a peer can be made; nothing if one can. source: the address of this host
+    at which the connection begins, if it is not left open."""
+    begin = (source, 0) if source else None
+    try:
+        socket.create_connection(peer, REACH_SECONDS, begin).close()
+    except TimeoutError:
+        return f"no answer in {REACH_SECONDS:g} s"
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
