@@ -11,6 +11,7 @@ import fcntl
 import os
 import signal
 import sys
+from pathlib import Path
 
 import msgspec
 
@@ -37,6 +38,7 @@ async def keep(order: KeeperOrder) -> None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, keeper.end)
             await keeper.serve(lambda address: _tell(order.fleet, address))
             forking.cancel()
+    _leave_nothing(place(order.fleet))
 
 
 def _tell(fleet: str, address: str) -> None:
@@ -47,12 +49,22 @@ def _tell(fleet: str, address: str) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
     except BlockingIOError as error:
         raise ConfigError("this host has a keeper of the fleet already; one is right") from error
+    if not os.fstat(file).st_nlink:
+        raise ConfigError("this host's keeper of the fleet has just ended; another attempt is right")
     os.truncate(file, 0)
     os.write(file, address.encode())
     print(address, flush=True)
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, sys.stdout.fileno())
     os.close(silent)
+
+
+def _leave_nothing(place: Path) -> None:
+    """Removes the file by which the keeper is found, and its log, unless something stands there."""
+    place.unlink(missing_ok=True)
+    log = place.with_suffix(".log")
+    if log.exists() and not log.stat().st_size:
+        log.unlink()
 
 
 def main() -> None:

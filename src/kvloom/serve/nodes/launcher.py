@@ -69,6 +69,8 @@ class _Node:
     """Set once its keeper has answered, or has not."""
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the connection is closed."""
+    refusal: str = ""
+    """Why its keeper has refused this controller, as it was told last."""
 
 
 class Joins(Protocol):
@@ -160,7 +162,8 @@ class NodesLauncher:
 
     async def _outlive(self, node: _Node) -> None:
         await self._clock.sleep(max(0.0, self._left(node)))
-        self._hear_node(NodeLeft(node.name))
+        if node.name not in self._nodes:  # else it has joined again meanwhile, with all that it has
+            self._hear_node(NodeLeft(node.name))
 
     def _left(self, node: _Node) -> float:
         """Returns the seconds for which a node may still serve."""
@@ -196,6 +199,9 @@ class NodesLauncher:
                         return why
                     case Refused():
                         why = f"its keeper refuses this controller: {message.why}"
+                        if node.refusal != why:  # else it was told before
+                            node.refusal = why
+                            self._log(node.name, why)
                     case NodeHere():
                         node.wire, node.phase = wire, "there"
                         node.closed.clear()

@@ -29,6 +29,7 @@ NAMESPACE: Final = "kvloom"
 LOOK_SECONDS: Final = 1.0  # between two looks at which nodes there are
 REACH_SECONDS: Final = 5.0  # for the head to answer
 AGENT_SECONDS: Final = 60.0  # for an agent to start the node's keeper
+_CRASHED: Final = 2  # Ray's NodeDeathInfo.UNEXPECTED_TERMINATION
 
 
 def connect(address: str) -> None:
@@ -79,7 +80,10 @@ class RayNodes:
     async def look(self, joins: Joins, told: Callable[[str, str], None]) -> None:
         alive = await asyncio.to_thread(_alive)
         for identifier in set(self._known) - set(alive):
-            joins.leave(self._known.pop(identifier))
+            name = self._known.pop(identifier)
+            # If Ray alone has died there, the keeper and its engines serve on; whether they do, it tells.
+            if name not in alive.values() and await asyncio.to_thread(_was_stopped, identifier):
+                joins.leave(name)
         new = {identifier: name for identifier, name in alive.items() if identifier not in self._known}
         found = await asyncio.gather(*(asyncio.to_thread(self._keeper, *one) for one in new.items()))
         for (identifier, name), (address, problem) in zip(new.items(), found, strict=True):
@@ -147,6 +151,12 @@ class RayNodes:
         for identifier in _alive():
             ray.kill(self._agent(identifier))
         ray.shutdown()
+
+
+def _was_stopped(identifier: str) -> bool:
+    """Returns whether a node that is not alive any more was told to end, as `ray stop` does."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return any(node["NodeID"] == identifier and node["DeathReason"] != _CRASHED for node in nodes)
 
 
 def _alive() -> dict[str, str]:
