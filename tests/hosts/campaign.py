@@ -190,14 +190,14 @@ def _suffer(scene: Scene, effort: Effort, tally: Tally, say: Callable[[str], Non
     """Lets all faults happen, each to a fleet that is whole, and returns what was not healed."""
     for number in range(effort.rounds):
         for fault in scene.draw.sample(scene.faults, len(scene.faults)):
-            began, streams = time.monotonic(), tally.streams
+            began, streams, name = time.monotonic(), tally.streams, fault.__name__.replace("_", " ")
             try:
                 fault()
                 scene.fleet.become_whole()
             except (AssertionError, OSError, subprocess.SubprocessError) as error:
-                return [f"after {fault.__name__}: {error}"]
+                return [f"after {name}: {error}"]
             say(
-                f"{number}: {fault.__name__.replace('_', ' ')}: whole after {time.monotonic() - began:.1f} s, "
+                f"{number}: {name}: whole after {time.monotonic() - began:.1f} s; "
                 f"{tally.streams - streams} streams ended, {tally.bad.total()} of all not well"
             )
     return []
@@ -207,8 +207,8 @@ def _told(tally: Tally, seconds: float) -> str:
     wrong, lost, doubled = (tally.bad[kind] for kind in ("wrong", "lost", "doubled"))
     return (
         f"{tally.streams} streams of {tally.tokens} tokens in {seconds:.0f} s: {wrong} wrong, {lost} lost, "
-        f"{doubled} doubled, {tally.resumed} resumptions, {tally.refused} refusals, at most {tally.quiet:.1f} s "
-        "without a token"
+        f"{doubled} doubled, {tally.resumed} resumptions, {tally.refused} refusals, "
+        f"at most {tally.quiet:.1f} s without a token"
     )
 
 

@@ -116,6 +116,15 @@ def test_an_engine_is_killed(scene: Scene) -> None:
     assert units_of(victim) == units
 
 
+def test_a_keeper_is_killed(scene: Scene) -> None:
+    """Its engines end with it, and its host has another one soon."""
+    victim = scene.victim
+    keepers = of_kind(victim, "keeper")
+    with scene.streams():
+        kill(victim, "keeper")
+        eventually(lambda: of_kind(victim, "keeper") not in ([], keepers), DEADLINE)
+
+
 def test_a_raylet_is_killed(scene: Scene) -> None:
     """The engine of its host serves on for longer than a lease after Ray has given the host up. The host
     joins again, and the next agent finds what runs there."""

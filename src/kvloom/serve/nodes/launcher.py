@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
@@ -80,6 +80,9 @@ class Joins(Protocol):
 
     def leave(self, name: str) -> None: ...
 
+    def silent(self) -> Set[str]:
+        """Returns the hosts whose keepers do not answer."""
+
 
 class Cluster(Protocol):
     """Knows which hosts there are, and lets a keeper of the fleet run on each."""
@@ -145,6 +148,10 @@ class NodesLauncher:
                 node.touch.cancel()
             node.address = address
             node.touch = self._tasks.create_task(self._keep_in_touch(node))
+
+    def silent(self) -> Set[str]:
+        """Returns the nodes whose keepers do not answer, be it that others run there now."""
+        return {node.name for node in self._nodes.values() if node.wire is None}
 
     async def answered(self) -> None:
         """Waits until each node that has joined has answered, or could not be reached."""

@@ -29,6 +29,7 @@ NAMESPACE: Final = "kvloom"
 LOOK_SECONDS: Final = 1.0  # between two looks at which nodes there are
 REACH_SECONDS: Final = 5.0  # for the head to answer
 AGENT_SECONDS: Final = 60.0  # for an agent to start the node's keeper
+AGAIN_SECONDS: Final = 5.0  # for that on a node that may be cut off, while no other node joins
 _CRASHED: Final = 2  # Ray's NodeDeathInfo.UNEXPECTED_TERMINATION
 
 
@@ -84,14 +85,19 @@ class RayNodes:
             # If Ray alone has died there, the keeper and its engines serve on; whether they do, it tells.
             if name not in alive.values() and await asyncio.to_thread(_was_stopped, identifier):
                 joins.leave(name)
-        new = {identifier: name for identifier, name in alive.items() if identifier not in self._known}
-        found = await asyncio.gather(*(asyncio.to_thread(self._keeper, *one) for one in new.items()))
-        for (identifier, name), (address, problem) in zip(new.items(), found, strict=True):
+        silent = joins.silent()
+        asked = {
+            identifier: name
+            for identifier, name in alive.items()
+            if identifier not in self._known or name in silent
+        }
+        found = await asyncio.gather(*(asyncio.to_thread(self._keeper, *one) for one in asked.items()))
+        for (identifier, name), (address, problem) in zip(asked.items(), found, strict=True):
             if address:
                 self._known[identifier] = name
                 self._problems.pop(name, None)
                 joins.join(name, address)
-            elif self._problems.get(name) != problem:
+            elif identifier not in self._known and self._problems.get(name) != problem:
                 self._problems[name] = problem
                 told(name, f"has no keeper: {problem}; it is tried again")
 
@@ -116,10 +122,11 @@ class RayNodes:
 
     def _keeper(self, identifier: str, name: str) -> tuple[str, str]:
         """Returns the address of a node's keeper, or an empty one and why there is none."""
+        seconds = AGAIN_SECONDS if identifier in self._known else AGENT_SECONDS
         order = KeeperOrder(host=name, secret=self.secret, identity=self.identity, fleet=self._fleet)
         try:
             asked = self._agent(identifier).keeper.remote(msgspec.json.encode(order))
-            return str(ray.get(asked, timeout=AGENT_SECONDS)), ""
+            return str(ray.get(asked, timeout=seconds)), ""
         except (RayError, RuntimeError, ValueError) as error:
             cause = getattr(error, "cause", None) or error  # what the agent has raised
             return "", " ".join(str(cause).split())[:300] or type(cause).__name__
