@@ -19,6 +19,7 @@ from tests.hosts.hosts import Host, HostProcess, eventually
 
 DEADLINE: Final = 120.0
 PORT: Final = 6379
+GATEWAY_PORT: Final = 8000
 ADMIN: Final = "k-admin-of-the-hosts"
 KINDS: Final = {
     "agent": r"^ray::NodeAgent",
@@ -26,6 +27,8 @@ KINDS: Final = {
     "gcs": r"/gcs/gcs_server ",
     "keeper": r"kvloom\.serve\.nodes\.keeper_process",
     "engine": r"\bunit-\d+",
+    "gateway": r"kvloom\.serve\.gateway_process",
+    "controller": r"kvloom\.serve\.\S*controller",
 }
 """How the processes of each kind are told from others, by their command lines."""
 
@@ -107,17 +110,19 @@ class RayCluster:
 
 @dataclass
 class Serving:
-    """A fleet that serves from the head."""
+    """A fleet over a cluster's hosts."""
 
     cluster: RayCluster
     process: HostProcess
+    """That of `kvloom serve`, on the head."""
     url: str
     printed: list[str]
 
     @property
     def urls(self) -> list[str]:
         """Returns the addresses of all its gateways."""
-        return [self.url]
+        homes = [host for host in self.cluster.hosts if of_kind(host, "gateway")]
+        return [f"http://{host.address}:{GATEWAY_PORT}" for host in homes]
 
     def admin(self, path: str, body: object = None) -> object:
         """Asks one of the paths for administrators."""
@@ -189,14 +194,14 @@ def serving(cluster: RayCluster, config: str, folder: Path) -> Iterator[Serving]
     admins.write_text(ADMIN + "\n")
     path.write_text(f"{config}host: 0.0.0.0\nadmin_key_file: {admins}\n")
     with _served(cluster.head, str(path), "--cluster", "auto") as (process, printed):
-        yield Serving(cluster, process, f"http://{cluster.head.address}:8000", printed)
+        yield Serving(cluster, process, f"http://{cluster.head.address}:{GATEWAY_PORT}", printed)
 
 
 @contextmanager
 def lone(host: Host, *arguments: str) -> Iterator[str]:
     """Lets one engine at a host serve what the arguments of `kvloom serve` say, and yields its address."""
     with _served(host, *arguments, "--host", "0.0.0.0"):
-        yield f"http://{host.address}:8000"
+        yield f"http://{host.address}:{GATEWAY_PORT}"
 
 
 @contextmanager

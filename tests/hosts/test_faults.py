@@ -17,7 +17,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from kvloom.config.config import DEMO
+from kvloom.config.config import DEMO, Config
 from tests.hosts.fleets import (
     DEADLINE,
     RayCluster,
@@ -38,6 +38,10 @@ pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not ins
 long = pytest.mark.skipif(
     os.environ.get("KVLOOM_FAULTS") != "all", reason="takes long; KVLOOM_FAULTS=all plays it"
 )
+several_gateways = pytest.mark.skipif(
+    "gateways" not in Config.model_fields, reason="a fleet cannot have gateways on several nodes yet"
+)
+controller_apart = pytest.mark.skip(reason="the controller is not a process of its own yet")
 AT_ONCE = 8
 LEASE = 5.0
 CONFIG = f"""\
@@ -84,7 +88,10 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
                 right = asyncio.run(right_answers(url, asked))
             cluster = RayCluster(made)
             cluster.start()
-            with serving(cluster, CONFIG, tmp_path_factory.mktemp("faults")) as fleet:
+            gateways = (
+                f"gateways: {[host.address for host in made]}\n" if "gateways" in Config.model_fields else ""
+            )
+            with serving(cluster, CONFIG + gateways, tmp_path_factory.mktemp("faults")) as fleet:
                 yield Scene(cluster, fleet, right)
     except NoHosts as why:
         pytest.skip(str(why))
@@ -114,6 +121,51 @@ def test_an_engine_is_killed(scene: Scene) -> None:
         kill(victim, "engine")
         eventually(lambda: of_kind(victim, "engine") not in ([], engines), DEADLINE)
     assert units_of(victim) == units
+
+
+@several_gateways
+def test_a_gateway_is_killed(scene: Scene) -> None:
+    """Clients resume its streams at other gateways, and its host has another one soon."""
+    victim = scene.victim
+    gateways, engines = of_kind(victim, "gateway"), of_kind(victim, "engine")
+    with scene.streams() as clients:
+        kill(victim, "gateway")
+        eventually(lambda: of_kind(victim, "gateway") not in ([], gateways), DEADLINE)
+    assert clients.tally.resumed
+    assert of_kind(victim, "engine") == engines
+
+
+@controller_apart
+def test_the_controller_is_killed(scene: Scene) -> None:
+    """Another one takes over what runs, and no stream notices."""
+    running = [(of_kind(host, "engine"), of_kind(host, "gateway")) for host in scene.cluster.hosts]
+    [home] = [host for host in scene.cluster.hosts if of_kind(host, "controller")]
+    controllers = of_kind(home, "controller")
+    with scene.streams() as clients:
+        kill(home, "controller")
+        eventually(lambda: of_kind(home, "controller") not in ([], controllers), DEADLINE)
+    assert [(of_kind(host, "engine"), of_kind(host, "gateway")) for host in scene.cluster.hosts] == running
+    assert not clients.tally.resumed
+
+
+@controller_apart
+def test_the_command_that_shows_the_fleet_is_killed(scene: Scene) -> None:
+    running = [(of_kind(host, "engine"), of_kind(host, "gateway")) for host in scene.cluster.hosts]
+    with scene.streams() as clients:
+        scene.fleet.process.signal(signal.SIGKILL)
+        scene.fleet.process.wait()
+    assert [(of_kind(host, "engine"), of_kind(host, "gateway")) for host in scene.cluster.hosts] == running
+    assert not clients.tally.resumed
+
+
+@controller_apart
+def test_the_head_loses_its_power_and_is_started_again(scene: Scene) -> None:
+    """Clients wait for longer than a lease, and lose nothing."""
+    head = scene.cluster.head
+    with scene.streams():
+        head.cut_power()
+        head.boot()
+        scene.cluster.start()
 
 
 def test_a_keeper_is_killed(scene: Scene) -> None:
