@@ -191,6 +191,7 @@ def _suffer(scene: Scene, effort: Effort, tally: Tally, say: Callable[[str], Non
     for number in range(effort.rounds):
         for fault in scene.draw.sample(scene.faults, len(scene.faults)):
             began, streams, name = time.monotonic(), tally.streams, fault.__name__.replace("_", " ")
+            tally.quiet = 0.0
             try:
                 fault()
                 scene.fleet.become_whole()
@@ -198,7 +199,8 @@ def _suffer(scene: Scene, effort: Effort, tally: Tally, say: Callable[[str], Non
                 return [f"after {name}: {error}"]
             say(
                 f"{number}: {name}: whole after {time.monotonic() - began:.1f} s; "
-                f"{tally.streams - streams} streams ended, {tally.bad.total()} of all not well"
+                f"{tally.streams - streams} streams ended, {tally.bad.total()} of all not well; "
+                f"at most {tally.quiet:.1f} s without a token"
             )
     return []
 
@@ -207,8 +209,7 @@ def _told(tally: Tally, seconds: float) -> str:
     wrong, lost, doubled = (tally.bad[kind] for kind in ("wrong", "lost", "doubled"))
     return (
         f"{tally.streams} streams of {tally.tokens} tokens in {seconds:.0f} s: {wrong} wrong, {lost} lost, "
-        f"{doubled} doubled, {tally.resumed} resumptions, {tally.refused} refusals, "
-        f"at most {tally.quiet:.1f} s without a token"
+        f"{doubled} doubled, {tally.resumed} resumptions, {tally.refused} refusals"
     )
 
 

@@ -20,6 +20,11 @@ from tests.hosts.hosts import Host, HostProcess, eventually
 DEADLINE: Final = 120.0
 PORT: Final = 6379
 GATEWAY_PORT: Final = 8000
+_ALIVE: Final = """
+import ray
+ray.init("auto", log_to_driver=False, configure_logging=False)
+print(*(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]))
+"""
 ADMIN: Final = "k-admin-of-the-hosts"
 KINDS: Final = {
     "agent": r"^ray::NodeAgent",
@@ -101,6 +106,10 @@ class RayCluster:
 
     def join(self, host: Host) -> None:
         kvloom(host, "cluster", "join", self.address, token=self.token)
+
+    def alive(self) -> list[str]:
+        """Returns the addresses of the hosts that Ray takes to be alive."""
+        return self.head.run("env", "RAY_AUTH_MODE=token", sys.executable, "-c", _ALIVE).split()
 
     def stop(self) -> None:
         """Takes each host out of the cluster, the head last."""

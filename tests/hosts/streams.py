@@ -21,8 +21,10 @@ from typing import Any, Final
 import aiohttp
 
 PATH: Final = "/v1/completions"
-PATIENCE: Final = 120.0  # seconds without an event, after which a stream is lost
-QUIET: Final = 20.0  # seconds without a byte, after which a client asks another gateway
+PATIENCE: Final = 240.0  # seconds without an event, after which a stream is lost
+QUIET: Final = (
+    60.0  # Seconds without a byte, after which a client asks again. A resumed stream catches up first.
+)
 TO_CONNECT: Final = 3.0
 PAUSE: Final = 0.3  # between two attempts of one stream
 UNITS: Final = "a fox", "an owl", "a robot", "a dragon", "a princess", "a cat", "the moon", "a boat"
@@ -52,8 +54,6 @@ class Answer:
     resumed: int = 0
     refused: int = 0
     """Times that a gateway or the fleet could not take it, and the client came again."""
-    quiet: float = 0.0
-    """The longest time between two events, in seconds."""
 
     def take(self, data: str) -> None:
         """Takes in an event. Raises ConnectionError if it says that the stream can be resumed."""
@@ -97,7 +97,6 @@ class Tally:
         self.tokens += answer.tokens
         self.resumed += answer.resumed
         self.refused += answer.refused
-        self.quiet = max(self.quiet, answer.quiet)
         if kind := _fault(answer, right):
             self.bad[kind] += 1
             self.told.append(
@@ -180,8 +179,9 @@ class Clients:
         answer = await ask(session, asked, self._urls, self._draw, self._hear)
         self.tally.count(asked, answer, self._right[asked])
 
-    def _hear(self) -> None:
+    def _hear(self, quiet: float) -> None:
         self.events += 1
+        self.tally.quiet = max(self.tally.quiet, quiet)
 
 
 async def ask(
@@ -189,9 +189,10 @@ async def ask(
     asked: Asked,
     urls: Sequence[str],
     draw: random.Random,
-    hear: Callable[[], None] = lambda: None,
+    hear: Callable[[float], None] = lambda _: None,
 ) -> Answer:
-    """Returns what a client gets that resumes its stream whenever that breaks, at any of the gateways."""
+    """Returns what a client gets that resumes its stream whenever that breaks, at any of the gateways. hear:
+    called at each event with the seconds since the one before."""
     answer, since = Answer(), time.monotonic()
     while not answer.over and not answer.problem:
         before = answer.last
@@ -199,9 +200,8 @@ async def ask(
             async for event, data in _events(session, draw.choice(urls), asked, answer):
                 answer.take(data)
                 answer.last = event or answer.last
-                hear()
-                now = time.monotonic()
-                answer.quiet, since = max(answer.quiet, now - since), now
+                before_it, since = since, time.monotonic()
+                hear(since - before_it)
             if answer.over or answer.problem:
                 break
         except (aiohttp.ClientError, OSError, TimeoutError) as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -168,6 +169,7 @@ def test_the_head_loses_its_power_and_is_started_again(scene: Scene) -> None:
         scene.cluster.start()
 
 
+@long
 def test_a_keeper_is_killed(scene: Scene) -> None:
     """Its engines end with it, and its host has another one soon."""
     victim = scene.victim
@@ -178,8 +180,7 @@ def test_a_keeper_is_killed(scene: Scene) -> None:
 
 
 def test_a_raylet_is_killed(scene: Scene) -> None:
-    """The engine of its host serves on for longer than a lease after Ray has given the host up. The host
-    joins again, and the next agent finds what runs there."""
+    """The engine of its host serves on. The host joins again, and the next agent finds what runs there."""
     victim = scene.victim
     engines = of_kind(victim, "engine")
     with scene.streams():
@@ -187,6 +188,21 @@ def test_a_raylet_is_killed(scene: Scene) -> None:
         eventually(lambda: not of_kind(victim, "agent"), DEADLINE)
         scene.cluster.join(victim)
         eventually(lambda: len(of_kind(victim, "agent")) == 1, DEADLINE)
+    assert of_kind(victim, "engine") == engines
+
+
+@long
+def test_ray_is_dead_on_a_host_for_longer_than_a_lease(scene: Scene) -> None:
+    """Also after Ray has given the host up its engine serves on."""
+    victim = scene.victim
+    engines = of_kind(victim, "engine")
+    with scene.streams():
+        kill(victim, "raylet")
+        eventually(lambda: victim.address not in scene.cluster.alive(), DEADLINE)
+        time.sleep(2 * LEASE)
+        assert of_kind(victim, "engine") == engines
+        scene.cluster.join(victim)
+        eventually(lambda: victim.address in scene.cluster.alive(), DEADLINE)
     assert of_kind(victim, "engine") == engines
 
 
@@ -200,6 +216,7 @@ def test_a_host_loses_its_power_and_joins_again(scene: Scene) -> None:
         scene.cluster.join(victim)
 
 
+@long
 def test_a_host_is_cut_off_for_less_than_its_lease(scene: Scene) -> None:
     """Nothing is started or ended, and no stream moves."""
     victim = scene.victim
@@ -227,6 +244,7 @@ def test_a_host_is_cut_off_for_longer_than_its_lease(scene: Scene) -> None:
             victim.join_again()
 
 
+@long
 def test_a_slow_link_loses_packets(scene: Scene) -> None:
     victim = scene.victim
     engines = of_kind(victim, "engine")
@@ -245,6 +263,7 @@ def test_a_host_is_drained_and_admitted(scene: Scene) -> None:
         kvloom(scene.cluster.head, "node", "admit", victim.address)
 
 
+@long
 def test_a_host_leaves_its_cluster_and_joins_again(scene: Scene) -> None:
     victim = scene.victim
     with scene.streams():
