@@ -11,6 +11,7 @@ import itertools
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,10 @@ from pathlib import Path
 from typing import IO, Final
 
 SECONDS: Final = 10.0  # for a command, and for processes to end
+_ROOT: Final = Path(__file__).parents[2]
 _UNSHARE: Final = ("unshare", "--pid", "--fork", "--mount-proc", "--uts")
+# Who ignores the ends of its children has none that wait to be asked how they have ended.
+_INIT: Final = 'hostname "$0"; echo up; exec env --ignore-signal=CHLD sleep infinity'
 _numbers = itertools.count()
 
 
@@ -70,12 +74,17 @@ class HostProcess:
 class Host:
     """A host, from when it is switched on to when its power is cut."""
 
-    def __init__(self, name: str, address: str, cable: str, folder: Path) -> None:
-        """cable: its end of the link to the bridge; folder: for its temporary files."""
+    def __init__(
+        self, name: str, address: str, cable: str, folder: Path, outer: str = "", bridge: str = ""
+    ) -> None:
+        """cable: its end of the link to the bridge; folder: its home, and for its temporary files; outer: the
+        link's other end."""
         self.name = name
         self.address = address
         self._cable = cable
-        self._folder = folder
+        self._outer = outer
+        self._bridge = bridge
+        self.folder = folder
         self._processes: list[HostProcess] = []
         self._switch_on()
 
@@ -83,9 +92,10 @@ class Host:
         self._init = subprocess.Popen(
             [
                 *("ip", "netns", "exec", self.name, *_UNSHARE),
-                *("sh", "-c", 'hostname "$0"; echo up; exec sleep infinity', self.name),
+                *("sh", "-c", _INIT, self.name),
             ],
             stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # that its child was killed
         )
         assert self._init.stdout is not None
         self._init.stdout.readline()
@@ -95,7 +105,7 @@ class Host:
         """Returns the command by which something runs at this host."""
         return [
             *("nsenter", f"--target={self._first}", "--net", "--pid", "--mount", "--uts"),
-            *("env", f"TMPDIR={self._folder}", f"HOME={self._folder}", *arguments),
+            *("env", f"TMPDIR={self.folder}", f"HOME={self.folder}", *arguments),
         ]
 
     def start(self, *arguments: str) -> HostProcess:
@@ -120,6 +130,32 @@ class Host:
     def join_again(self) -> None:
         _ip("-n", self.name, "link", "set", self._cable, "up")
 
+    @contextmanager
+    def slow(self, delay: float, loss: float, seed: int = 0) -> Iterator[None]:
+        """Lets what the host sends and gets come so many seconds late, and a share of it never."""
+        near, far = f"{self._outer}n", f"{self._outer}f"
+        _ip("link", "add", near, "type", "veth", "peer", "name", far)
+        _ip("link", "set", near, "up")
+        _ip("link", "set", self._outer, "nomaster")
+        _ip("link", "set", far, "master", self._bridge, "up")
+        carrier = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "tests.hosts.slow_link"),
+                *(self._outer, near, str(delay), str(loss), str(seed)),
+            ],
+            cwd=_ROOT,
+            stdout=subprocess.PIPE,
+        )
+        try:
+            assert carrier.stdout is not None
+            assert carrier.stdout.readline(), "nothing carries its frames"
+            yield
+        finally:
+            carrier.kill()
+            carrier.communicate()
+            _ip("link", "del", near)
+            _ip("link", "set", self._outer, "master", self._bridge)
+
     def processes(self) -> list[int]:
         """Returns the ids of what runs at this host, but for its first process, which does nothing."""
         return [
@@ -131,7 +167,8 @@ class Host:
         return {self._init.pid, self._first}
 
     def cut_power(self) -> None:
-        """Kills all that runs at this host at once."""
+        """Kills all that runs at this host at once. Nobody else is told: its connections are not closed."""
+        self.cut_off()
         with suppress(ProcessLookupError):
             os.kill(self._first, signal.SIGKILL)
         self._init.wait(SECONDS)
@@ -145,6 +182,7 @@ class Host:
     def boot(self) -> None:
         """Switches a host on again whose power was cut."""
         self._switch_on()
+        self.join_again()
 
 
 @contextmanager
@@ -175,7 +213,7 @@ def hosts(count: int) -> Iterator[list[Host]]:
             _ip("-n", name, "link", "set", "lo", "up")
             own = folder / f"h{i}"
             own.mkdir()
-            host = Host(name, f"{network}.{i + 1}", cable, own)
+            host = Host(name, f"{network}.{i + 1}", cable, own, outer, f"{tag}b")
             stack.callback(host.cut_power)
             made.append(host)
         yield made

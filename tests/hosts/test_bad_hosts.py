@@ -14,10 +14,18 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kvloom.config.config import DEMO
+from tests.hosts.fleets import CHAT, DEADLINE, kvloom, of_kvloom, refused, served, units_of
 from tests.hosts.hosts import Host, NoHosts, eventually, hosts
-from tests.hosts.test_cluster import CHAT, DEADLINE, kvloom, of_kvloom, refused, serving, units_of
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+CONFIG = f"""\
+host: 0.0.0.0
+kv_memory: 48MiB
+node_lease: 5s
+models: {{sums: {DEMO}/sums}}
+units: [{{models: [sums], replicas: 3, threads: 1}}]
+"""
 CLOCK = "-20h"
 UPTIME = 700_000  # seconds for which a host has been up for longer than this machine
 OTHER_VERSION = """\
@@ -146,7 +154,9 @@ def test_clocks_that_differ_two_networks_and_a_disk_that_fills_up(
     join = (sys.executable, "-m", "kvloom.cli", "cluster", "join", f"{head.address}:6379")
     told = other.run("env", f"RAY_AUTH_TOKEN={token}", *settings, *aged, *join)
     assert told == f"This host, {other.address}, has joined the cluster of {head.address}:6379.\n"
-    with serving(two, tmp_path) as fleet:
+    config = tmp_path / "fleet.yaml"
+    config.write_text(CONFIG)
+    with served(head, str(config), "--cluster", "auto") as fleet:
         assert units_of(head)
         assert units_of(other)
         right = "".join(pieces(fleet.url))
@@ -156,7 +166,8 @@ def test_clocks_that_differ_two_networks_and_a_disk_that_fills_up(
         begun = next(stream)
         fill(head)
         assert begun + "".join(stream) == right
-        assert kvloom(head, "unit", "drain", units_of(head)[0]).count("drained") == 1
+        said = refused(head, "unit", "drain", units_of(head)[0])
+        assert "the fleet's file cannot be written: No space left on device" in said
         assert "".join(pieces(fleet.url)) == right
     assert fleet.process.wait() == 0, "".join(fleet.printed)
     eventually(lambda: not any(map(of_kvloom, two)), seconds=DEADLINE)

@@ -7,7 +7,7 @@ import signal
 import ssl
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,9 @@ import pytest
 
 from kvloom.cluster.launcher import Answered, Ended
 from kvloom.router.client import HttpEngineClient
+from kvloom.serve.local import LocalLauncher, Role
 from kvloom.serve.nodes.agent import KeeperOrder
+from kvloom.serve.nodes.launcher import PAUSE_SECONDS, NodesLauncher
 from kvloom.serve.nodes.wire import (
     VERSION,
     Begin,
@@ -32,14 +34,26 @@ from kvloom.serve.nodes.wire import (
     connect,
 )
 from kvloom.serve.processes.identity import NAME, FleetIdentity, calling_context
+from kvloom.serve.processes.messages import GatewaySpec
+from kvloom.types.clock import WallClock
 from kvloom.types.errors import Unavailable
 from kvloom.types.request import TokenEvent
+from kvloom.types.spec import ProgramSpec
 from tests.checkpoints import make_checkpoint
 from tests.engines import body, spec_of
 from tests.hosts.hosts import Host, NoHosts, hosts
 from tests.oracle import Oracle
 
 SECRET = "between us"
+GATEWAY = GatewaySpec(
+    host="127.0.0.1",
+    port=0,
+    api_keys={},
+    max_body=1024,
+    max_connections=1,
+    program=ProgramSpec("data_parallel"),
+    folder="",
+)
 LEASE = 3.0
 DEADLINE = 60.0
 
@@ -104,15 +118,24 @@ async def controller(address: str, context: ssl.SSLContext, life: int = 1) -> As
 @pytest.fixture
 def keeper(two: list[Host], tmp_path: Path) -> Iterator[tuple[str, ssl.SSLContext]]:
     """The address of a keeper at the first host, and with what it is called."""
+    with keeping(two[0], tmp_path, "-m", "kvloom.serve.nodes.keeper_process") as kept:
+        yield kept
+
+
+@contextmanager
+def keeping(host: Host, folder: Path, *program: str) -> Iterator[tuple[str, ssl.SSLContext]]:
+    """Lets a keeper run, and yields its address, and with what it is called. program: what the interpreter
+    runs."""
     identity = FleetIdentity.make()
-    order = KeeperOrder(host=two[0].address, secret=SECRET, identity=identity, fleet="test")
-    process = two[0].start(sys.executable, "-m", "kvloom.serve.nodes.keeper_process")
+    order = KeeperOrder(host=host.address, secret=SECRET, identity=identity, fleet="test")
+    process = host.start(sys.executable, *program)
     process.stdin.write(msgspec.json.encode(order) + b"\n")
     process.stdin.close()
-    yield process.stdout.readline().decode().strip(), calling_context(identity.keep(tmp_path))
+    yield process.stdout.readline().decode().strip(), calling_context(identity.keep(folder))
     process.signal(signal.SIGTERM)
     assert process.wait(DEADLINE) == 0
-    assert not two[0].processes()
+    assert not host.processes()
+    assert not list(host.folder.iterdir())
 
 
 async def generated(client: HttpEngineClient, prompt: list[int], count: int) -> list[int]:
@@ -239,3 +262,46 @@ def test_who_has_another_certificate_is_cut_off(keeper: tuple[str, ssl.SSLContex
             await connect(keeper[0], stranger)
 
     asyncio.run(play())
+
+
+OF_TOMORROW = f"""
+from kvloom.serve.nodes import wire
+wire.VERSION = {VERSION + 1}
+from kvloom.serve.nodes.keeper_process import main
+main()
+"""
+
+
+def test_a_keeper_of_another_version_says_both(two: list[Host], tmp_path: Path) -> None:
+    """The controller tells it once, however often it tries."""
+    told: list[tuple[str, str]] = []
+
+    async def play(address: str, context: ssl.SSLContext) -> None:
+        clock, unwanted = WallClock(), asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            local = LocalLauncher(no_role, tasks, clock, hear=lambda *_: None, log=lambda *_: None)
+            launcher = NodesLauncher(
+                local,
+                context,
+                tasks,
+                clock,
+                hear=lambda *_: unwanted.set(),
+                hear_node=lambda _: unwanted.set(),
+                log=lambda *line: told.append(line),
+                gateway=GATEWAY,
+                lease=LEASE,
+            )
+            launcher.join("10.0.0.9", address)
+            await launcher.answered()
+            await asyncio.sleep(3 * PAUSE_SECONDS)  # in which it tries again
+            assert not unwanted.is_set()
+            await launcher.end(DEADLINE)
+
+    with keeping(two[0], tmp_path, "-c", OF_TOMORROW) as kept:
+        asyncio.run(play(*kept))
+    versions = f"it speaks version {VERSION + 1}, and the controller {VERSION}"
+    assert told == [("10.0.0.9", f"its keeper refuses this controller: {versions}")]
+
+
+def no_role(component: str, _: object) -> Role:
+    raise AssertionError(f"{component} is to be nowhere")

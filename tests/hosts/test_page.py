@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from kvloom.config.config import DEMO
+from tests.hosts.fleets import CHAT, DEADLINE, of_kvloom, units_of
 from tests.hosts.hosts import Host, NoHosts, eventually, hosts
-from tests.hosts.test_cluster import CHAT, DEADLINE, of_kvloom, units_of
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 PAGE = Path(__file__).parents[2] / "docs" / "cluster.md"

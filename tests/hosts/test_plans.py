@@ -18,8 +18,8 @@ from kvloom.plan.cost.profile import write_profile
 from kvloom.plan.plan import read_plan, write_plan
 from kvloom.types.service import Placement
 from kvloom.types.spec import EngineSpec
+from tests.hosts.fleets import DEADLINE, kvloom, of_kvloom, served, text_of, units_of
 from tests.hosts.hosts import Host, NoHosts, eventually, hosts
-from tests.hosts.test_cluster import DEADLINE, kvloom, of_kvloom, served, text_of, units_of
 from tests.plan.cost.profiles import make_profile
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
@@ -63,7 +63,7 @@ def test_a_plan_of_several_hosts_is_made_and_served(two: list[Host], tmp_path: P
     # The hosts have one machine's memory, of which each takes itself to have all.
     plan = replace(plan, units=tuple(replace(unit, kv_bytes=16 << 20) for unit in plan.units))
     write_plan(file, plan)
-    with served(two[0], str(file), "--host", "0.0.0.0") as fleet:
+    with served(two[0], str(file), "--host", "0.0.0.0", "--cluster", "auto") as fleet:
         for unit, spec in zip(plan.units, specs_at(two[0]), strict=True):
             assert (unit.name, unit.kv_bytes, unit.gpus) == (spec.unit, spec.kv_bytes, spec.threads)
             for model, served_as in zip(unit.models, spec.models, strict=True):

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.hosts.fleets import DEADLINE, kvloom
 from tests.hosts.hosts import Host, HostProcess, NoHosts, eventually, hosts
-from tests.hosts.test_cluster import DEADLINE, kvloom
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 RAY = 'import os, ray; ray.init("auto", namespace="test", log_to_driver=False, configure_logging=False); '

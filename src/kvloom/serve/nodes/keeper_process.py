@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from pathlib import Path
 
 import msgspec
 
@@ -36,7 +37,15 @@ async def keep(order: KeeperOrder) -> None:
             place = keeper_place(order.fleet)
             await keeper.serve(lambda address: last(place, address, "a keeper of the fleet"))
             forking.cancel()
-            place.unlink(missing_ok=True)
+    _leave_nothing(place)
+
+
+def _leave_nothing(place: Path) -> None:
+    """Removes the file by which the keeper is found, and its log, unless something stands there."""
+    place.unlink(missing_ok=True)
+    log = place.with_suffix(".log")
+    if log.exists() and not log.stat().st_size:
+        log.unlink()
 
 
 def main() -> None:

@@ -91,6 +91,8 @@ def last(place: Path, address: str, what: str) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ConfigError(f"this host has {what} already; one is right") from error
+    if not os.fstat(file).st_nlink:
+        raise ConfigError(f"{what} has just ended on this host; another attempt is right")
     os.truncate(file, 0)
     os.write(file, f"{address} {os.getpid()}".encode())
     print(address, flush=True)

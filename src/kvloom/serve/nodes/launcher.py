@@ -81,6 +81,8 @@ class _Node:
     """Set once its keeper has answered, or has not."""
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the connection is closed."""
+    refusal: str = ""
+    """Why its keeper has refused this controller, as it was told last."""
 
 
 class NodesLauncher:
@@ -182,6 +184,9 @@ class NodesLauncher:
                         return why
                     case Refused():
                         why = f"its keeper refuses this controller: {message.why}"
+                        if node.refusal != why:  # else it was told before
+                            node.refusal = why
+                            self._log(node.name, why)
                     case Leaving():
                         node.until = 0.0
                         return "its keeper has ended"
