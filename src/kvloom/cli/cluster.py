@@ -33,6 +33,8 @@ _STORE: Final = (
 )
 _LEAST_DISK: Final = 100_000_000  # bytes that Ray's folder of logs and sockets takes within hours
 _BEGUN: Final = "Ray runtime started"  # is in a line that `ray start` prints
+# Seconds for which Ray waits for a head that is away before it ends on the other hosts; a minute is its own.
+_PATIENCE: Final = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
 _OF_STORAGE: Final = {"RAY_gcs_storage": "rocksdb"}
 _VERSIONS: Final = re.compile(r"started with:\s+Ray: (\S+)\s+Python: (\S+)")
 _ENDED: Final = re.compile(r"(\w+) \[exit code=(-?\d+)\]")
@@ -122,7 +124,7 @@ def join(
 
     _start(
         *(f"--address={head}", f"--node-ip-address={here}", *(["--block"] if block else [])),
-        environment={TOKEN: token},
+        environment={TOKEN: token} | _PATIENCE,
         begun=begun,
     )
 
