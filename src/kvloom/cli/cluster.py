@@ -2,6 +2,25 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence
+from cyclopts import App
+from cyclopts import Parameter
+from importlib.util import find_spec
+from kvloom.cli.app import CommandFailed
+from kvloom.cli.app import Whole
+from kvloom.serve.nodes.reach import host_and_port
+from kvloom.serve.nodes.reach import require_head
+from kvloom.serve.nodes.reach import require_own
+from kvloom.serve.nodes.reach import require_way_back
+from kvloom.serve.systemd import READY
+from kvloom.serve.systemd import ServiceManager
+from kvloom.types.errors import ConfigError
+from kvloom.types.files import replacing
+from pathlib import Path
+from typing import Annotated
+from typing import Final
 import os
 import re
 import secrets
@@ -10,19 +29,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections import deque
-from collections.abc import Callable, Sequence
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Annotated, Final
-
-from cyclopts import App, Parameter
-
-from kvloom.cli.app import CommandFailed, Whole
-from kvloom.serve.nodes.reach import host_and_port, require_head, require_own, require_way_back
-from kvloom.serve.systemd import READY, ServiceManager
-from kvloom.types.errors import ConfigError
-from kvloom.types.files import replacing
 
 PORT: Final = 6379
 TOKEN: Final = "RAY_AUTH_TOKEN"
@@ -34,6 +40,8 @@ _STORE: Final = (
 )
 _LEAST_DISK: Final = 100_000_000  # bytes that Ray's folder of logs and sockets takes within hours
 _BEGUN: Final = "Ray runtime started"  # is in a line that `ray start` prints
+# Seconds for which Ray waits for a head that is away before it ends on the other hosts; a minute is its own.
+_PATIENCE: Final = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
 _OF_STORAGE: Final = {"RAY_gcs_storage": "rocksdb"}
 _VERSIONS: Final = re.compile(r"started with:\s+Ray: (\S+)\s+Python: (\S+)")
 _ENDED: Final = re.compile(r"(\w+) \[exit code=(-?\d+)\]")
@@ -123,7 +131,7 @@ def join(
 
     _start(
         *(f"--address={head}", f"--node-ip-address={here}", *(["--block"] if block else [])),
-        environment={TOKEN: token},
+        environment={TOKEN: token} | _PATIENCE,
         begun=begun,
     )
 
