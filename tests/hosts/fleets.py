@@ -116,6 +116,8 @@ class RayCluster:
     hosts: list[Host]
     """The head first."""
     token: str = ""
+    storage: Path | None = None
+    """Where the head keeps what Ray knows."""
 
     @property
     def head(self) -> Host:
@@ -131,10 +133,17 @@ class RayCluster:
 
     def start(self) -> None:
         """Makes the cluster."""
-        told = kvloom(self.head, "cluster", "start", "--head", "--address", self.head.address)
+        kept = () if self.storage is None else ("--storage", str(self.storage))
+        told = kvloom(self.head, "cluster", "start", "--head", "--address", self.head.address, *kept)
         [self.token] = re.findall(rf"RAY_AUTH_TOKEN=(\w+) kvloom cluster join {self.address}", told)
         for host in self.workers:
             self.join(host)
+
+    def start_head_again(self) -> None:
+        """Starts the head with what it has kept. The others wait for it."""
+        assert self.storage is not None
+        kept = ("--address", self.head.address, "--storage", str(self.storage))
+        kvloom(self.head, "cluster", "start", "--head", *kept, token=self.token)
 
     def join(self, host: Host) -> None:
         kvloom(host, "cluster", "join", self.address, token=self.token)
