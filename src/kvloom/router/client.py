@@ -50,6 +50,8 @@ class HttpEngineClient(RemoteEngine):
             "accept": "application/msgpack",
         }
         self._encode = msgspec.msgpack.Encoder().encode
+        self._answers: set[aiohttp.ClientResponse] = set()
+        """Those that come at present."""
 
     async def __aenter__(self) -> Self:
         return self.open()
@@ -86,6 +88,9 @@ class HttpEngineClient(RemoteEngine):
 
     async def cut(self) -> None:
         """Closes it at once, streams that are under way and all."""
+        for answer in self._answers:
+            # aiohttp forgets to tell whoever waits for a body when its connection is aborted on this side.
+            answer.content.set_exception(aiohttp.ClientConnectionError("its host is lost"))
         if self._session.connector is not None:
             await self._session.connector.close(abort_ssl=True)
         await self._session.close()
@@ -113,11 +118,13 @@ class HttpEngineClient(RemoteEngine):
         """
         try:
             async with await self._begin(method, path, body, seconds) as response:
+                self._answers.add(response)
                 try:
                     if response.status >= 400:
                         raise KvloomError.from_wire(_decode(await response.read(), WireError))
                     yield response
                 finally:
+                    self._answers.discard(response)
                     if not response.content.at_eof():
                         response.close()
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
