@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import AsyncIterator
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from contextlib import asynccontextmanager
+from kvloom.offload.terms import Borrow
+from kvloom.offload.terms import LEND
+from kvloom.offload.terms import Loan
+from kvloom.types.client import Frames
+from kvloom.types.errors import ConnectionLost
+from kvloom.types.errors import KvloomError
+from kvloom.types.errors import Unavailable
+from kvloom.types.errors import WireError
+from kvloom.types.request import Event
+from kvloom.types.request import PROTOCOL
+from kvloom.types.request import StartGenerate
+from kvloom.types.verbs import Answer
+from kvloom.types.verbs import Body
+from kvloom.types.verbs import FrameParser
+from kvloom.types.verbs import RemoteEngine
+from kvloom.types.verbs import Verb
+from types import TracebackType
+from typing import Final
+from typing import Self
+import aiohttp
 import asyncio
 import errno
+import msgspec
 import socket
 import ssl
-from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from types import TracebackType
-from typing import Final, Self
-
-import aiohttp
-import msgspec
-
-from kvloom.offload.terms import LEND, Borrow, Loan
-from kvloom.types.client import Frames
-from kvloom.types.errors import ConnectionLost, KvloomError, Unavailable, WireError
-from kvloom.types.request import PROTOCOL, Event, StartGenerate
-from kvloom.types.verbs import Answer, Body, FrameParser, RemoteEngine, Verb
 
 UNIX: Final = "unix://"
 CONNECT_SECONDS = 5.0
@@ -54,6 +66,8 @@ class HttpEngineClient(RemoteEngine):
             "accept": "application/msgpack",
         }
         self._encode = msgspec.msgpack.Encoder().encode
+        self._answers: set[aiohttp.ClientResponse] = set()
+        """Those that come at present."""
 
     async def __aenter__(self) -> Self:
         return self.open()
@@ -93,6 +107,9 @@ class HttpEngineClient(RemoteEngine):
 
     async def cut(self) -> None:
         """Closes it at once, streams that are under way and all."""
+        for answer in self._answers:
+            # aiohttp forgets to tell whoever waits for a body when its connection is aborted on this side.
+            answer.content.set_exception(aiohttp.ClientConnectionError("its host is lost"))
         if self._session.connector is not None:
             await self._session.connector.close(abort_ssl=True)
         await self._session.close()
@@ -120,11 +137,13 @@ class HttpEngineClient(RemoteEngine):
         """
         try:
             async with await self._begin(method, path, body, seconds) as response:
+                self._answers.add(response)
                 try:
                     if response.status >= 400:
                         raise KvloomError.from_wire(_decode(await response.read(), WireError))
                     yield response
                 finally:
+                    self._answers.discard(response)
                     if not response.content.at_eof():
                         response.close()
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
