@@ -159,14 +159,61 @@ class RayCluster:
 
 
 @dataclass
+class Served:
+    """A `kvloom serve`."""
+
+    host: Host
+    arguments: Sequence[str]
+    printed: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """Starts the command, and waits until it says that the fleet is ready."""
+        self.process = self.host.start(sys.executable, "-m", "kvloom.cli", "serve", *self.arguments)
+        self._reading = threading.Thread(target=self._read, args=[self.process], daemon=True)
+        already = len(self.printed)
+        self._reading.start()
+        eventually(lambda: any("Ready in" in line for line in self.printed[already:]), seconds=DEADLINE)
+
+    def _read(self, process: HostProcess) -> None:
+        for line in process.stdout:
+            self.printed.append(line.decode())
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host.address}:{GATEWAY_PORT}"
+
+    def end(self) -> int:
+        """Ends it as Ctrl-C does, and returns its exit code."""
+        self.process.signal(signal.SIGINT)
+        code = self.process.wait(DEADLINE)
+        self._reading.join()
+        return code
+
+
+@contextmanager
+def served(host: Host, *arguments: str) -> Iterator[Served]:
+    """Yields a `kvloom serve`, which is ended at last."""
+    made = Served(host, arguments)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+@dataclass
 class Serving:
     """A fleet over a cluster's hosts."""
 
     cluster: RayCluster
-    process: HostProcess
-    """That of `kvloom serve`, on the head."""
-    url: str
-    printed: list[str]
+    shown: Served
+    """By `kvloom serve`, on the head."""
+
+    @property
+    def url(self) -> str:
+        return self.shown.url
 
     @property
     def urls(self) -> list[str]:
@@ -212,7 +259,7 @@ class Serving:
         except AssertionError as error:
             raise AssertionError(
                 f"the fleet did not become whole: {self.units()}, {self.nodes()}, "
-                f"{[units_of(host) for host in self.cluster.hosts]}\n{''.join(self.printed[-30:])}"
+                f"{[units_of(host) for host in self.cluster.hosts]}\n{''.join(self.shown.printed[-30:])}"
             ) from error
 
     def leaked(self) -> dict[str, int]:
@@ -231,9 +278,7 @@ class Serving:
 
     def end(self) -> None:
         """Ends the fleet as Ctrl-C does."""
-        self.process.signal(signal.SIGINT)
-        code = self.process.wait(DEADLINE)
-        assert code == 0, "".join(self.printed)
+        assert self.shown.end() == 0, "".join(self.shown.printed)
 
 
 @contextmanager
@@ -244,7 +289,7 @@ def serving(cluster: RayCluster, config: str, folder: Path) -> Iterator[Serving]
     admins.write_text(ADMIN + "\n")
     path.write_text(f"{config}host: 0.0.0.0\nadmin_key_file: {admins}\n")
     with served(cluster.head, str(path), "--cluster", "auto") as made:
-        yield Serving(cluster, made.process, made.url, made.printed)
+        yield Serving(cluster, made)
 
 
 @contextmanager
@@ -252,36 +297,6 @@ def lone(host: Host, *arguments: str) -> Iterator[str]:
     """Lets one engine at a host serve what the arguments of `kvloom serve` say, and yields its address."""
     with served(host, *arguments, "--host", "0.0.0.0") as made:
         yield made.url
-
-
-@dataclass
-class Served:
-    """A `kvloom serve` that is ready."""
-
-    process: HostProcess
-    url: str
-    printed: list[str] = field(default_factory=list)
-
-
-@contextmanager
-def served(host: Host, *arguments: str) -> Iterator[Served]:
-    """Yields a `kvloom serve`, which is ended at last."""
-    process = host.start(sys.executable, "-m", "kvloom.cli", "serve", *arguments)
-    made = Served(process, f"http://{host.address}:{GATEWAY_PORT}")
-
-    def read() -> None:
-        for line in process.stdout:
-            made.printed.append(line.decode())
-
-    reading = threading.Thread(target=read, daemon=True)
-    reading.start()
-    try:
-        eventually(lambda: any("Ready in" in line for line in made.printed), seconds=DEADLINE)
-        yield made
-    finally:
-        process.signal(signal.SIGINT)
-        process.wait(DEADLINE)
-        reading.join()
 
 
 def files_of(hosts: Sequence[Host]) -> list[str]:

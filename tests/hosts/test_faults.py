@@ -7,37 +7,33 @@ or are like another one here: `KVLOOM_FAULTS=all` plays these too.
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from kvloom.config.config import DEMO
-from tests.hosts.fleets import DEADLINE
-from tests.hosts.fleets import RayCluster
-from tests.hosts.fleets import Serving
-from tests.hosts.fleets import commands
-from tests.hosts.fleets import files_of
-from tests.hosts.fleets import kvloom
-from tests.hosts.fleets import lone
-from tests.hosts.fleets import of_kind
-from tests.hosts.fleets import of_kvloom
-from tests.hosts.fleets import serving
-from tests.hosts.fleets import units_of
-from tests.hosts.hosts import Host
-from tests.hosts.hosts import NoHosts
-from tests.hosts.hosts import eventually
-from tests.hosts.hosts import hosts
-from tests.hosts.streams import Answer
-from tests.hosts.streams import Asked
-from tests.hosts.streams import Clients
-from tests.hosts.streams import drawn
-from tests.hosts.streams import right_answers
-from tests.hosts.streams import under_way
-import asyncio
-import os
+
 import pytest
-import signal
-import time
+
+from kvloom.config.config import DEMO
+from tests.hosts.fleets import (
+    DEADLINE,
+    RayCluster,
+    Serving,
+    commands,
+    files_of,
+    kvloom,
+    lone,
+    of_kind,
+    of_kvloom,
+    serving,
+    units_of,
+)
+from tests.hosts.hosts import Host, NoHosts, eventually, hosts
+from tests.hosts.streams import Answer, Asked, Clients, drawn, right_answers, under_way
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 long = pytest.mark.skipif(
@@ -150,8 +146,9 @@ def test_the_controller_is_killed(scene: Scene) -> None:
 def test_the_command_that_shows_the_fleet_is_killed(scene: Scene) -> None:
     running = [(of_kind(host, "engine"), of_kind(host, "gateway")) for host in scene.cluster.hosts]
     with scene.streams():
-        scene.fleet.process.signal(signal.SIGKILL)
-        scene.fleet.process.wait()
+        scene.fleet.shown.process.signal(signal.SIGKILL)
+        scene.fleet.shown.process.wait()
+        scene.fleet.shown.start()
     assert [(of_kind(host, "engine"), of_kind(host, "gateway")) for host in scene.cluster.hosts] == running
 
 
@@ -163,6 +160,7 @@ def test_the_head_loses_its_power_and_is_started_again(scene: Scene) -> None:
         head.boot()
         scene.cluster.start_head_again()
         eventually(lambda: bool(of_kind(head, "gateway")), DEADLINE)
+        scene.fleet.shown.start()
 
 
 @long

@@ -2,25 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence
-from cyclopts import App
-from cyclopts import Parameter
-from importlib.util import find_spec
-from kvloom.cli.app import CommandFailed
-from kvloom.cli.app import Whole
-from kvloom.serve.nodes.reach import host_and_port
-from kvloom.serve.nodes.reach import require_head
-from kvloom.serve.nodes.reach import require_own
-from kvloom.serve.nodes.reach import require_way_back
-from kvloom.serve.systemd import READY
-from kvloom.serve.systemd import ServiceManager
-from kvloom.types.errors import ConfigError
-from kvloom.types.files import replacing
-from pathlib import Path
-from typing import Annotated
-from typing import Final
 import os
 import re
 import secrets
@@ -29,6 +10,19 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Final
+
+from cyclopts import App, Parameter
+
+from kvloom.cli.app import CommandFailed, Whole
+from kvloom.serve.nodes.reach import host_and_port, require_head, require_own, require_way_back
+from kvloom.serve.systemd import READY, ServiceManager
+from kvloom.types.errors import ConfigError
+from kvloom.types.files import replacing
 
 PORT: Final = 6379
 TOKEN: Final = "RAY_AUTH_TOKEN"

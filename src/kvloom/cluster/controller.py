@@ -104,6 +104,7 @@ class Controller:
         self._counts: dict[str, Counted] = {}  # What each gateway has said last.
         self._asked: dict[str, int] = {}  # The change with which each unit was taken out of service.
         self._fresh = Change(seq=0)  # What no gateway was told yet.
+        self._adopted: set[str] = set()  # Gateways that are to be told the whole fleet.
         self._began: dict[str, float] = {}  # When each step of a rolling restart did.
         self.status = FleetStatus()
         self._begin_probation()
@@ -120,19 +121,21 @@ class Controller:
         self._put(name, made)
         if is_gateway(name):
             self.status = replace(self.status, opened=True)
+            self._adopted.add(name)
 
     def _adopt(self) -> None:
-        found = self._launcher.running()
-        for one in found:
+        for one in self._launcher.running():
             self.adopt(one)
         for name in self.spec.units:
             self._ask(name)
-        self._tell_gateways(found)
 
-    def _tell_gateways(self, found: Iterable[FoundProcess]) -> None:
-        for one in found:
-            if is_gateway(one.component) and self.status.processes.get(one.component, ABSENT).begun:
-                self._launcher.tell(one.component, self.snapshot)
+    def _tell_adopted(self) -> None:
+        """Tells gateways that were taken over what the fleet is. It is first done when the controller works:
+        until then nodes may be yet to tell what they have, which gateways would take for gone."""
+        adopted, self._adopted = self._adopted, set()
+        for name in sorted(adopted):
+            if self.status.processes.get(name, ABSENT).begun:
+                self._launcher.tell(name, self.snapshot)
 
     @property
     def snapshot(self) -> Snapshot:
@@ -211,7 +214,8 @@ class Controller:
         self._put_node(report.node, replace(self.status.nodes[report.node], stale=tuple(discard)))
         for name in discard:
             self._launcher.discard(report.node, name)
-        self._tell_gateways(one for one in report.processes if one.component not in discard)
+        kept = (one.component for one in report.processes if one.component not in discard)
+        self._adopted.update(name for name in kept if is_gateway(name))
 
     def count(self, gateway: str, said: Counted) -> None:
         """Takes in how many requests a gateway has at the units that get no new ones."""
@@ -242,6 +246,7 @@ class Controller:
 
     def step(self) -> float | None:
         """Does all that is due, and returns when something is due again; None if that is open."""
+        self._tell_adopted()
         while True:
             now = self._clock.now()
             actions = reconcile(self.spec, self.status, now, self._timing)
@@ -441,7 +446,7 @@ class Controller:
         change = replace(self._fresh, seq=self._seq)
         self._fresh = Change(seq=0)
         for name, process in self.status.processes.items():
-            if is_gateway(name) and process.begun:
+            if is_gateway(name) and process.begun and name not in self._adopted:
                 self._launcher.tell(name, change)
 
 

@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import AsyncIterator
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
-from contextlib import asynccontextmanager
-from kvloom.offload.terms import Borrow
-from kvloom.offload.terms import LEND
-from kvloom.offload.terms import Loan
-from kvloom.types.client import Frames
-from kvloom.types.errors import ConnectionLost
-from kvloom.types.errors import KvloomError
-from kvloom.types.errors import Unavailable
-from kvloom.types.errors import WireError
-from kvloom.types.request import Event
-from kvloom.types.request import PROTOCOL
-from kvloom.types.request import StartGenerate
-from kvloom.types.verbs import Answer
-from kvloom.types.verbs import Body
-from kvloom.types.verbs import FrameParser
-from kvloom.types.verbs import RemoteEngine
-from kvloom.types.verbs import Verb
-from types import TracebackType
-from typing import Final
-from typing import Self
-import aiohttp
 import asyncio
 import errno
-import msgspec
 import socket
 import ssl
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from types import TracebackType
+from typing import Final, Self
+
+import aiohttp
+import msgspec
+
+from kvloom.offload.terms import LEND, Borrow, Loan
+from kvloom.types.client import Frames
+from kvloom.types.errors import ConnectionLost, KvloomError, Unavailable, WireError
+from kvloom.types.request import PROTOCOL, Event, StartGenerate
+from kvloom.types.verbs import Answer, Body, FrameParser, RemoteEngine, Verb
 
 UNIX: Final = "unix://"
 CONNECT_SECONDS = 5.0
