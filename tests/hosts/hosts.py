@@ -7,7 +7,6 @@ need hosts say why and are skipped.
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import subprocess
@@ -25,7 +24,7 @@ _ROOT: Final = Path(__file__).parents[2]
 _UNSHARE: Final = ("unshare", "--pid", "--fork", "--mount-proc", "--uts")
 # Who ignores the ends of its children has none that wait to be asked how they have ended.
 _INIT: Final = 'hostname "$0"; echo up; exec env --ignore-signal=CHLD sleep infinity'
-_numbers = itertools.count()
+_NETWORKS: Final = 1000
 
 
 class NoHosts(RuntimeError):
@@ -191,13 +190,10 @@ def hosts(count: int) -> Iterator[list[Host]]:
     Raises NoHosts."""
     if why := _unable():
         raise NoHosts(why)
-    number = next(_numbers)
-    tag = f"kv{os.getpid() % 0xFFFFF:x}{number:x}"
-    network = f"10.{200 + number % 50}.{os.getpid() % 250}"
     with ExitStack() as stack:
         # Sockets' paths are short, and pytest's folders are not.
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvh", dir="/tmp")))
-        _ip("link", "add", f"{tag}b", "type", "bridge")
+        tag, network = _bridged()
         stack.callback(_ip, "link", "del", f"{tag}b")
         _ip("link", "set", f"{tag}b", "up")
         _ip("addr", "add", f"{network}.254/24", "dev", f"{tag}b")
@@ -217,6 +213,18 @@ def hosts(count: int) -> Iterator[list[Host]]:
             stack.callback(host.cut_power)
             made.append(host)
         yield made
+
+
+def _bridged() -> tuple[str, str]:
+    """Makes a bridge, and returns how the names of what is beside it begin, and a network that is nobody
+    else's: its number is in the bridge's name, of which there can be one."""
+    for number in range(_NETWORKS):
+        first, second = divmod(number, 250)
+        tag = f"kv{200 + first}x{second}"
+        with suppress(subprocess.CalledProcessError):
+            _ip("link", "add", f"{tag}b", "type", "bridge")
+            return tag, f"10.{200 + first}.{second}"
+    raise NoHosts(f"hosts of {_NETWORKS} tests are there already, or a bridge cannot be made")
 
 
 def eventually(holds: Callable[[], bool], seconds: float) -> None:
