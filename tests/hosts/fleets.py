@@ -142,6 +142,7 @@ class RayCluster:
     def start_head_again(self) -> None:
         """Starts the head with what it has kept. The others wait for it."""
         assert self.storage is not None
+        self.head.run(sys.executable, "-m", "ray.scripts.scripts", "stop")
         kept = ("--address", self.head.address, "--storage", str(self.storage))
         kvloom(self.head, "cluster", "start", "--head", *kept, token=self.token)
 

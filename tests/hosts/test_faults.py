@@ -164,11 +164,24 @@ def test_the_head_loses_its_power_and_is_started_again(scene: Scene) -> None:
 
 
 @long
+def test_the_head_of_ray_is_killed(scene: Scene) -> None:
+    """The fleet serves on without Ray, and is known to it again once the head is started with what it kept."""
+    head = scene.cluster.head
+    running = [(of_kind(host, "engine"), of_kind(host, "gateway")) for host in scene.cluster.hosts]
+    with scene.streams():
+        kill(head, "gcs")
+        time.sleep(2 * LEASE)
+        scene.cluster.start_head_again()
+        eventually(lambda: len(scene.cluster.alive()) == len(scene.cluster.hosts), DEADLINE)
+    assert [(of_kind(host, "engine"), of_kind(host, "gateway")) for host in scene.cluster.hosts] == running
+
+
+@long
 def test_a_keeper_is_killed(scene: Scene) -> None:
     """Its engines end with it, and its host has another one soon."""
     victim = scene.victim
     keepers = of_kind(victim, "keeper")
-    with scene.streams():
+    with scene.streams(gateways_die=True):
         kill(victim, "keeper")
         eventually(lambda: of_kind(victim, "keeper") not in ([], keepers), DEADLINE)
 
@@ -203,7 +216,7 @@ def test_ray_is_dead_on_a_host_for_longer_than_a_lease(scene: Scene) -> None:
 def test_a_host_loses_its_power_and_joins_again(scene: Scene) -> None:
     """Its streams go on elsewhere, and its unit starts elsewhere once the lease is over."""
     victim = scene.victim
-    with scene.streams():
+    with scene.streams(gateways_die=True):
         victim.cut_power()
         eventually(lambda: len(set(scene.fleet.units().values())) == 1, DEADLINE)
         victim.boot()
@@ -215,7 +228,7 @@ def test_a_host_is_cut_off_for_less_than_its_lease(scene: Scene) -> None:
     """Nothing is started or ended, and no stream moves."""
     victim = scene.victim
     engines = of_kind(victim, "engine")
-    with scene.streams():
+    with scene.streams(gateways_die=True):
         victim.cut_off()
         eventually(lambda: scene.fleet.nodes()[victim.address] == "silent", DEADLINE)
         victim.join_again()
@@ -228,7 +241,7 @@ def test_a_host_is_cut_off_for_longer_than_its_lease(scene: Scene) -> None:
     victim = scene.victim
     cut = set(units_of(victim))
     others = [host for host in scene.cluster.hosts if host is not victim]
-    with scene.streams():
+    with scene.streams(gateways_die=True):
         victim.cut_off()
         try:
             eventually(lambda: cut <= {unit for host in others for unit in units_of(host)}, DEADLINE)
@@ -259,7 +272,7 @@ def test_a_host_is_drained_and_admitted(scene: Scene) -> None:
 @long
 def test_a_host_leaves_its_cluster_and_joins_again(scene: Scene) -> None:
     victim = scene.victim
-    with scene.streams():
+    with scene.streams(gateways_die=True):
         kvloom(victim, "cluster", "stop")
         eventually(lambda: not units_of(victim), DEADLINE)
         scene.cluster.join(victim)
