@@ -306,6 +306,6 @@ def files_of(hosts: Sequence[Host]) -> list[str]:
     for host in hosts:
         for path in host.folder.rglob("*"):
             name = path.relative_to(host.folder)
-            if name.parts[0] not in ("ray", ".ray"):
+            if name.parts[0] not in ("ray", ".ray") and not path.is_dir():
                 left.append(f"{host.folder.name}/{name}")
     return left

@@ -165,7 +165,7 @@ def test_the_head_loses_its_power_and_is_started_again(scene: Scene) -> None:
 
 @long
 def test_the_head_of_ray_is_killed(scene: Scene) -> None:
-    """The fleet serves on without Ray, and is known to it again once the head is started with what it kept."""
+    """The fleet serves on without Ray, which knows it again once the head is started with what it kept."""
     head = scene.cluster.head
     running = [(of_kind(host, "engine"), of_kind(host, "gateway")) for host in scene.cluster.hosts]
     with scene.streams():
@@ -279,7 +279,7 @@ def test_a_host_leaves_its_cluster_and_joins_again(scene: Scene) -> None:
 
 
 def test_a_clean_stop_leaves_nothing(scene: Scene) -> None:
-    """No process of the fleet, nor any file but the logs of keepers; and when the hosts have left their
+    """No process of the fleet, nor any file but logs; and when the hosts have left their
     cluster, no process at all."""
     scene.fleet.end()
     eventually(lambda: not any(map(of_kvloom, scene.cluster.hosts)), DEADLINE)
