@@ -203,6 +203,7 @@ def hosts(count: int) -> Iterator[list[Host]]:
             _ip("netns", "add", name)
             stack.callback(_ip, "netns", "del", name)
             _ip("link", "add", outer, "type", "veth", "peer", "name", cable, "netns", name)
+            stack.callback(_ip, "link", "del", outer)  # A host's connections may keep it for a while.
             _ip("link", "set", outer, "master", f"{tag}b", "up")
             _ip("-n", name, "addr", "add", f"{network}.{i + 1}/24", "dev", cable)
             _ip("-n", name, "link", "set", cable, "up")
