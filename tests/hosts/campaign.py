@@ -131,6 +131,34 @@ class Scene:
         time.sleep(self.draw.uniform(0.0, 2 * LEASE))
         self.cluster.join(host)
 
+    def a_gateway_is_killed(self) -> None:
+        self.kill(self.draw.choice(self.cluster.hosts), "gateway")
+
+    def the_controller_is_killed(self) -> None:
+        before = self.fleet.shown.readies
+        self.kill(self.cluster.head, "controller")
+        eventually(lambda: self.fleet.shown.readies > before, DEADLINE)
+
+    def the_command_that_shows_the_fleet_is_killed(self) -> None:
+        self.fleet.shown.process.signal(signal.SIGKILL)
+        self.fleet.shown.process.wait()
+        self.fleet.shown.start()
+
+    def the_head_of_ray_is_killed(self) -> None:
+        self.kill(self.cluster.head, "gcs")
+        time.sleep(self.draw.uniform(0.0, 2 * LEASE))
+        self.cluster.start_head_again()
+        eventually(lambda: len(self.cluster.alive()) == len(self.cluster.hosts), DEADLINE)
+
+    def the_head_loses_its_power(self) -> None:
+        head = self.cluster.head
+        head.cut_power()
+        time.sleep(self.draw.uniform(0.0, 2 * LEASE))
+        head.boot()
+        self.cluster.start_head_again()
+        eventually(lambda: bool(of_kind(head, "gateway")), DEADLINE)
+        self.fleet.shown.start()
+
     @property
     def faults(self) -> list[Callable[[], None]]:
         return [
@@ -144,6 +172,11 @@ class Scene:
             self.a_link_is_slow_and_loses_packets,
             self.a_host_is_drained_and_admitted,
             self.a_host_leaves_and_joins,
+            self.a_gateway_is_killed,
+            self.the_controller_is_killed,
+            self.the_command_that_shows_the_fleet_is_killed,
+            self.the_head_of_ray_is_killed,
+            self.the_head_loses_its_power,
         ]
 
 
@@ -169,9 +202,10 @@ def play(effort: Effort, say: Callable[[str], None]) -> list[str]:
         with lone(made[0], str(path)) as url:
             right = asyncio.run(right_answers(url, asked))
         say(f"a lone engine has answered {len(right)} requests")
-        cluster = RayCluster(made)
+        cluster = RayCluster(made, storage=Path(folder, "head"))
         cluster.start()
-        with serving(cluster, CONFIG, Path(folder)) as fleet:
+        gateways = f"gateways: {[host.address for host in made]}\n"
+        with serving(cluster, CONFIG + gateways, Path(folder)) as fleet:
             clients = Clients(fleet.urls, right, effort.seed)
             scene = Scene(cluster, fleet, random.Random(effort.seed))
             began = time.monotonic()

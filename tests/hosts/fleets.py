@@ -174,9 +174,14 @@ class Served:
         """Starts the command, and waits until it says that the fleet is ready."""
         self.process = self.host.start(sys.executable, "-m", "kvloom.cli", "serve", *self.arguments)
         self._reading = threading.Thread(target=self._read, args=[self.process], daemon=True)
-        already = len(self.printed)
+        before = self.readies
         self._reading.start()
-        eventually(lambda: any("Ready in" in line for line in self.printed[already:]), seconds=DEADLINE)
+        eventually(lambda: self.readies > before, seconds=DEADLINE)
+
+    @property
+    def readies(self) -> int:
+        """Returns how often it has said that the fleet is ready."""
+        return sum("Ready in" in line for line in self.printed)
 
     def _read(self, process: HostProcess) -> None:
         for line in process.stdout:
@@ -245,12 +250,15 @@ class Serving:
     def whole(self) -> bool:
         """Returns whether all units are up, each with one process, and all nodes there."""
         there = sorted(unit for host in self.cluster.hosts for unit in units_of(host))
-        units = self.units()
+        try:
+            units, nodes = self.units(), self.nodes()
+        except httpx.TransportError:
+            return False
         return (
             set(units.values()) == {"up"}
             and there == sorted(units)
-            and len(self.nodes()) == len(self.cluster.hosts)
-            and set(self.nodes().values()) == {"there"}
+            and len(nodes) == len(self.cluster.hosts)
+            and set(nodes.values()) == {"there"}
         )
 
     def become_whole(self) -> None:
