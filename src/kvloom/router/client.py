@@ -28,6 +28,7 @@ _LISTENER_FULL: Final = (errno.EAGAIN, errno.ENOTCONN)  # of a Unix socket, with
 LOST_SECONDS: Final = (
     5  # without a sign of the other host, after which what was asked there goes on elsewhere
 )
+_HOST_AWAY: Final = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 KEEP_ALIVE_SECONDS = 30.0  # The engine's is longer, so that the engine never closes first.
 
 
@@ -97,7 +98,7 @@ class HttpEngineClient(RemoteEngine):
         """Closes it at once, streams that are under way and all."""
         for answer in self._answers:
             # aiohttp forgets to tell whoever waits for a body when its connection is aborted on this side.
-            answer.content.set_exception(aiohttp.ClientConnectionError("its host is lost"))
+            answer.content.set_exception(_HostLost("its host is lost"))
         if self._session.connector is not None:
             await self._session.connector.close(abort_ssl=True)
         await self._session.close()
@@ -136,7 +137,7 @@ class HttpEngineClient(RemoteEngine):
                         response.close()
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             reason = str(error) or type(error).__name__
-            if isinstance(error, TimeoutError | aiohttp.ClientConnectorError):
+            if isinstance(error, TimeoutError | aiohttp.ClientConnectorError) or _of_host(error):
                 raise Unavailable(f"the engine cannot be reached: {reason}") from error
             raise ConnectionLost(f"the engine cannot be reached any more: {reason}") from error
 
@@ -157,6 +158,20 @@ class HttpEngineClient(RemoteEngine):
                         raise
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
+
+
+class _HostLost(aiohttp.ClientConnectionError):
+    """This side has broken the connection, because the other host is lost."""
+
+
+def _of_host(error: BaseException | None) -> bool:
+    """Returns whether a connection broke because the other host does not answer, and not because the engine
+    has died there."""
+    while error is not None:
+        if isinstance(error, _HostLost) or getattr(error, "errno", None) in _HOST_AWAY:
+            return True
+        error = error.__cause__
+    return False
 
 
 class UnitClient(RemoteEngine):

@@ -42,6 +42,7 @@ from kvloom.types.spec import EngineSpec, ModelSpec, WeaveSpec
 from kvloom.types.transfer import NoTransport, Transport
 
 GRACE_SECONDS: Final = 1
+TOLD_SECONDS: Final = 0.3  # for callers to hear that the engine ends; well below the margin of a lease
 CONFIG: Final = "config.json"
 HUB_SECONDS: Final = 5.0
 TRIALS: Final = 2  # grammars that are tried at the same time
@@ -96,7 +97,7 @@ async def serve(parent: Parent, order: EngineOrder, lease: HeldLease | None = No
                 group.create_task(engine.run())
                 beside = [group.create_task(parent.beat()), group.create_task(_end_when_lost(executor))]
                 if lease is not None:
-                    beside.append(group.create_task(_end_when_over(lease)))
+                    beside.append(group.create_task(_end_when_over(lease, engine)))
                 if spec.weave is not None:
                     beside.append(group.create_task(_borrow(engine, spec, spec.weave, order, clock)))
                 await server.serve(listeners)
@@ -201,9 +202,12 @@ async def _end_when_lost(executor: UnitExecutor) -> None:
     end_at_once(await executor.lost())
 
 
-async def _end_when_over(lease: HeldLease) -> None:
-    """Ends the process at once when it may not serve any more."""
+async def _end_when_over(lease: HeldLease, engine: Engine) -> None:
+    """Ends the process when it may not serve any more. Callers that can be reached hear first that it ends,
+    so that they do not take it for a death that a request has caused."""
     await lease.over()
+    await engine.stop()
+    await asyncio.sleep(TOLD_SECONDS)
     end_at_once("this host's lease is over: the fleet's controller cannot be reached")
 
 
