@@ -54,7 +54,7 @@ def test_another_config_is_refused_while_the_fleet_is_served(
     home: FleetHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = home.order(settings(), NODES, "10.0.0.1")
-    monkeypatch.setattr("kvloom.serve.nodes.home.found", lambda place: str(place == home.place))
+    monkeypatch.setattr("kvloom.serve.nodes.home.address_at", lambda lock: str(lock == home.lock))
     with pytest.raises(ConfigError, match="a fleet of another config is served"):
         home.order(settings(policy="fcfs"), NODES, "10.0.0.1")
     assert home.order(settings(), NODES, "10.0.0.1") == first

@@ -79,7 +79,7 @@ import asyncio, os, sys, time
 import ray
 from kvloom.config.file import Settings
 from kvloom.serve.nodes import ray_nodes
-from kvloom.serve.nodes.attach import Reservation
+from kvloom.serve.nodes.attach import ResourceBundle
 from kvloom.serve.nodes.home import FleetOrder
 from kvloom.serve.processes.identity import FleetIdentity
 from kvloom.types.clock import WallClock
@@ -93,12 +93,12 @@ def left(cpus):
 async def reserve(nodes, node):
     free = ray.cluster_resources()["CPU"]
     left(free)
-    assert await nodes.reserve({"unit-0": Reservation(node, 2, 0)}) == []
+    assert await nodes.reserve({"unit-0": ResourceBundle(node, 2, 0)}) == []
     left(free - 2)
-    part = Reservation(node, 1, 0)
+    part = ResourceBundle(node, 1, 0)
     assert await nodes.reserve({"unit-0": part}) == [], "it takes another part of the node"
     left(free - 1)
-    for other in Reservation(node, 64, 0), Reservation(node, 1, 8), Reservation("10.9.8.7", 1, 0):
+    for other in ResourceBundle(node, 64, 0), ResourceBundle(node, 1, 8), ResourceBundle("10.9.8.7", 1, 0):
         [problem] = await nodes.reserve({"unit-0": part, "unit-1": other})
         print(problem.name, problem.problem)
     assert await nodes.reserve({"unit-0": part}) == []
@@ -110,7 +110,7 @@ async def reserve(nodes, node):
 ray_nodes.RESERVE_SECONDS = 2.0
 settings = Settings(values={}, folder="/", origin={})
 identity = FleetIdentity.make()
-order = FleetOrder(settings=settings, machines=(), host="", folder="/", secret="s", identity=identity)
+order = FleetOrder(settings=settings, machines=(), node="", folder="/", secret="s", identity=identity)
 with ray_nodes.connected("auto"):
     nodes = ray_nodes.RayNodes(order, WallClock())
     match sys.argv[1]:
@@ -120,7 +120,7 @@ with ray_nodes.connected("auto"):
         case "look":
             left(ray.cluster_resources()["CPU"] - 1)
         case "end":
-            assert asyncio.run(nodes.reserve({"unit-0": Reservation(sys.argv[2], 1, 0)})) == []
+            assert asyncio.run(nodes.reserve({"unit-0": ResourceBundle(sys.argv[2], 1, 0)})) == []
             nodes.end()
             left(ray.cluster_resources()["CPU"])
 """

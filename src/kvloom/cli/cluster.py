@@ -136,20 +136,20 @@ def stop() -> None:
     running here."""
     require_ray()
     # They load much, of which the other commands need nothing.
-    from kvloom.serve.nodes.agent import keeper_places  # noqa: PLC0415
+    from kvloom.serve.nodes.agent import keeper_locks  # noqa: PLC0415
+    from kvloom.serve.nodes.detached import end  # noqa: PLC0415
     from kvloom.serve.nodes.home import FleetHome  # noqa: PLC0415
-    from kvloom.serve.nodes.lasting import end  # noqa: PLC0415
 
     def stop_all(places: Sequence[Path]) -> None:
         for place in places:
             if not end(place, STOP_SECONDS):
                 print(f"What has locked {place} has not ended in {STOP_SECONDS:g} s.", file=sys.stderr)
 
-    stop_all([home.place for home in FleetHome.all()])
+    stop_all([home.lock for home in FleetHome.all()])
     process = _ray("stop", environment={})  # before the keepers end, which Ray's actors would start again
     lines = _said(process)
     failed = process.wait()
-    stop_all(keeper_places())
+    stop_all(keeper_locks())
     if failed:
         raise CommandFailed(f"Ray cannot stop here: {_problem(lines)}")
     print("This host is in no cluster any more.")

@@ -35,7 +35,7 @@ CONFIG.yaml, with the defaults:
   chunk_tokens: 512      # prompt tokens a prefill job takes
   threads: auto          # cores to use
   device: cpu            # or cuda, auto: no GPU has run it yet
-  transport: shm         # or nixl, tcp: how engines exchange K and V
+  transport: auto        # or shm, nixl, tcp: how engines exchange K and V
   transport_host: 127.0.0.1 # where engines listen for K and V by tcp
   lease: 30s             # how long room is kept for K and V that do not come
   drain: 60s             # how long requests may end before their unit restarts

@@ -82,7 +82,7 @@ class Counted(Struct, frozen=True, tag="counted"):
 
 
 class NodeJoined(Struct, frozen=True, kw_only=True, tag="joined"):
-    """A node has joined, or its launcher answers again. None of its processes whose lease was over
+    """A node has joined, or its keeper answers again. None of its processes whose lease was over
     serves again before the launcher has carried out what the controller orders at this report."""
 
     node: str
@@ -96,7 +96,7 @@ class NodeJoined(Struct, frozen=True, kw_only=True, tag="joined"):
 
 
 class NodeSilent(Struct, frozen=True, tag="silent"):
-    """A node's launcher does not answer. What runs there may serve for `lease` seconds from now, at most."""
+    """A node's keeper does not answer. What runs there may serve for `lease` seconds from now, at most."""
 
     node: str
     lease: float

@@ -76,7 +76,7 @@ class Timing:
     margin: float = 5.0
     """A gateway that has been replaced is killed so long after its time to drain is over."""
     lease: float = 15.0
-    """What runs on a node may serve for so long after its launcher was last answered. A controller that
+    """What runs on a node may serve for so long after its keeper was last answered. A controller that
     starts anew waits so long for the nodes that it has yet to hear of."""
     forget: float = 3600.0
     """A node that was lost or has left is told of for so long."""

@@ -50,8 +50,8 @@ ALIVE: Final[tuple[Phase, ...]] = ("starting", "ready", "draining", "retiring", 
 """The phases in which a component has a process."""
 
 NodePhase = Literal[
-    "there",  # Its launcher answers.
-    "silent",  # Its launcher does not answer; its processes may serve until its lease is over.
+    "there",  # Its keeper answers.
+    "silent",  # Its keeper does not answer; its processes may serve until its lease is over.
     "lost",  # Its lease is over, or it is known that nothing runs there any more.
     "gone",  # It has left by itself.
 ]
@@ -202,7 +202,7 @@ class NodeStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Bytes that its units may take."""
     gpus: int = 0
     problem: str = ""
-    """Why its launcher does not answer, in one line."""
+    """Why its keeper does not answer, in one line."""
     lease: float | None = None
     """When the lease of what runs on a silent node is over: from then on none of it answers."""
     told: bool = True

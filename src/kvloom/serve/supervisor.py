@@ -1,4 +1,5 @@
-"""The process of `kvloom serve`: the fleet's controller, its processes here, and what a person sees."""
+"""Runs a fleet's controller, and shows a person what becomes of the fleet: in `kvloom serve` on one host, in
+the controller's process on a cluster."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ some MB, and takes the faster one from then on; until it knows, it takes the way
 have.
 
 Each way keeps a ledger of its own of what has been claimed and has arrived. So what is sent into one
-reservation in several parts, perhaps by several units, always takes the way that all have.
+reservation in several parts, perhaps by several units, always takes the way that all have, also between units
+of one host.
 """
 
 from __future__ import annotations

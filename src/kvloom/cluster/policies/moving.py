@@ -1,5 +1,6 @@
-"""Decides whether K and V that one unit has are copied to another one, or computed there again: whatever is
-quicker by the rate of the link between them and by the speed at which the other one prefills."""
+"""Decides whether K and V that one unit has are copied to another one, or computed there again: whichever is
+quicker by the rate of the link between them and by the speed at which the other one prefills. A stream that
+runs is also copied if that takes up to twice as long, because it goes on meanwhile."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ Moved = Literal["request", "context", "prefix"]
 
 Reason = Literal["unmeasured", "copying", "computing", "neither"]
 """Why it is done how it is done. `unmeasured`: it is copied, because the link or the speed is not known.
-`copying`: it is copied, because that is quicker. `computing`: it is computed again, because that is.
-`neither`: the request stays where it is, because copying is slow, and computing would stop its stream for too
-long."""
+`copying`: it is copied, because that is quicker, or for a stream at most twice as slow. `computing`: it is
+computed again, because that is quicker. `neither`: the request stays where it is, because copying is slow, and
+computing would stop its stream for too long."""
 
 LONGEST_PAUSE: Final = 1.0  # seconds for which a stream may stand still while its context is computed again
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from kvloom.config.machine import Machine
-from kvloom.serve.nodes.lasting import environment_of_ray, found_or_started
+from kvloom.serve.nodes.detached import environment_of_ray, find_or_start
 from kvloom.serve.processes.identity import FleetIdentity
 from kvloom.types.errors import Unavailable
 
@@ -36,11 +36,9 @@ class NodeAgent:
     def keeper(self, order: bytes) -> str:
         """Returns the address of this node's keeper, which is started if none runs. order: a `KeeperOrder` as
         JSON. Raises RuntimeError if it does not start."""
-        place = keeper_place(msgspec.json.decode(order, type=KeeperOrder).fleet)
+        place = keeper_lock(msgspec.json.decode(order, type=KeeperOrder).fleet)
         try:
-            return found_or_started(
-                place, KEEPER_MODULE, order, place.with_suffix(".log"), environment_of_ray()
-            )
+            return find_or_start(place, KEEPER_MODULE, order, place.with_suffix(".log"), environment_of_ray())
         except Unavailable as error:
             raise RuntimeError(f"the node's keeper has ended as it started: {error.message}") from error
 
@@ -55,12 +53,12 @@ class NodeAgent:
         return here.cores, here.memory, here.gpus
 
 
-def keeper_place(fleet: str) -> Path:
+def keeper_lock(fleet: str) -> Path:
     """Returns the file that a running keeper of the fleet has locked, and in which its address stands."""
     return Path(tempfile.gettempdir(), f"kvloom-keeper-{os.getuid()}-{fleet}")
 
 
-def keeper_places() -> list[Path]:
+def keeper_locks() -> list[Path]:
     """Returns the files of all keepers that this user has had on this host."""
     there = Path(tempfile.gettempdir()).glob(f"kvloom-keeper-{os.getuid()}-*")
     return [path for path in there if path.suffix != ".log"]

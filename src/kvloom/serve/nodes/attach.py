@@ -51,7 +51,7 @@ class EndFleet(Struct, frozen=True, tag="end"):
     why: str
 
 
-class Reservation(Struct, frozen=True):
+class ResourceBundle(Struct, frozen=True):
     """A unit's part of a node."""
 
     node: str
@@ -59,10 +59,10 @@ class Reservation(Struct, frozen=True):
     gpus: int
 
 
-class Reserved(Struct, frozen=True, tag="reserved"):
+class ResourceBundles(Struct, frozen=True, tag="reserved"):
     """Tells the actor what each unit takes that has a process."""
 
-    units: dict[str, Reservation]
+    units: dict[str, ResourceBundle]
 
 
 class KeeperMissed(Struct, frozen=True, tag="missed"):
@@ -111,7 +111,7 @@ class Over(Struct, frozen=True, tag="over"):
 
 FromActor = AttachActor | NodeFound | NodeGone | NodeProblem | Looked
 FromView = AttachView | EndFleet
-ToActor = KeeperMissed | Reserved | SpecCopy | Over
+ToActor = KeeperMissed | ResourceBundles | SpecCopy | Over
 ToView = Step | Done | Line | FleetReady | Over
 
 

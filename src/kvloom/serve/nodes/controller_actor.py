@@ -26,13 +26,13 @@ from kvloom.serve.nodes.attach import (
     NodeGone,
     NodeProblem,
     Over,
-    Reserved,
+    ResourceBundles,
     SpecCopy,
     ToActor,
     attach,
 )
+from kvloom.serve.nodes.detached import environment_of_ray, find_or_start
 from kvloom.serve.nodes.home import FleetHome, FleetOrder
-from kvloom.serve.nodes.lasting import environment_of_ray, found_or_started
 from kvloom.serve.nodes.ray_nodes import NAMESPACE, RayNodes
 from kvloom.serve.nodes.wire import Wire
 from kvloom.types.clock import Clock, WallClock
@@ -95,7 +95,7 @@ class KeptController:
                 self._home.spec.write_bytes(spec)
         home, environment = self._home, environment_of_ray()
         return await asyncio.to_thread(
-            found_or_started, home.place, CONTROLLER_MODULE, self._order, home.log, environment
+            find_or_start, home.lock, CONTROLLER_MODULE, self._order, home.log, environment
         )
 
     async def follow(self) -> None:
@@ -120,7 +120,7 @@ class KeptController:
                         await asyncio.to_thread(
                             _internal_kv_put, self._key, content, overwrite=True, namespace=NAMESPACE
                         )
-                    case Reserved(units):
+                    case ResourceBundles(units):
                         for problem in await nodes.reserve(units):
                             wire.send(problem)
                     case KeeperMissed(name):

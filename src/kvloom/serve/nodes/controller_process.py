@@ -39,14 +39,14 @@ from kvloom.serve.nodes.attach import (
     NodeGone,
     NodeProblem,
     Over,
-    Reservation,
-    Reserved,
+    ResourceBundle,
+    ResourceBundles,
     SpecCopy,
     Step,
     ToView,
 )
+from kvloom.serve.nodes.detached import claim
 from kvloom.serve.nodes.home import FleetHome, FleetOrder
-from kvloom.serve.nodes.lasting import last
 from kvloom.serve.nodes.launcher import NodesLauncher
 from kvloom.serve.nodes.wire import Wire
 from kvloom.serve.processes.identity import calling_context
@@ -157,7 +157,7 @@ class ClusterHosts:
         self._end = end
         self._attached: set[_Attached] = set()
         self._actors: set[_Attached] = set()
-        self._reserved = Reserved({})
+        self._reserved = ResourceBundles({})
         self._looked = asyncio.Event()  # once an actor has told of the nodes that there are
         self._launcher: NodesLauncher
 
@@ -191,9 +191,9 @@ class ClusterHosts:
                 actor.send(KeeperMissed(report.node))
 
     def changed(self, spec: FleetSpec, status: FleetStatus) -> None:
-        reserved = Reserved(
+        reserved = ResourceBundles(
             {
-                name: Reservation(process.node, unit.engine.threads, _gpus(unit.engine))
+                name: ResourceBundle(process.node, unit.engine.threads, _gpus(unit.engine))
                 for name, unit in spec.units.items()
                 if (process := status.processes.get(name, ABSENT)).phase in ALIVE and process.node
             }
@@ -276,19 +276,19 @@ def control(order: FleetOrder, screen: SharedScreen) -> Outcome:
             home,
             config,
             Roles(config, None, folder, identity, order.secret),
-            order.host,
+            order.node,
             calling_context(identity),
             screen,
             clock,
             end=lambda why: supervisor.end(why),  # noqa: PLW0108 -- it is made later
         )
         supervisor = Supervisor(
-            config, specified(config, order.host), hosts, screen, clock, ServiceManager(), hosts.store
+            config, specified(config, order.node), hosts, screen, clock, ServiceManager(), hosts.store
         )
 
         async def run() -> Outcome:
             async with await asyncio.start_unix_server(hosts.take, sock=attaching):
-                last(home.place, attaching.getsockname(), "a controller of the fleet")
+                claim(home.lock, attaching.getsockname(), "a controller of the fleet")
                 outcome = await supervisor.run()
                 home.end()
                 await hosts.tell_end(outcome)

@@ -21,7 +21,6 @@ from msgspec import Struct
 from kvloom.config.config import Config
 from kvloom.config.file import Settings
 from kvloom.config.machine import Machine
-from kvloom.serve.nodes.lasting import found
 from kvloom.serve.processes.identity import FleetIdentity
 from kvloom.types.errors import ConfigError
 from kvloom.types.files import replacing
@@ -36,8 +35,8 @@ class FleetOrder(Struct, frozen=True, kw_only=True):
     settings: Settings
     machines: tuple[Machine, ...]
     """What the nodes had as the fleet began."""
-    host: str
-    """The node of the controller."""
+    node: str
+    """That of the controller."""
     folder: str
     """The fleet's own, of a `FleetHome`."""
     secret: str
@@ -61,7 +60,7 @@ class FleetHome:
         self.folder = folder
         self.spec = folder / "spec.json"
         """Keeps what the fleet is to be by now."""
-        self.place = folder / "controller"
+        self.lock = folder / "controller"
         """Is locked by the controller's process, and tells where it listens."""
         self.log = folder / "controller.log"
         self._order = folder / "order.json"
@@ -77,13 +76,13 @@ class FleetHome:
         """Returns the folders of all fleets that were served from this host."""
         return [cls(folder) for folder in cls.of(0).folder.parent.glob("*")]
 
-    def order(self, settings: Settings, machines: Sequence[Machine], host: str) -> FleetOrder:
+    def order(self, settings: Settings, machines: Sequence[Machine], node: str) -> FleetOrder:
         """Returns the order of the fleet that was begun with these settings and has not been ended, or that
         of a new one. Raises ConfigError if a fleet with others is served, or nothing can be kept."""
         kept = self._kept()
-        if kept is not None and kept.host == host and _same(kept.settings, settings):
+        if kept is not None and kept.node == node and _same(kept.settings, settings):
             return kept
-        if found(self.place):
+        if address_at(self.lock):
             raise ConfigError(
                 f"port: a fleet of another config is served at it (see {self.log}); `kvloom serve` with that "
                 "config and Ctrl-C end it, or another port is right"
@@ -91,7 +90,7 @@ class FleetHome:
         order = FleetOrder(
             settings=settings,
             machines=tuple(machines),
-            host=host,
+            node=node,
             folder=str(self.folder),
             secret=secrets.token_urlsafe(32),
             identity=FleetIdentity.make(),
@@ -119,7 +118,7 @@ class FleetHome:
 
     def end(self) -> None:
         """Keeps nothing of the fleet but the log of its controller."""
-        for path in (self._order, self.spec, self.place):
+        for path in (self._order, self.spec, self.lock):
             with suppress(OSError):
                 path.unlink()
 

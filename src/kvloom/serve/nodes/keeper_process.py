@@ -16,9 +16,9 @@ import msgspec
 from kvloom.config.machine import Machine
 from kvloom.serve.local import ENGINE_MODULE
 from kvloom.serve.machine import private_folder, raise_open_files
-from kvloom.serve.nodes.agent import KeeperOrder, keeper_place
+from kvloom.serve.nodes.agent import KeeperOrder, keeper_lock
+from kvloom.serve.nodes.detached import claim
 from kvloom.serve.nodes.keeper import Keeper, Place
-from kvloom.serve.nodes.lasting import last
 from kvloom.serve.processes.forkserver import ForkServer
 from kvloom.serve.processes.log import log_to_stderr
 from kvloom.types.clock import WallClock
@@ -34,8 +34,8 @@ async def keep(order: KeeperOrder) -> None:
             forking = tasks.create_task(forks.run())
             keeper = Keeper(here, Machine.here(), tasks, clock, forks.start)
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, keeper.end)
-            place = keeper_place(order.fleet)
-            await keeper.serve(lambda address: last(place, address, "a keeper of the fleet"))
+            place = keeper_lock(order.fleet)
+            await keeper.serve(lambda address: claim(place, address, "a keeper of the fleet"))
             forking.cancel()
     _leave_nothing(place)
 

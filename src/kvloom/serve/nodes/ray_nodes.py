@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvloom.config.machine import Machine
 from kvloom.serve.nodes.agent import KeeperOrder, NodeAgent
-from kvloom.serve.nodes.attach import Joins, NodeProblem, Reservation
+from kvloom.serve.nodes.attach import Joins, NodeProblem, ResourceBundle
 from kvloom.serve.nodes.home import FleetOrder
 from kvloom.serve.nodes.reach import require_head
 from kvloom.types.clock import Clock
@@ -100,7 +100,7 @@ def keep_controller(order: FleetOrder, actor: type) -> str:
             max_restarts=-1,
             max_task_retries=-1,
             num_cpus=0,
-            resources={f"node:{order.host}": 0.001},  # Ray gives each node one of these.
+            resources={f"node:{order.node}": 0.001},  # Ray gives each node one of these.
         )
         .remote(msgspec.json.encode(order))
     )
@@ -119,7 +119,7 @@ class RayNodes:
         self._clock = clock
         self._known: dict[str, str] = {}  # node's name by Ray's id of it
         self._problems: dict[str, str] = {}  # what was told of nodes without a keeper
-        self._reserved: dict[str, Reservation] = {}
+        self._reserved: dict[str, ResourceBundle] = {}
         self._reserving = asyncio.Lock()  # so that reservations follow each other as they were asked for
 
     async def follow(self, joins: Joins, looked: Callable[[], None]) -> None:
@@ -156,7 +156,7 @@ class RayNodes:
         """Asks a node for its keeper again with the next look."""
         self._known = {identifier: node for identifier, node in self._known.items() if node != name}
 
-    async def reserve(self, units: Mapping[str, Reservation]) -> list[NodeProblem]:
+    async def reserve(self, units: Mapping[str, ResourceBundle]) -> list[NodeProblem]:
         """Sets apart in Ray what units take of their nodes, so that no other job of the cluster is given it,
         and gives back what was set apart for units that are not there any more. Returns what cannot be set
         apart, and why. The units run either way."""
@@ -174,7 +174,7 @@ class RayNodes:
     def _group(self, unit: str) -> str:
         return f"{self._order.fleet}-{unit}"
 
-    def _reserve(self, name: str, wanted: Reservation) -> str:
+    def _reserve(self, name: str, wanted: ResourceBundle) -> str:
         """Makes a placement group that belongs to no process, so that it outlives each controller. Returns
         why that cannot be done, in one line; nothing if it is."""
         bundle = {"CPU": wanted.cpus, "GPU": wanted.gpus, f"node:{wanted.node}": _ON}

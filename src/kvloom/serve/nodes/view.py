@@ -21,7 +21,6 @@ from kvloom.serve.nodes import ray_nodes
 from kvloom.serve.nodes.attach import AttachView, EndFleet, FleetReady, Over, ToView, attach, show
 from kvloom.serve.nodes.controller_actor import ControllerActor
 from kvloom.serve.nodes.home import FleetHome
-from kvloom.serve.nodes.lasting import found
 from kvloom.serve.nodes.wire import Wire
 from kvloom.serve.screen import Screen
 from kvloom.serve.supervisor import Outcome, heeded, shown
@@ -54,7 +53,7 @@ def _begun(settings: Settings, machines: Sequence[Machine], host: str) -> tuple[
     try:
         return home, ray_nodes.keep_controller(order, ControllerActor)
     except ConfigError:
-        if not found(home.place):
+        if not address_at(home.lock):
             home.end()
         raise
 
@@ -126,7 +125,7 @@ class View:
         """Returns where the controller is attached to once it has come again; nothing if it does not.
         before: where it was."""
         until = self._clock.now() + AGAIN_SECONDS
-        while (address := found(self._home.place)) in ("", before):
+        while (address := address_at(self._home.lock)) in ("", before):
             if self._clock.now() >= until:
                 return ""
             await self._clock.sleep(PAUSE_SECONDS)

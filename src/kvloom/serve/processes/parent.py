@@ -1,4 +1,4 @@
-"""The supervisor, as a process it started sees it."""
+"""The parent of a fleet's process, as that process sees it: a supervisor, or a keeper."""
 
 from __future__ import annotations
 

@@ -19,14 +19,14 @@ from kvloom.types.errors import ConfigError, Unavailable
 _DETACHED: Final = 'exec 3<&0; "$@" <&3 3<&- &'
 
 
-def found(place: Path) -> str:
-    """Returns the address of the process that has locked `place`; nothing if none runs."""
-    return _told(place)[0]
+def address_at(lock: Path) -> str:
+    """Returns the address of the process that has locked `lock`; nothing if none runs."""
+    return _told(lock)[0]
 
 
-def end(place: Path, seconds: float) -> bool:
-    """Tells the process that has locked `place` to end, and waits for that. Returns whether none runs."""
-    _, pid = _told(place)
+def end(lock: Path, seconds: float) -> bool:
+    """Tells the process that has locked `lock` to end, and waits for that. Returns whether none runs."""
+    _, pid = _told(lock)
     if not pid:
         return True
     try:
@@ -41,10 +41,10 @@ def end(place: Path, seconds: float) -> bool:
         os.close(process)
 
 
-def _told(place: Path) -> tuple[str, int]:
-    """Returns the address and the id of the process that has locked `place`; neither if none runs."""
+def _told(lock: Path) -> tuple[str, int]:
+    """Returns the address and the id of the process that has locked `lock`; neither if none runs."""
     try:
-        file = os.open(place, os.O_RDONLY | os.O_NOFOLLOW)
+        file = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
         return "", 0
     try:
@@ -58,14 +58,12 @@ def _told(place: Path) -> tuple[str, int]:
         os.close(file)
 
 
-def found_or_started(
-    place: Path, module: str, order: bytes, log: Path, environment: Mapping[str, str]
-) -> str:
-    """Returns the address of the process that has locked `place`, which is started if none runs.
+def find_or_start(lock: Path, module: str, order: bytes, log: Path, environment: Mapping[str, str]) -> str:
+    """Returns the address of the process that has locked `lock`, which is started if none runs.
 
     module: what it runs; order: a line for its stdin; log: takes what it prints as errors. Raises Unavailable
     with the last line of the log if it ends as it starts, and OSError if it cannot be started."""
-    if address := found(place):
+    if address := address_at(lock):
         return address
     with log.open("wb") as errors:
         process = subprocess.Popen(
@@ -77,16 +75,16 @@ def found_or_started(
             env=environment,
         )
     said, _ = process.communicate(order + b"\n")
-    if address := said.decode().strip() or found(place):  # or another one was started at the same time
+    if address := said.decode().strip() or address_at(lock):  # or another one was started at the same time
         return address
     lines = log.read_text(errors="replace").strip().splitlines()
     raise Unavailable(lines[-1] if lines else f"it has ended as it started, and {log} is empty")
 
 
-def last(place: Path, address: str, what: str) -> None:
-    """Locks `place` until this process ends, and tells the address there, and to who has started it, to whom
+def claim(lock: Path, address: str, what: str) -> None:
+    """Locks `lock` until this process ends, and tells the address there, and to who has started it, to whom
     nothing is said any more. what: this process, for a person. Raises ConfigError if another one runs."""
-    file = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
