@@ -88,8 +88,9 @@ def start(
 
     def begun() -> None:
         _keep(token)
+        shown = f"<as in {KEPT}>" if block else token  # a service manager would keep it in its log
         print(f"The cluster has begun at {here}:{port}. On each further host:")
-        print(f"  {TOKEN}={token} kvloom cluster join {here}:{port}")
+        print(f"  {TOKEN}={shown} kvloom cluster join {here}:{port}")
         print("Then, here:")
         print("  kvloom serve fleet.yaml --cluster auto", flush=True)
 

@@ -108,7 +108,10 @@ class Controller:
         self._began: dict[str, float] = {}  # When each step of a rolling restart did.
         self.status = FleetStatus()
         self._begin_probation()
-        self._save(self.spec)
+        try:
+            self._save(self.spec)
+        except OSError as error:  # What was kept before is what it goes on with.
+            _log.warning("the fleet's file cannot be written: %s", error.strerror or error)
         for name, node in lifecycle.unheard(self.spec, clock.now(), timing).items():
             self._put_node(name, node)
         self._adopt()

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import uvloop
 
-from kvloom.serve.processes.lease import HeldLease
+from kvloom.serve.processes.lease import HeldLease, count_as_running
 from kvloom.serve.processes.messages import EngineOrder, Lease, StartProgress, Told
 from kvloom.serve.processes.parent import Parent, run_child
 
 
 def main(parent: Parent) -> None:
     order = parent.next_order(EngineOrder)
+    if order.running:
+        count_as_running(Path(order.running))
     lease = HeldLease(order.lease) if order.lease is not None else None
 
     def heed(told: Told) -> None:

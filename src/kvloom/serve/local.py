@@ -332,6 +332,11 @@ class LocalLauncher:
             for child in self._children.values():
                 child.kill()
 
+    async def ended(self) -> None:
+        """Waits until no process is left."""
+        for child in list(self._children.values()):
+            await child.ended.wait()
+
     async def _live(self, name: str, child: _Child) -> None:
         """Lets one process live from its start to its end."""
         try:

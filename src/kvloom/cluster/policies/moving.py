@@ -16,8 +16,8 @@ Moved = Literal["request", "context", "prefix"]
 Reason = Literal["unmeasured", "copying", "computing", "neither"]
 """Why it is done how it is done. `unmeasured`: it is copied, because the link or the speed is not known.
 `copying`: it is copied, because that is quicker, or for a stream at most twice as slow. `computing`: it is
-computed again, because that is quicker. `neither`: the request stays where it is, because copying is slow, and
-computing would stop its stream for too long."""
+computed again, because that is quicker. `neither`: the request stays where it is, because copying is slow,
+and computing would stop its stream for too long."""
 
 LONGEST_PAUSE: Final = 1.0  # seconds for which a stream may stand still while its context is computed again
 

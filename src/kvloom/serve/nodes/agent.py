@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from kvloom.config.machine import Machine
 from kvloom.serve.nodes.detached import environment_of_ray, find_or_start
+from kvloom.serve.nodes.home import state_folder
 from kvloom.serve.processes.identity import FleetIdentity
 from kvloom.types.errors import Unavailable
 
@@ -38,7 +39,7 @@ class NodeAgent:
         JSON. Raises RuntimeError if it does not start."""
         place = keeper_lock(msgspec.json.decode(order, type=KeeperOrder).fleet)
         try:
-            return find_or_start(place, KEEPER_MODULE, order, place.with_suffix(".log"), environment_of_ray())
+            return find_or_start(place, KEEPER_MODULE, order, keeper_log(place), environment_of_ray())
         except Unavailable as error:
             raise RuntimeError(f"the node's keeper has ended as it started: {error.message}") from error
 
@@ -54,11 +55,18 @@ class NodeAgent:
 
 
 def keeper_lock(fleet: str) -> Path:
-    """Returns the file that a running keeper of the fleet has locked, and in which its address stands."""
-    return Path(tempfile.gettempdir(), f"kvloom-keeper-{os.getuid()}-{fleet}")
+    """Returns the file that a running keeper of the fleet has locked on this host, and in which its address
+    stands. Other hosts may have the same folder."""
+    folder = state_folder() / "keepers"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder / f"{fleet}@{platform.node()}"
+
+
+def keeper_log(lock: Path) -> Path:
+    """Returns the file in which a keeper says what is wrong."""
+    return lock.with_name(f"{lock.name}.log")
 
 
 def keeper_locks() -> list[Path]:
     """Returns the files of all keepers that this user has had on this host."""
-    there = Path(tempfile.gettempdir()).glob(f"kvloom-keeper-{os.getuid()}-*")
-    return [path for path in there if path.suffix != ".log"]
+    return list((state_folder() / "keepers").glob(f"*@{platform.node()}"))

@@ -8,9 +8,10 @@ that has lost it.
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import threading
 from concurrent.futures import Future
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -35,10 +36,11 @@ from kvloom.serve.nodes.detached import environment_of_ray, find_or_start
 from kvloom.serve.nodes.home import FleetHome, FleetOrder
 from kvloom.serve.nodes.ray_nodes import NAMESPACE, RayNodes
 from kvloom.serve.nodes.wire import Wire
-from kvloom.types.clock import Clock, WallClock
-from kvloom.types.errors import KvloomError, Unavailable
+from kvloom.types.clock import Clock, WallClock, together
+from kvloom.types.errors import KvloomError
 
 CONTROLLER_MODULE: Final = "kvloom.serve.nodes.controller_process"
+_log = logging.getLogger(__name__)
 PAUSE_SECONDS: Final = 1.0  # before a controller that has died is started again
 
 
@@ -49,24 +51,21 @@ class ControllerActor:
         """order: a `FleetOrder` as JSON."""
         self._order = order
         self._address = Future[str]()
-        threading.Thread(target=lambda: asyncio.run(self._keep()), daemon=True).start()
+        threading.Thread(target=self._keep, daemon=True).start()
 
     def address(self) -> str:
-        """Returns the path of the socket at which the controller is attached to, once it has started. Raises
-        RuntimeError with what it has said last if it has ended as it started."""
+        """Returns the path of the controller's socket once it has started. Raises RuntimeError with what it
+        has said last if it has ended as it started."""
         return self._address.result()
 
-    async def _keep(self) -> None:
-        """Keeps a controller alive until the fleet is ended."""
-        kept = KeptController(self._order, WallClock())
+    def _keep(self) -> None:
+        """Keeps a controller alive until the fleet is ended, and then ends this actor."""
         try:
-            self._address.set_result(await kept.started())
-        except (KvloomError, OSError) as error:
-            self._address.set_exception(RuntimeError(str(error)))
-            if kept.ended:
-                return  # Whoever waits for the address ends this actor.
-        await kept.follow()
-        ray.kill(ray.get_runtime_context().current_actor)
+            asyncio.run(KeptController(self._order, WallClock()).keep(self._address))
+            ray.kill(ray.get_runtime_context().current_actor)
+        except Exception:  # noqa: BLE001 -- whatever it is, this actor is of no use any more
+            _log.exception("what keeps the fleet's controller has failed; Ray starts it again")
+            os._exit(1)
 
 
 class KeptController:
@@ -74,23 +73,42 @@ class KeptController:
 
     def __init__(self, order: bytes, clock: Clock) -> None:
         self._order = order
-        self._told = msgspec.json.decode(order, type=FleetOrder)
-        self._home = FleetHome(Path(self._told.folder))
-        self._key = f"fleet-{self._told.fleet}".encode()
+        self._fleet = msgspec.json.decode(order, type=FleetOrder)
+        self._home = FleetHome(Path(self._fleet.folder))
+        self._key = f"fleet-{self._fleet.fleet}".encode()
         self._clock = clock
+        self._nodes = RayNodes(self._fleet, clock)
 
     @property
     def ended(self) -> bool:
         """Whether the fleet was ended. A host that has lost its files knows nothing of it."""
-        return self._home.folder.exists() and self._home.ended
+        return self._home.folder.exists() and not self._home.has(self._fleet)
 
-    async def started(self) -> str:
-        """Returns where it is attached to; it is started if it does not run. Raises Unavailable if it ends as
-        it starts, or the fleet is ended, and ConfigError if the fleet's files cannot be written."""
-        if self.ended:
-            raise Unavailable("the fleet is ended")
+    async def keep(self, address: Future[str]) -> None:
+        """Starts it, tells it of nodes, and starts it again when it has died, until the fleet is ended.
+        address: is told where it is once it has started first, or why it has not."""
+        while not self.ended:
+            try:
+                path = await self._started()
+                if not address.done():
+                    address.set_result(path)
+                if await self._followed(await attach(path, ToActor)):
+                    break
+            except (KvloomError, OSError) as error:
+                _log.warning("the fleet's controller: %s", error)
+                if not address.done():
+                    address.set_exception(RuntimeError(str(error)))
+            await self._clock.sleep(PAUSE_SECONDS)
+        if not address.done():
+            address.set_exception(RuntimeError("the fleet was ended"))
+        await asyncio.to_thread(self._nodes.end)
+        await asyncio.to_thread(_internal_kv_del, self._key, namespace=NAMESPACE)
+
+    async def _started(self) -> str:
+        """Returns the path of its socket; it is started if it does not run. Raises Unavailable if it ends as
+        it starts, and ConfigError if the fleet's files cannot be written."""
         if not self._home.folder.exists():
-            self._home.begin(self._told)
+            self._home.begin(self._fleet)
             if spec := await asyncio.to_thread(_internal_kv_get, self._key, namespace=NAMESPACE):
                 self._home.spec.write_bytes(spec)
         home, environment = self._home, environment_of_ray()
@@ -98,41 +116,43 @@ class KeptController:
             find_or_start, home.lock, CONTROLLER_MODULE, self._order, home.log, environment
         )
 
-    async def follow(self) -> None:
-        """Tells it of nodes, and starts it again when it has died, until the fleet is ended."""
-        while not self.ended:
-            with suppress(KvloomError, OSError):
-                if await self._attached(await attach(await self.started(), ToActor)):
-                    break
-            await self._clock.sleep(PAUSE_SECONDS)
-        await asyncio.to_thread(_internal_kv_del, self._key, namespace=NAMESPACE)
-
-    async def _attached(self, wire: Wire[ToActor]) -> bool:
+    async def _followed(self, wire: Wire[ToActor]) -> bool:
         """Follows one life of the process. Returns whether the fleet is ended."""
-        nodes = RayNodes(self._told, self._clock)
+        self._nodes.forget()
         wire.send(AttachActor())
-        told = _Told(wire)
-        looking = asyncio.create_task(nodes.follow(told, lambda: wire.send(Looked())))
-        try:
-            async for message in wire.messages():
-                match message:
-                    case SpecCopy(content):
-                        await asyncio.to_thread(
-                            _internal_kv_put, self._key, content, overwrite=True, namespace=NAMESPACE
-                        )
-                    case ResourceBundles(units):
-                        for problem in await nodes.reserve(units):
-                            wire.send(problem)
-                    case KeeperMissed(name):
-                        nodes.again(name)
-                    case Over():
-                        await asyncio.to_thread(nodes.end)
-                        return True
-            return False
-        finally:
-            looking.cancel()
-            wire.close()
-            await asyncio.wait([looking])
+        told, wanted = _Told(wire), asyncio.Queue[ResourceBundles]()
+        async with together() as tasks:
+            beside = [
+                tasks.create_task(self._nodes.follow(told, lambda: wire.send(Looked()))),
+                tasks.create_task(self._reserve(wire, wanted)),
+            ]
+            try:
+                async for message in wire.messages():
+                    match message:
+                        case SpecCopy(content):
+                            await asyncio.to_thread(
+                                _internal_kv_put, self._key, content, overwrite=True, namespace=NAMESPACE
+                            )
+                        case ResourceBundles():
+                            wanted.put_nowait(message)
+                        case KeeperMissed(name):
+                            self._nodes.again(name)
+                        case Over():
+                            return True
+            finally:
+                wire.close()
+                for task in beside:
+                    task.cancel()
+        return False
+
+    async def _reserve(self, wire: Wire[ToActor], wanted: asyncio.Queue[ResourceBundles]) -> None:
+        """Sets apart in Ray what was wanted last, which may take long."""
+        while True:
+            latest = await wanted.get()
+            while not wanted.empty():
+                latest = wanted.get_nowait()
+            for problem in await self._nodes.reserve(latest.units):
+                wire.send(problem)
 
 
 class _Told:

@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 from rich.console import Console
 
-from kvloom.cluster.launcher import Launcher, NodeLost, NodeReport, NodeSilent
+from kvloom.cluster.launcher import Launcher
 from kvloom.cluster.state import ABSENT, ALIVE, FleetSpec, FleetStatus
 from kvloom.cluster.store import SpecFile
 from kvloom.config.config import Config
@@ -43,6 +43,7 @@ from kvloom.serve.nodes.attach import (
     ResourceBundles,
     SpecCopy,
     Step,
+    ToActor,
     ToView,
 )
 from kvloom.serve.nodes.detached import claim
@@ -59,6 +60,8 @@ from kvloom.types.errors import ConfigError, Unavailable
 from kvloom.types.spec import EngineSpec
 
 LOOK_SECONDS: Final = 60.0  # for Ray's actor to tell of the nodes that there are
+TOLD_SECONDS: Final = 2.0  # for all who are attached to hear that the fleet has ended
+MOST_UNREAD: Final = 4 << 20  # bytes that a view may leave unread
 _Attached = Wire[FromActor | FromView]
 
 
@@ -105,8 +108,11 @@ class SharedScreen(Screen):
         self._tell(self._ready)
 
     def _tell(self, told: ToView) -> None:
-        for view in self._views:
+        for view in list(self._views):
             view.send(told)
+            if view.unread > MOST_UNREAD:  # Nobody looks at it.
+                self.detach(view)
+                view.close()
 
 
 class CopiedSpec:
@@ -176,7 +182,8 @@ class ClusterHosts:
             tasks,
             self._clock,
             hear=hearing.hear,
-            hear_node=lambda report: self._hear_node(hearing, report),
+            hear_node=hearing.hear_node,
+            missed=lambda name: self._tell_actors(KeeperMissed(name)),
             log=hearing.log,
             lease=self._lease,
             life=self._life,
@@ -184,11 +191,9 @@ class ClusterHosts:
         )
         return self._launcher
 
-    def _hear_node(self, hearing: Hearing, report: NodeReport) -> None:
-        hearing.hear_node(report)
-        if isinstance(report, NodeSilent | NodeLost):
-            for actor in self._actors:
-                actor.send(KeeperMissed(report.node))
+    def _tell_actors(self, message: ToActor) -> None:
+        for actor in self._actors:
+            actor.send(message)
 
     def changed(self, spec: FleetSpec, status: FleetStatus) -> None:
         reserved = ResourceBundles(
@@ -200,8 +205,7 @@ class ClusterHosts:
         )
         if reserved != self._reserved:
             self._reserved = reserved
-            for actor in self._actors:
-                actor.send(reserved)
+            self._tell_actors(reserved)
 
     async def answered(self) -> None:
         with suppress(TimeoutError):
@@ -249,15 +253,17 @@ class ClusterHosts:
                 self._end(why)
 
     def _copy(self) -> None:
-        content = self._home.spec.read_bytes()
-        for actor in self._actors:
-            actor.send(SpecCopy(content))
+        with suppress(OSError):  # There is none yet.
+            self._tell_actors(SpecCopy(self._home.spec.read_bytes()))
 
     async def tell_end(self, outcome: Outcome) -> None:
         """Tells all who are attached how the fleet has ended."""
-        for wire in list(self._attached):
+        for wire in self._attached:
             wire.send(Over(outcome.code, outcome.why))
-            await wire.end()
+        with suppress(TimeoutError):  # Somebody may not read.
+            async with asyncio.timeout(TOLD_SECONDS), asyncio.TaskGroup() as tasks:
+                for wire in self._attached:
+                    tasks.create_task(wire.end())
 
 
 def _gpus(engine: EngineSpec) -> int:
@@ -289,6 +295,8 @@ def control(order: FleetOrder, screen: SharedScreen) -> Outcome:
         async def run() -> Outcome:
             async with await asyncio.start_unix_server(hosts.take, sock=attaching):
                 claim(home.lock, attaching.getsockname(), "a controller of the fleet")
+                if not home.has(order):
+                    raise ConfigError("the fleet was ended before its controller began")
                 outcome = await supervisor.run()
                 home.end()
                 await hosts.tell_end(outcome)
@@ -305,7 +313,6 @@ def main() -> None:
     try:
         outcome = shown(screen, lambda: control(order, screen))
     except ConfigError as error:
-        FleetHome(Path(order.folder)).end()
         sys.exit(error.message)
     sys.exit(outcome.code)
 

@@ -8,12 +8,14 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from kvloom.types.errors import ConfigError, Unavailable
 
+LOOKS, LOOK_SECONDS = 20, 0.05  # for those who look whether a file is locked to be done with it
 # The shell ends at once, so that the process is nobody's child. It gives the null device to what it leaves in
 # the background, so the order comes by another descriptor.
 _DETACHED: Final = 'exec 3<&0; "$@" <&3 3<&- &'
@@ -48,6 +50,8 @@ def _told(lock: Path) -> tuple[str, int]:
     except OSError:
         return "", 0
     try:
+        if os.fstat(file).st_uid != os.getuid():  # somebody else's, who may write what they like
+            return "", 0
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:  # It is alive.
         address, _, pid = os.read(file, 1 << 10).decode().rpartition(" ")
@@ -65,7 +69,7 @@ def find_or_start(lock: Path, module: str, order: bytes, log: Path, environment:
     with the last line of the log if it ends as it starts, and OSError if it cannot be started."""
     if address := address_at(lock):
         return address
-    with log.open("wb") as errors:
+    with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600), "ab") as errors:
         process = subprocess.Popen(
             ["sh", "-c", _DETACHED, "sh", sys.executable, "-P", "-m", module],
             stdin=subprocess.PIPE,
@@ -85,10 +89,8 @@ def claim(lock: Path, address: str, what: str) -> None:
     """Locks `lock` until this process ends, and tells the address there, and to who has started it, to whom
     nothing is said any more. what: this process, for a person. Raises ConfigError if another one runs."""
     file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ConfigError(f"this host has {what} already; one is right") from error
+    if not _locked(file):
+        raise ConfigError(f"this host has {what} already; one is right")
     if not os.fstat(file).st_nlink:
         raise ConfigError(f"{what} has just ended on this host; another attempt is right")
     os.truncate(file, 0)
@@ -97,6 +99,18 @@ def claim(lock: Path, address: str, what: str) -> None:
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, sys.stdout.fileno())
     os.close(silent)
+
+
+def _locked(file: int) -> bool:
+    """Locks a file, unless a process has it. Those who look whether one has it have it for a moment."""
+    for _ in range(LOOKS):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(LOOK_SECONDS)
+        else:
+            return True
+    return False
 
 
 def environment_of_ray() -> dict[str, str]:

@@ -7,11 +7,12 @@ has died, goes on with the fleet that there was.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import secrets
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -21,12 +22,18 @@ from msgspec import Struct
 from kvloom.config.config import Config
 from kvloom.config.file import Settings
 from kvloom.config.machine import Machine
+from kvloom.serve.nodes.detached import address_at
 from kvloom.serve.processes.identity import FleetIdentity
 from kvloom.types.errors import ConfigError
 from kvloom.types.files import replacing
 
 STATE: Final = "XDG_STATE_HOME"
 """The variable that names the folder for such files, which is `~/.local/state` otherwise."""
+
+
+def state_folder() -> Path:
+    """Returns the folder of this user for what outlives a process, and a host's temporary files."""
+    return Path(os.environ.get(STATE) or Path.home() / ".local" / "state") / "kvloom"
 
 
 class FleetOrder(Struct, frozen=True, kw_only=True):
@@ -68,18 +75,32 @@ class FleetHome:
     @classmethod
     def of(cls, port: int) -> FleetHome:
         """Returns the folder of the fleet that is served at a port from this host."""
-        state = Path(os.environ.get(STATE) or Path.home() / ".local" / "state")
-        return cls(state / "kvloom" / "fleets" / str(port))
+        return cls(state_folder() / "fleets" / str(port))
 
     @classmethod
     def all(cls) -> list[FleetHome]:
         """Returns the folders of all fleets that were served from this host."""
         return [cls(folder) for folder in cls.of(0).folder.parent.glob("*")]
 
+    @contextmanager
+    def beginning(self) -> Iterator[None]:
+        """Lets nobody else begin a fleet here during the block. Raises ConfigError if the folder cannot be
+        made."""
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise self._unwritten(error) from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(file)
+
     def order(self, settings: Settings, machines: Sequence[Machine], node: str) -> FleetOrder:
         """Returns the order of the fleet that was begun with these settings and has not been ended, or that
         of a new one. Raises ConfigError if a fleet with others is served, or nothing can be kept."""
-        kept = self._kept()
+        kept = self.kept()
         if kept is not None and kept.node == node and _same(kept.settings, settings):
             return kept
         if address_at(self.lock):
@@ -106,15 +127,18 @@ class FleetHome:
             with replacing(self._order) as file:
                 file.write(msgspec.json.encode(order))
         except OSError as error:
-            raise ConfigError(
-                f"{self.folder}: the fleet's order cannot be written ({error.strerror}); a folder with room "
-                f"is right, which {STATE} names"
-            ) from error
+            raise self._unwritten(error) from error
 
-    @property
-    def ended(self) -> bool:
-        """Whether the fleet was ended, or was never begun here."""
-        return not self._order.exists()
+    def _unwritten(self, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"{self.folder}: the fleet's order cannot be written ({error.strerror}); a folder with room is "
+            f"right, which {STATE} names"
+        )
+
+    def has(self, order: FleetOrder) -> bool:
+        """Returns whether this fleet was begun here, and has not been ended."""
+        kept = self.kept()
+        return kept is not None and kept.secret == order.secret
 
     def end(self) -> None:
         """Keeps nothing of the fleet but the log of its controller."""
@@ -122,7 +146,8 @@ class FleetHome:
             with suppress(OSError):
                 path.unlink()
 
-    def _kept(self) -> FleetOrder | None:
+    def kept(self) -> FleetOrder | None:
+        """Returns the order of the fleet that was begun here and has not been ended, if there is one."""
         with suppress(OSError, msgspec.MsgspecError):
             return msgspec.json.decode(self._order.read_bytes(), type=FleetOrder)
         return None

@@ -82,6 +82,8 @@ class Place:
     identity: TlsFiles
     secret: str
     """What callers of engines must know."""
+    running: Path
+    """By which its engines count as running for the host's next keeper."""
 
 
 class Keeper:
@@ -132,6 +134,7 @@ class Keeper:
             asking.cancel()
             server.close()
             await self._launcher.end(END_SECONDS)
+            await self._launcher.ended()
             self._closing.close()
             if self._wire is not None:
                 self._wire.send(Leaving())
@@ -189,6 +192,8 @@ class Keeper:
         return True
 
     def _obey(self, order: object) -> None:
+        if self._over.is_set():
+            return  # What would start now would not be ended.
         match order:
             case StartOrder(component, generation, engine):
                 self._launcher.start(component, generation, engine)
@@ -255,7 +260,7 @@ class Keeper:
             await self._clock.sleep(ASK_SECONDS)
             if self._wire is not None:
                 self._wire.send(LeaseAsked(leased_time()))
-            elif self._is_abandoned:
+            if self._is_abandoned:
                 _log.warning("no controller has come for long: this host's part of the fleet ends")
                 self.end()
 
@@ -293,6 +298,7 @@ class Keeper:
             secret=place.secret,
             host=place.host,
             identity=place.identity,
+            running=str(place.running),
             lease=self._until,
         )
         return Role(engine.unit, ENGINE_MODULE, order, socket=path)

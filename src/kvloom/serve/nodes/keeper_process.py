@@ -16,10 +16,11 @@ import msgspec
 from kvloom.config.machine import Machine
 from kvloom.serve.local import ENGINE_MODULE
 from kvloom.serve.machine import private_folder, raise_open_files
-from kvloom.serve.nodes.agent import KeeperOrder, keeper_lock
+from kvloom.serve.nodes.agent import KeeperOrder, keeper_lock, keeper_log
 from kvloom.serve.nodes.detached import claim
 from kvloom.serve.nodes.keeper import Keeper, Place
 from kvloom.serve.processes.forkserver import ForkServer
+from kvloom.serve.processes.lease import wait_until_none_runs
 from kvloom.serve.processes.log import log_to_stderr
 from kvloom.types.clock import WallClock
 
@@ -28,22 +29,25 @@ async def keep(order: KeeperOrder) -> None:
     """Keeps the host's part of the fleet until it is over. Raises ConfigError if another keeper does."""
     clock = WallClock()
     with private_folder() as folder:
-        here = Place(order.host, folder, order.identity.keep(folder), order.secret)
+        lock = keeper_lock(order.fleet)
+        running = lock.with_name(f"{lock.name}.running")
+        await asyncio.to_thread(wait_until_none_runs, running)
+        here = Place(order.host, folder, order.identity.keep(folder), order.secret, running)
         async with asyncio.TaskGroup() as tasks:
             forks = ForkServer([ENGINE_MODULE], clock, lambda name, line: print(name, line, file=sys.stderr))
             forking = tasks.create_task(forks.run())
             keeper = Keeper(here, Machine.here(), tasks, clock, forks.start)
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, keeper.end)
-            place = keeper_lock(order.fleet)
-            await keeper.serve(lambda address: claim(place, address, "a keeper of the fleet"))
+            await keeper.serve(lambda address: claim(lock, address, "a keeper of the fleet"))
             forking.cancel()
-    _leave_nothing(place)
+    _leave_nothing(lock, running)
 
 
-def _leave_nothing(place: Path) -> None:
-    """Removes the file by which the keeper is found, and its log, unless something stands there."""
-    place.unlink(missing_ok=True)
-    log = place.with_suffix(".log")
+def _leave_nothing(lock: Path, running: Path) -> None:
+    """Removes the keeper's files, but for its log if something stands there."""
+    for file in (lock, running):
+        file.unlink(missing_ok=True)
+    log = keeper_log(lock)
     if log.exists() and not log.stat().st_size:
         log.unlink()
 

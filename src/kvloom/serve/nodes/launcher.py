@@ -81,8 +81,6 @@ class _Node:
     """Set once its keeper has answered, or has not."""
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the connection is closed."""
-    refusal: str = ""
-    """Why its keeper has refused this controller, as it was told last."""
 
 
 class NodesLauncher:
@@ -102,9 +100,11 @@ class NodesLauncher:
         lease: float,
         gateway: GatewaySpec,
         life: int = 1,
+        missed: Callable[[str], None] = lambda _: None,
     ) -> None:
         """context: with which keepers are called; life: counts the fleet's controllers; lease: the seconds
-        for which a node may serve without hearing of this one; gateway: what each gateway is to be."""
+        for which a node may serve without hearing of this one; gateway: what each gateway is to be;
+        missed: called with a node again and again while its keeper does not answer."""
         self._local = local
         self._context = context
         self._tasks = tasks
@@ -114,6 +114,7 @@ class NodesLauncher:
         self._log = log
         self._life = life
         self._lease = lease
+        self._missed = missed
         self._gateway = gateway
         self._gateways: dict[str, str] = {}  # where each gateway on a node answers that takes requests
         self._told = Gateways(())  # what the scheduler was told of them last
@@ -167,6 +168,7 @@ class NodesLauncher:
             ):  # It was never there, or is another problem.
                 self._log(node.name, f"nothing can start there: {problem}")
             node.problem = problem
+            self._missed(node.name)
             await self._clock.sleep(min(PAUSE_SECONDS, left) if node.phase == "silent" else PAUSE_SECONDS)
         del self._nodes[node.name]
 
@@ -184,14 +186,13 @@ class NodesLauncher:
                         return why
                     case Refused():
                         why = f"its keeper refuses this controller: {message.why}"
-                        if node.refusal != why:  # else it was told before
-                            node.refusal = why
-                            self._log(node.name, why)
                     case Leaving():
                         node.until = 0.0
                         return "its keeper has ended"
                     case NodeHere():
                         node.wire, node.phase = wire, "there"
+                        # An earlier controller may have given it a lease just now.
+                        node.until = max(node.until, self._clock.now() + self._lease)
                         node.closed.clear()
                         self._hear_node(self._joined(node, message))
                         node.tried.set()
@@ -213,7 +214,8 @@ class NodesLauncher:
 
     def _joined(self, node: _Node, here: NodeHere) -> NodeJoined:
         found = tuple(replace(process, node=node.name) for process in here.running)
-        self._where.update((process.component, node.name) for process in found)
+        for process in found:
+            self._where.setdefault(process.component, node.name)
         there = {process.component: process for process in found if is_gateway(process.component)}
         for name in [name for name in self._serving if self._where.get(name) == node.name]:
             if name not in there:
@@ -237,6 +239,8 @@ class NodesLauncher:
             heard = replace(heard, node=node.name)
         if is_gateway(message.component):
             self._follow_gateway(message.component, heard)
+        elif isinstance(heard, Ended) and self._where.get(message.component) == node.name:
+            del self._where[message.component]
         self._hear(message.component, heard)
 
     # -- gateways ---------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from kvloom.types.clock import Clock
 from kvloom.types.errors import ConfigError
 
 NAMESPACE: Final = "kvloom"
+FIRST_SECONDS: Final = 10.0  # for all nodes to answer first
 LOOK_SECONDS: Final = 1.0  # between two looks at which nodes there are
 AGENT_SECONDS: Final = 60.0  # for an agent to start the node's keeper
 RESERVE_SECONDS: Final = 5.0  # for Ray to set apart what a unit takes
@@ -131,12 +132,15 @@ class RayNodes:
             while True:
                 alive = await asyncio.to_thread(_alive)
                 for identifier in set(self._known) - set(alive):
-                    joins.leave(self._known.pop(identifier))
+                    name = self._known.pop(identifier)
+                    if name not in alive.values():  # else Ray was started anew there
+                        joins.leave(name)
                 asking = {identifier: task for identifier, task in asking.items() if not task.done()}
                 for identifier in alive.keys() - self._known.keys() - asking.keys():
                     asking[identifier] = tasks.create_task(self._ask(identifier, alive[identifier], joins))
                 if first:
-                    await asyncio.gather(*asking.values())
+                    if asking:
+                        await asyncio.wait(asking.values(), timeout=FIRST_SECONDS)
                     looked()
                 first = False
                 await self._clock.sleep(LOOK_SECONDS)
@@ -151,6 +155,11 @@ class RayNodes:
         elif self._problems.get(name) != problem:
             self._problems[name] = problem
             joins.warn(name, f"has no keeper: {problem}; it is tried again")
+
+    def forget(self) -> None:
+        """Tells of all nodes anew: another controller is to hear of them."""
+        self._known.clear()
+        self._problems.clear()
 
     def again(self, name: str) -> None:
         """Asks a node for its keeper again with the next look."""

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from rich.console import Console
 
@@ -20,13 +21,14 @@ from kvloom.serve.local import gateway_paths
 from kvloom.serve.nodes import ray_nodes
 from kvloom.serve.nodes.attach import AttachView, EndFleet, FleetReady, Over, ToView, attach, show
 from kvloom.serve.nodes.controller_actor import ControllerActor
-from kvloom.serve.nodes.home import FleetHome
+from kvloom.serve.nodes.detached import address_at, end
+from kvloom.serve.nodes.home import FleetHome, FleetOrder
 from kvloom.serve.nodes.wire import Wire
 from kvloom.serve.screen import Screen
-from kvloom.serve.supervisor import Outcome, heeded, shown
+from kvloom.serve.supervisor import END_SECONDS, Outcome, heeded, shown
 from kvloom.serve.systemd import READY, STOPPING, ServiceManager
 from kvloom.types.clock import Clock, WallClock
-from kvloom.types.errors import ConfigError, Unavailable
+from kvloom.types.errors import Unavailable
 
 AGAIN_SECONDS: Final = 60.0  # for a controller that has died to come again
 PAUSE_SECONDS: Final = 0.5  # between two looks whether it has
@@ -35,38 +37,50 @@ PAUSE_SECONDS: Final = 0.5  # between two looks whether it has
 def serve_over(cluster: str, settings: Settings) -> Outcome:
     """Lets a cluster serve a fleet, and shows it until it ends. cluster: as `connect` has it. Returns how it
     ended. Raises ConfigError."""
+    signal.signal(signal.SIGTERM, _interrupt)  # until the view heeds it
     with ray_nodes.connected(cluster):  # and no longer, so that Ray's end is not this process's
-        home, address = _begun(settings, ray_nodes.machines(), ray_nodes.own_address())
+        home, order, address = _begun(settings, ray_nodes.machines(), ray_nodes.own_address())
     clock = WallClock()
     screen = Screen(Console(highlight=False), clock)
-    view = View(screen, clock, home, ServiceManager.named_by(os.environ))
+    view = View(screen, clock, home, order, ServiceManager.named_by(os.environ))
     return shown(screen, lambda: asyncio.run(view.run(address)))
 
 
-def _begun(settings: Settings, machines: Sequence[Machine], host: str) -> tuple[FleetHome, str]:
-    """Returns the folder of the fleet, and where its controller is attached to."""
+def _interrupt(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _begun(settings: Settings, machines: Sequence[Machine], node: str) -> tuple[FleetHome, FleetOrder, str]:
+    """Returns the fleet's folder and its order, and the path of its controller's socket. A fleet that was
+    there before is found. Raises ConfigError."""
     config = settings.config(Machine.together(machines))
     folders = {name: model.path for name, model in config.models.items() if Path(model.path).is_dir()}
-    ray_nodes.require(folders, config.gateways or (host,), gateway_paths(config))
+    ray_nodes.require(folders, config.gateways or (node,), gateway_paths(config))
     home = FleetHome.of(config.port)
-    order = home.order(settings, machines, host)
-    try:
-        return home, ray_nodes.keep_controller(order, ControllerActor)
-    except ConfigError:
-        if not address_at(home.lock):
-            home.end()
-        raise
+    with home.beginning():
+        kept, order = home.kept(), home.order(settings, machines, node)
+        try:
+            return home, order, ray_nodes.keep_controller(order, ControllerActor)
+        except BaseException:
+            if kept != order:  # It began just now.
+                home.end()
+                end(home.lock, END_SECONDS)
+            raise
 
 
 class View:
     """Shows a fleet, whose controller may die and come again meanwhile."""
 
-    def __init__(self, screen: Screen, clock: Clock, home: FleetHome, manager: ServiceManager) -> None:
+    def __init__(
+        self, screen: Screen, clock: Clock, home: FleetHome, order: FleetOrder, manager: ServiceManager
+    ) -> None:
         self._screen = screen
         self._clock = clock
         self._home = home
+        self._order = order
         self._manager = manager
         self._wire: Wire[ToView] | None = None
+        self._gives_up = False  # A second signal has come.
         self._end: EndFleet | None = None  # what the controller is to be told
 
     async def run(self, address: str) -> Outcome:
@@ -79,8 +93,10 @@ class View:
             while True:
                 if outcome := await self._shown(address):
                     return outcome
-                if self._home.ended:
+                if not self._home.has(self._order):
                     return Outcome(1, "the fleet was ended")
+                if self._gives_up:
+                    return Outcome(1, f"the fleet has not ended yet (see {self._home.log})")
                 self._screen.warn("fleet", "its controller has died; what it has started serves on")
                 if not (address := await self._again(address)):
                     return Outcome(
@@ -92,6 +108,10 @@ class View:
             telling.cancel()
 
     def _order_end(self, why: str) -> None:
+        if self._end is not None:  # It was told before, and has not ended.
+            self._gives_up = True
+            if self._wire is not None:
+                self._wire.close()
         self._manager.tell(STOPPING)
         self._end = EndFleet(why)
         if self._wire is not None:
@@ -126,7 +146,7 @@ class View:
         before: where it was."""
         until = self._clock.now() + AGAIN_SECONDS
         while (address := address_at(self._home.lock)) in ("", before):
-            if self._clock.now() >= until:
+            if self._gives_up or self._clock.now() >= until:
                 return ""
             await self._clock.sleep(PAUSE_SECONDS)
         return address

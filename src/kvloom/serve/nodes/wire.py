@@ -167,6 +167,11 @@ class Wire(Generic[Message]):
             except msgspec.MsgspecError as error:
                 raise Unavailable(f"a message that cannot be read: {error}") from error
 
+    @property
+    def unread(self) -> int:
+        """Returns the bytes that were sent and are still here, because the other end does not read."""
+        return self._writer.transport.get_write_buffer_size()
+
     def close(self) -> None:
         self._writer.transport.abort()
 

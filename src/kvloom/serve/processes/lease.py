@@ -9,8 +9,11 @@ it gave the lease, and the host from when it had asked for it, which was earlier
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 MARGIN_SECONDS: Final = 1.0  # by which who gives a lease takes it to hold longer than it does
@@ -21,6 +24,24 @@ def leased_time() -> float:
     """Returns the seconds since the host was booted, those in which it was suspended too. All processes of
     the host agree on it."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def count_as_running(file: Path) -> int:
+    """Lets this process count among those that the host's keeper has started, until it ends, whoever else
+    lives by then. Returns a descriptor, which is to be kept open."""
+    held = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    fcntl.flock(held, fcntl.LOCK_SH)
+    return held
+
+
+def wait_until_none_runs(file: Path) -> None:
+    """Waits until all processes that count as running have ended: those of a keeper that was killed may need
+    some seconds, and the next keeper must not tell that it has none of them before."""
+    held = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+    finally:
+        os.close(held)
 
 
 class HeldLease:

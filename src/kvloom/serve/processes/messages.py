@@ -35,6 +35,8 @@ class EngineOrder(Struct, frozen=True, kw_only=True):
     """The address at which it serves them to other hosts as well; empty if there are none."""
     identity: TlsFiles | None = None
     """With what it and its callers on other hosts know each other."""
+    running: str = ""
+    """The file by which it counts as running for the host's next keeper; empty if there is none."""
     lease: float | None = None
     """When it is to end unless it has heard of a `Lease` by then; None if it ends with its supervisor
     alone."""
