@@ -19,7 +19,13 @@ from typing import Annotated, Final
 from cyclopts import App, Parameter
 
 from kvloom.cli.app import CommandFailed, Whole
-from kvloom.serve.nodes.reach import host_and_port, require_head, require_own, require_way_back
+from kvloom.serve.nodes.reach import (
+    host_and_port,
+    require_head,
+    require_no_ray,
+    require_own,
+    require_way_back,
+)
 from kvloom.serve.systemd import READY, ServiceManager
 from kvloom.types.errors import ConfigError
 from kvloom.types.files import replacing
@@ -36,6 +42,10 @@ _LEAST_DISK: Final = 100_000_000  # bytes that Ray's folder of logs and sockets 
 _BEGUN: Final = "Ray runtime started"  # is in a line that `ray start` prints
 # Seconds for which Ray waits for a head that is away before it ends on the other hosts; a minute is its own.
 _PATIENCE: Final = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
+_RAY: Final = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_worker_niceness": "0",  # Ray's actors start what serves, which would be nice to all else at 15
+}
 _OF_STORAGE: Final = {"RAY_gcs_storage": "rocksdb"}
 _VERSIONS: Final = re.compile(r"started with:\s+Ray: (\S+)\s+Python: (\S+)")
 _ENDED: Final = re.compile(r"(\w+) \[exit code=(-?\d+)\]")
@@ -84,6 +94,7 @@ def start(
     require_ray()
     here = address or own_address()
     require_own(here)
+    require_no_ray(here)
     token = _token(make=True)
 
     def begun() -> None:
@@ -117,6 +128,7 @@ def join(
     require_head(head, head)
     here = address or own_address(host_and_port(head, head)[0])
     require_own(here)
+    require_no_ray(here)
     require_way_back(here, head)
     token = _token()
 
@@ -257,7 +269,7 @@ def _ray(*arguments: str, environment: dict[str, str]) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=os.environ | {"RAY_AUTH_MODE": "token"} | environment,
+        env=os.environ | _RAY | environment,
     )
 
 

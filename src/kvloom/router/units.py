@@ -208,7 +208,9 @@ class Units(Mapping[str, Unit]):
                 self._watch(unit, self._tasks)
         if spec.edition > 1 or spec.removed:
             unit.keep_only(set() if spec.removed else {model.name for model in spec.engine.models})
-        life = process.generation, process.serial
+        # One on a node may be told of anew by another controller, which has a number of its own for it.
+        which = (process.node, process.pid, process.endpoint) if process.node else process.serial
+        life = process.generation, which
         text = process.lack or process.problem
         problem = Unavailable(text) if text else None
         stands = outlook(spec, process)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
 from kvloom.types.errors import ConfigError
@@ -35,6 +37,18 @@ def require_own(address: str) -> None:
             raise ConfigError(
                 f"--address {address}: no address of this host ({error.strerror}); one of its own is right"
             ) from error
+
+
+def require_no_ray(address: str) -> None:
+    """Raises ConfigError if this host is in a cluster already: Ray would count what it has twice."""
+    node = f"--node_ip_address={address}".encode()
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            arguments = file.read_bytes().split(b"\0")
+            if arguments[0].endswith(b"/raylet") and node in arguments:
+                raise ConfigError(
+                    f"this host, {address}, is in a cluster already; `kvloom cluster stop` lets it leave"
+                )
 
 
 def require_way_back(address: str, head: str) -> None:
