@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.config.config import DEMO
-from tests.hosts.fleets import RayCluster, refused
+from tests.hosts.fleets import RayCluster, kvloom, refused
 from tests.hosts.hosts import Host, NoHosts, hosts
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
@@ -67,7 +67,13 @@ def test_a_cluster_that_cannot_be_reached(three: list[Host], cluster: str, probl
     assert problem in refused(three[0], "serve", "--cluster", cluster)
 
 
+def test_a_host_joins_one_cluster_once(three: list[Host]) -> None:
+    said = refused(three[2], "cluster", "join", f"{three[0].address}:6379")
+    assert f"this host, {three[2].address}, is in a cluster already" in said
+
+
 def test_a_host_with_another_token_does_not_join(three: list[Host]) -> None:
     head = f"{three[0].address}:6379"
+    kvloom(three[2], "cluster", "stop")
     said = refused(three[2], "cluster", "join", head, token="0" * 64)
     assert said.startswith("kvloom: Ray cannot start here: ")
