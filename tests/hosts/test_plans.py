@@ -100,7 +100,7 @@ async def reserve(nodes, node):
     left(free - 1)
     for other in ResourceBundle(node, 64, 0), ResourceBundle(node, 1, 8), ResourceBundle("10.9.8.7", 1, 0):
         [problem] = await nodes.reserve({"unit-0": part, "unit-1": other})
-        print(problem.name, problem.problem)
+        print(problem.name, problem.problem, flush=True)
     assert await nodes.reserve({"unit-0": part}) == []
     left(free - 1)
     assert await nodes.reserve({}) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import sys
@@ -58,9 +57,10 @@ def begun(host: Host, folder: Path) -> tuple[HostProcess, str]:
         manager.settimeout(DEADLINE)
         process = host.start("env", f"NOTIFY_SOCKET={notify}", *called)
         said = [process.stdout.readline().decode() for _ in range(4)]
-        [token] = re.findall(r"RAY_AUTH_TOKEN=(\w+)", "".join(said))
+        assert "RAY_AUTH_TOKEN=<as in ~/.ray/auth_token> kvloom cluster join" in "".join(said)
+        token = (host.folder / ".ray" / "auth_token").read_text().strip()
         assert manager.recv(100) == b"READY=1"
-    return process, str(token)
+    return process, token
 
 
 def python(host: Host, code: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -28,7 +29,8 @@ from kvloom.types.clock import WallClock
 async def keep(order: KeeperOrder) -> None:
     """Keeps the host's part of the fleet until it is over. Raises ConfigError if another keeper does."""
     clock = WallClock()
-    with private_folder() as folder:
+    with ExitStack() as stack:
+        folder = stack.enter_context(private_folder())
         lock = keeper_lock(order.fleet)
         running = lock.with_name(f"{lock.name}.running")
         await asyncio.to_thread(wait_until_none_runs, running)
@@ -38,9 +40,13 @@ async def keep(order: KeeperOrder) -> None:
             forking = tasks.create_task(forks.run())
             keeper = Keeper(here, Machine.here(), tasks, clock, forks.start)
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, keeper.end)
-            await keeper.serve(lambda address: claim(lock, address, "a keeper of the fleet"))
+
+            def ready(address: str) -> None:
+                claim(lock, address, "a keeper of the fleet")
+                stack.callback(_leave_nothing, lock, running)
+
+            await keeper.serve(ready)
             forking.cancel()
-    _leave_nothing(lock, running)
 
 
 def _leave_nothing(lock: Path, running: Path) -> None:
