@@ -71,6 +71,6 @@ $(INSTALLED): pyproject.toml | $(BIN)/pip
 	@touch $@
 
 # The CPU kernels are compiled once here, not while somebody waits for the first answer.
-$(WARM): $(INSTALLED) $(wildcard src/kvloom/kernels/cpu/*.py)
+$(WARM): $(INSTALLED) $(wildcard src/kvloom/kernels/cpu/*.py src/kvloom/kernels/cpu/*/*.py)
 	@if $(BIN)/python -c '$(HAS_WARM)'; then echo "== compiling the kernels"; $(BIN)/python -m kvloom.kernels.cpu.warm; fi
 	@touch $@

@@ -9,8 +9,11 @@ benchmark starts both sides itself. Some two hours in full; --quick proves that 
   fleet          how long a period of the fleet scheduler takes, in CPU time
   planner        how long planning takes, in CPU time
   simulator      how long simulating takes, in CPU time
+  draws          how often a seeded token changes, and how long a draw takes
   scaling        how own work grows with models, requests, units and contexts
   memory-start   memory, and the time to ready
+  memory-load    the memory that a load takes on the way against what stays
+  kv-formats     what K and V in fewer bits cost in exactness
   transfer       the KV plane's rate against memcpy's
   tcp-plane      the rate of the KV plane over TCP against plain sockets
   streaming      what the gateway adds, and how many tokens it streams
@@ -19,6 +22,8 @@ benchmark starts both sides itself. Some two hours in full; --quick proves that 
   weaving        what having attention done elsewhere costs and brings
   downtime       how long a request that moves keeps its caller waiting
   truth          what the simulation says of this machine against what it does
+  formats        decoding and prefill by the number format of the weights
+  mixed          time per token while long prompts come, with and without mixed jobs
   throughput     one model against vLLM and transformers
   multimodel     four models against four vLLM servers
 """
@@ -37,13 +42,19 @@ from rich.console import Console
 
 from benchmarks import (
     downtime,
+    draws,
     engine_step,
     fleet,
+    formats,
+    kv_formats,
+    memory_load,
     memory_start,
     migration,
+    mixed,
     multimodel,
     planner,
     scaling,
+    shared_pages,
     shared_prefix,
     simulator,
     streaming,
@@ -85,10 +96,18 @@ def alone(options: argparse.Namespace, console: Console) -> dict[str, Measure]:
         "fleet": lambda: asyncio.to_thread(fleet.measure, [*fleet.MOST], 4 if quick else fleet.PERIODS),
         "planner": lambda: asyncio.to_thread(planner.measure, [32] if quick else [*planner.SIZES]),
         "simulator": lambda: asyncio.to_thread(simulator.measure, 200 if quick else simulator.REQUESTS),
+        "draws": lambda: asyncio.to_thread(
+            draws.measure, 10_000 if quick else draws.TOKENS, 0.2 if quick else 3.0
+        ),
         "scaling": lambda: scaling.measure(
             scaling.QUICK if quick else scaling.FULL, list(scaling.TOLD), console
         ),
         "memory-start": lambda: memory_start.measure(1 if quick else 3, console),
+        "memory-load": lambda: memory_load.measure([], "auto"),
+        "kv-formats": lambda: asyncio.to_thread(kv_formats.measure, 2 if quick else kv_formats.ALL),
+        "shared-pages": lambda: shared_pages.measure(
+            ["B"] if quick else shared_pages.WANTED, shared_pages.QUICK if quick else shared_pages.Effort()
+        ),
         "transfer": lambda: asyncio.to_thread(transfer.measure, 2 if quick else 30),
         "tcp-plane": lambda: asyncio.to_thread(tcp_plane.measure, 2 if quick else 30),
         "streaming": lambda: streaming.measure(streams, console),
@@ -96,6 +115,14 @@ def alone(options: argparse.Namespace, console: Console) -> dict[str, Measure]:
         "migration": lambda: migration.measure(rounds, console, [500] if quick else [*migration.WANTED]),
         "weaving": lambda: weaving.measure(weaving.QUICK if quick else weaving.Effort(), console),
         "downtime": lambda: downtime.measure(moves, console),
+        "formats": lambda: formats.measure(
+            ["B"] if quick else formats.WANTED,
+            formats.OURS if options.no_peers else [*formats.SIDES],
+            formats.QUICK if quick else formats.Effort(),
+        ),
+        "mixed": lambda: mixed.measure(
+            "B", [1] if quick else [1, 2], mixed.QUICK if quick else mixed.Effort()
+        ),
     }
 
 

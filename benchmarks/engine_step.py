@@ -47,7 +47,7 @@ async def measure_steps(models: int, sequences: int, steps: int, interval: int) 
         group.create_task(engine.run())
         calls = [_call(engine, _body(names[i % models], i, output, interval)) for i in range(sequences)]
         await asyncio.wait_for(asyncio.gather(*calls), PATIENCE)
-        await engine.stop()
+        engine.stop()
     engine.pool.check()
     gaps = sorted(clockwork.gaps)
     return Step(1e3 * median(gaps), 1e3 * gaps[int(len(gaps) * 0.99)], 1e3 * clockwork.work / len(gaps))

@@ -4,19 +4,16 @@ python -m benchmarks.hosts. Two hosts are network namespaces of this machine, wi
 its cores, and the link between them costs no time but the kernel's. The fleet has two units of the demo's
 `sums`, on one host with K and V in shared memory, and one on each host of a cluster. Both fleets are there at
 the same time, and are asked in turn: first tokens one request at a time, streams 32 at once. Ready: both
-commands on a cluster of one host, in turn. It needs root.
+commands on a cluster of one host, in turn. Lost: three hosts, of which one loses its power under streams, and
+the longest time for which a stream stands still. It needs root.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
-import signal
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +21,11 @@ from random import Random
 from statistics import median
 from typing import Final
 
+import httpx
 from rich.console import Console
-from tests.hosts.hosts import Host, HostProcess, hosts
+from tests.hosts.fleets import RayCluster, served, units_of
+from tests.hosts.fleets import serving as serving_over
+from tests.hosts.hosts import Host, hosts
 
 from benchmarks.load import Load
 from benchmarks.report import Finding, Report, make_parser, publish, this_machine
@@ -33,20 +33,21 @@ from benchmarks.workload import Ask
 from kvloom.config.config import DEMO
 
 MOST_MS, LEAST_RATE, MOST_SECONDS = 3.0, 90.0, 3.0
+MOST_UNKNOWN, MOST_QUIET = 5.0, 8.0  # seconds until a loss is known; and 3 more until all streams go on
 CONFIG: Final = """\
-host: 0.0.0.0
 port: {port}
 kv_memory: 64MiB
 block_bytes: 4KiB
 program: {program}
 rescheduling: none
 models: {{sums: {demo}/sums}}
-units: [{{models: [sums], replicas: 2, threads: 1}}]
+units: [{{models: [sums], replicas: {replicas}, threads: 1}}]
 """
 ALONE, SPREAD = 8001, 8000  # the ports of both fleets
 PROGRAMS: Final = ("data_parallel", "disaggregate")
 VOCABULARY: Final = 256  # of its ids, those that stand for bytes
-SECONDS: Final = 120.0
+QUESTION: Final = {"role": "user", "content": "What is 17 + 25?"}
+LOSS_STREAMS: Final = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,60 +59,19 @@ class Effort:
     streams: int = 32
     tokens: int = 200
     starts: int = 3
-
-
-@dataclass
-class Serving:
-    """A `kvloom serve` that is ready, after so many seconds."""
-
-    process: HostProcess
-    url: str
-    seconds: float = 0.0
-    printed: list[str] = field(default_factory=list)
+    losses: int = 3
 
 
 @contextmanager
-def serving(host: Host, folder: Path, port: int, program: str, *arguments: str) -> Iterator[Serving]:
+def serving(
+    host: Host, folder: Path, port: int, program: str, *arguments: str
+) -> Iterator[tuple[str, float]]:
+    """Lets a fleet serve, and yields its address and the seconds until it was ready."""
     config = folder / f"{port}.yaml"
-    config.write_text(CONFIG.format(port=port, program=program, demo=DEMO))
+    config.write_text("host: 0.0.0.0\n" + CONFIG.format(port=port, program=program, demo=DEMO, replicas=2))
     began = time.perf_counter()
-    process = host.start(sys.executable, "-m", "kvloom.cli", "serve", str(config), *arguments)
-    made = Serving(process, f"http://{host.address}:{port}")
-    ready = threading.Event()
-
-    def read() -> None:
-        for line in process.stdout:
-            made.printed.append(line.decode())
-            if "Ready in" in made.printed[-1]:
-                made.seconds = time.perf_counter() - began
-                ready.set()
-        ready.set()
-
-    reading = threading.Thread(target=read)
-    reading.start()
-    try:
-        if not ready.wait(SECONDS) or not made.seconds:
-            raise RuntimeError(f"the fleet did not start: {''.join(made.printed)}")
-        yield made
-    finally:
-        process.signal(signal.SIGINT)
-        process.wait(SECONDS)
-        reading.join()
-
-
-def kvloom(host: Host, *arguments: str, token: str = "") -> str:
-    return host.run(
-        "env", f"RAY_AUTH_TOKEN={token}", sys.executable, "-m", "kvloom.cli", *arguments, seconds=SECONDS
-    )
-
-
-def clustered(made: Sequence[Host]) -> None:
-    """Makes a cluster of the hosts."""
-    head, *others = made
-    told = kvloom(head, "cluster", "start", "--head", "--address", head.address, token="0" * 32)
-    [token] = re.findall(r"RAY_AUTH_TOKEN=(\w+)", told)
-    for host in others:
-        kvloom(host, "cluster", "join", f"{head.address}:6379", token=token)
+    with served(host, str(config), *arguments):
+        yield f"http://{host.address}:{port}", time.perf_counter() - began
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +111,71 @@ def ready_seconds(starts: int, folder: Path) -> tuple[float, float]:
     """Returns the median of the seconds to ready, without a cluster and on one of one host."""
     alone, spread = [], []
     with hosts(1) as made:
-        clustered(made)
+        RayCluster(made).start()
         for _ in range(starts):
-            with serving(made[0], folder, ALONE, "data_parallel") as fleet:
-                alone.append(fleet.seconds)
-            with serving(made[0], folder, SPREAD, "data_parallel", "--cluster", "auto") as fleet:
-                spread.append(fleet.seconds)
+            with serving(made[0], folder, ALONE, "data_parallel") as (_, seconds):
+                alone.append(seconds)
+            with serving(made[0], folder, SPREAD, "data_parallel", "--cluster", "auto") as (_, seconds):
+                spread.append(seconds)
     return median(alone), median(spread)
+
+
+@dataclass
+class Quiet:
+    """Streams that are asked for again and again, until they are to end."""
+
+    url: str
+    longest: float = 0.0
+    """Seconds for which one of them had nothing to read."""
+    read: int = 0
+    """Lines of all."""
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    over: bool = False
+
+    async def stream(self, client: httpx.AsyncClient, seed: int) -> None:
+        ask = {"model": "sums", "messages": [QUESTION], "stream": True, "seed": seed}
+        while not self.over:
+            last = time.perf_counter()
+            async with client.stream("POST", f"{self.url}/v1/chat/completions", json=ask) as answer:
+                answer.raise_for_status()
+                async for _ in answer.aiter_lines():
+                    self.read += 1
+                    if self.read == 20 * LOSS_STREAMS:
+                        self.begun.set()
+                    self.longest, last = max(self.longest, time.perf_counter() - last), time.perf_counter()
+
+    async def play(self, lost: Callable[[], float]) -> float:
+        """Returns what `lost` does once a host is lost, which is called while streams are under way."""
+        async with httpx.AsyncClient(timeout=60.0) as client, asyncio.TaskGroup() as tasks:
+            for seed in range(LOSS_STREAMS):
+                tasks.create_task(self.stream(client, seed))
+            await self.begun.wait()
+            self.longest = 0.0
+            known = await asyncio.to_thread(lost)
+            await asyncio.sleep(2 * MOST_QUIET)
+            self.over = True
+        return known
+
+
+def loss(folder: Path) -> tuple[float, float]:
+    """Lets a host lose its power. Returns the seconds until the controller knows, and for which a stream had
+    nothing to read."""
+    with hosts(3) as made:
+        cluster = RayCluster(made)
+        cluster.start()
+        config = CONFIG.format(port=SPREAD, program=PROGRAMS[0], demo=DEMO, replicas=3)
+        with serving_over(cluster, config, folder) as fleet:
+            victim = next(host for host in cluster.workers if units_of(host))
+
+            def lost() -> float:
+                began = time.perf_counter()
+                victim.cut_power()
+                while fleet.nodes().get(victim.address) == "there":
+                    time.sleep(0.1)
+                return time.perf_counter() - began
+
+            quiet = Quiet(fleet.url)
+            return asyncio.run(quiet.play(lost)), quiet.longest
 
 
 def measure(effort: Effort, console: Console) -> Report:
@@ -168,15 +186,17 @@ def measure(effort: Effort, console: Console) -> Report:
         folder = Path(told)
         console.print("hosts: ready", style="dim")
         alone, spread = ready_seconds(effort.starts, folder)
+        console.print("hosts: lost", style="dim")
+        known, quiet = map(max, zip(*(loss(folder) for _ in range(effort.losses)), strict=True))
         with hosts(2) as made:
-            clustered(made)
+            RayCluster(made).start()
             for program in PROGRAMS:
                 console.print(f"hosts: {program}", style="dim")
                 with (
-                    serving(made[0], folder, ALONE, program) as one,
-                    serving(made[0], folder, SPREAD, program, "--cluster", "auto") as two,
+                    serving(made[0], folder, ALONE, program) as (one, _),
+                    serving(made[0], folder, SPREAD, program, "--cluster", "auto") as (two, _),
                 ):
-                    near, far = asyncio.run(ask([one.url, two.url], effort))
+                    near, far = asyncio.run(ask([one, two], effort))
                 added = median(far.first) - median(near.first)
                 kept = 100 * median(far.rates) / median(near.rates)
                 rows.append(
@@ -193,9 +213,11 @@ def measure(effort: Effort, console: Console) -> Report:
                         what=f"tokens/s on two hosts, {program}", value=kept, unit=" %", least=LEAST_RATE
                     ),
                 ]
-    findings.append(
-        Finding(what="ready later with a cluster", value=spread - alone, unit=" s", most=MOST_SECONDS)
-    )
+    findings += [
+        Finding(what="ready later with a cluster", value=spread - alone, unit=" s", most=MOST_SECONDS),
+        Finding(what="until a lost host is known", value=known, unit=" s", most=MOST_UNKNOWN),
+        Finding(what="longest silence of a stream then", value=quiet, unit=" s", most=MOST_QUIET),
+    ]
     return Report(
         name="hosts",
         title="a fleet of two units on one host, and on two (ms to the first token; tokens/s)",
@@ -213,9 +235,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=usual.rounds)
     parser.add_argument("--bursts", type=int, default=usual.bursts)
     parser.add_argument("--starts", type=int, default=usual.starts)
+    parser.add_argument("--losses", type=int, default=usual.losses)
     options = parser.parse_args()
     console = Console()
-    effort = Effort(options.rounds, options.bursts, starts=options.starts)
+    effort = Effort(options.rounds, options.bursts, starts=options.starts, losses=options.losses)
     publish(measure(effort, console), console)
 
 

@@ -155,7 +155,7 @@ async def in_this_process(spec: EngineSpec) -> AsyncIterator[tuple[Engine, Timed
         try:
             yield engine, transport
         finally:
-            await engine.stop()
+            engine.stop()
     transport.close_all()
     executor.close()
 

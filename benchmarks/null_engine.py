@@ -76,7 +76,7 @@ def _answers(unit: str, waiting: set[str]) -> None:
 
 async def _until_ended(engine: Engine, server: HttpServer) -> None:
     await server.serve()
-    await engine.stop()
+    engine.stop()
 
 
 def main() -> None:

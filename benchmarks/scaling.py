@@ -140,7 +140,7 @@ async def _engine_step(models: int, running: int, waiting: int, context: int, st
         for call in calls:
             call.cancel()
         await asyncio.wait(calls)
-        await engine.stop()
+        engine.stop()
     engine.pool.check()
     return 1e3 * clockwork.work / len(clockwork.gaps)
 

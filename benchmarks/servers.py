@@ -1,4 +1,4 @@
-"""kvloom and vLLM as the benchmarks start them: each as its own documentation says, float32, on all cores.
+"""kvloom and vLLM as the benchmarks start them: each as its own documentation says, on all cores.
 
 vLLM's `auto` binding keeps a core free for its scheduler, which on two cores leaves one to compute with; so
 the cores are named. Its worker waits for its engine by spinning, which takes a core from computing, unless
@@ -92,13 +92,14 @@ class Vllm:
 
     venv: Path = VLLM_VENV
     setup: str = BEST_SETUP
+    dtype: str = "float32"
 
     def serve(self, name: str, path: Path, kv_bytes: int) -> Served:
         """One model; everything not named here is as vLLM has it by default."""
         setup = VLLM_SETUPS[self.setup]
         port = free_port()
         argv = [str(self.venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
-        argv += ["--model", str(path), "--served-model-name", name, "--dtype", "float32"]
+        argv += ["--model", str(path), "--served-model-name", name, "--dtype", self.dtype]
         argv += ["--host", "127.0.0.1", "--port", str(port), "--kv-cache-memory-bytes", str(kv_bytes)]
         argv += ["--max-model-len", str(MAX_CONTEXT), "--max-num-seqs", str(MAX_RUNNING)]
         argv += ["--disable-log-stats", "--disable-uvicorn-access-log", *setup.flags]

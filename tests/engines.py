@@ -97,7 +97,7 @@ async def running_over(
         try:
             yield engine
         finally:
-            await engine.stop()
+            engine.stop()
     transport.close_all()
     executor.close()
     engine.pool.check()

@@ -191,7 +191,7 @@ async def modelled(engine: Engine, executor: ModelledExecutor) -> AsyncIterator[
         try:
             yield
         finally:
-            await engine.stop()
+            engine.stop()
     assert not executor.wrong, executor.wrong[:5]
     assert executor.idle == executor.compute
     engine.pool.check()

@@ -1,5 +1,4 @@
-"""Make a random float32 Llama checkpoint of a benchmark's shape: the speed of its layers is real, its words
-are not.
+"""Make a random checkpoint of a benchmark's shape: the speed of its layers is real, its words are not.
 
 python tools/make_checkpoint.py --shape A --out DIR
 """
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
 
 BYTES = 256
 EOS, BOS = BYTES, BYTES + 1
@@ -28,19 +27,24 @@ class Shape:
     ffn: int
     vocab: int = 8192
     context: int = 4096
+    head_dim: int = 64
+    qwen: bool = False  # Qwen3, with norms of heads; else Llama
 
 
 SHAPES = {
     "A": Shape(hidden=768, layers=12, heads=12, kv_heads=12, ffn=2048),
     "B": Shape(hidden=512, layers=6, heads=8, kv_heads=4, ffn=1408),
+    "C": Shape(hidden=512, layers=6, heads=8, kv_heads=4, ffn=1408, vocab=32_000),
+    "qwen3-0.6b": Shape(1024, 28, 16, 8, 3072, vocab=151_936, head_dim=128, qwen=True),
+    "llama-3.2-1b": Shape(2048, 16, 32, 8, 8192, vocab=128_256),
 }
 
 
-def make_shape(path: Path, shape: str, *, seed: int = SEED) -> Path:
+def make_shape(path: Path, shape: str, *, seed: int = SEED, dtype: str = "float32") -> Path:
     """Write the checkpoint of SHAPES[shape] into `path`: one that transformers, vLLM and kvloom can load."""
-    config = _config(SHAPES[shape])
+    config = _config(SHAPES[shape], dtype)
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.generation_config.bos_token_id = BOS
     model.generation_config.eos_token_id = EOS
     model.save_pretrained(path)
@@ -48,20 +52,22 @@ def make_shape(path: Path, shape: str, *, seed: int = SEED) -> Path:
     return path
 
 
-def _config(shape: Shape) -> LlamaConfig:
-    return LlamaConfig(
-        architectures=["LlamaForCausalLM"],
+def _config(shape: Shape, dtype: str) -> LlamaConfig | Qwen3Config:
+    kind = Qwen3Config if shape.qwen else LlamaConfig
+    return kind(
+        architectures=["Qwen3ForCausalLM" if shape.qwen else "LlamaForCausalLM"],
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.ffn,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
         max_position_embeddings=shape.context,
         tie_word_embeddings=True,
         bos_token_id=BOS,
         eos_token_id=EOS,
-        dtype="float32",
+        dtype=dtype,
     )
 
 
@@ -88,9 +94,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="make a random checkpoint of a benchmark's shape")
     parser.add_argument("--shape", choices=sorted(SHAPES), required=True)
     parser.add_argument("--out", type=Path, required=True, help="the checkpoint's directory")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--seed", type=int, default=SEED)
     options = parser.parse_args()
-    print(make_shape(options.out, options.shape, seed=options.seed))
+    print(make_shape(options.out, options.shape, seed=options.seed, dtype=options.dtype))
 
 
 if __name__ == "__main__":

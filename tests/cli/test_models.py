@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType as Type
 
 from kvloom.config.config import DEMO
 from tests.api.fleet import Administered, administered
 from tests.api.scripted import serving
 from tests.commands import kvloom
+from tests.ggufs import make_gguf
 
 STORIES = DEMO / "stories"
 AS_WANTED = "units, models and program are as the config says"
@@ -174,6 +176,9 @@ def test_a_digest_is_that_of_the_weight_files(tmp_path: Path) -> None:
     done = kvloom("model", "digest", "sums", "--revision", "main", folder=DEMO)
     assert (done.returncode, done.stdout) == (2, "")
     assert "'main', but the path is a folder, which has no revisions" in done.stderr
+    file, _ = make_gguf(tmp_path, "qwen2", Type.Q8_0)
+    done = kvloom("model", "digest", str(file))
+    assert (done.returncode, done.stdout) == (0, hashlib.sha256(file.read_bytes()).hexdigest() + "\n")
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 1e9}')
     done = kvloom("model", "digest", str(tmp_path))
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)

@@ -62,6 +62,8 @@ def test_defaults_and_short_form(folder: Path) -> None:
     assert (engine.transport, engine.transport_host, engine.lease) == ("shm", "127.0.0.1", 30.0)
     assert config.program == ProgramSpec("data_parallel")
     assert config.models["a"].path == str(folder / "model")
+    (folder / "model.gguf").touch()  # what is in it is for the loader to tell
+    assert load(folder, "models: {a: model.gguf}").models["a"].path == str(folder / "model.gguf")
     assert not config.api_keys()
     assert not config.admin_keys()
     assert (config.drain, config.patience, config.load_timeout) == (60.0, 120.0, 1800.0)
@@ -77,7 +79,8 @@ def test_all_keys(folder: Path) -> None:
         "admin_key_file: admins.txt\ndrain: 2s\npatience: 3s\ntransport: nixl\nlease: 1.5min\n"
         "program: {name: balanced, ratio: 0.2}\n"
         "load_timeout: 2h\n"
-        f"models:\n  a: {{path: model, dtype: bfloat16, rate: 3, max_context: 512, sha256: {'Ab' * 32}}}\n"
+        f"models:\n  a: {{path: model, dtype: bfloat16, kv_dtype: int8, rate: 3, max_context: 512, "
+        f"sha256: {'Ab' * 32}}}\n"
         "  b: {path: org/name, revision: refs/pr/3}\n",
     )
     assert config.api_keys() == {"alpha": None, "beta": None}
@@ -90,8 +93,8 @@ def test_all_keys(folder: Path) -> None:
     assert (spec.kv_bytes, spec.block_bytes, spec.policy, spec.threads) == (GIB // 2, 4096, "round-robin", 2)
     first, second = spec.models
     assert (first.name, first.dtype, first.rate, first.max_context) == ("a", "bfloat16", 3.0, 512)
-    assert (first.revision, first.sha256) == (None, "ab" * 32)
-    assert (second.name, second.path) == ("b", "org/name")
+    assert (first.revision, first.sha256, first.kv_dtype) == (None, "ab" * 32, "int8")
+    assert (second.name, second.path, second.kv_dtype) == ("b", "org/name", "auto")
     assert (second.revision, second.sha256) == ("refs/pr/3", None)
 
 
@@ -287,6 +290,12 @@ def test_what_units_cannot_be(folder: Path, text: str, message: str) -> None:
         ("models: {a: {}}", ["models.a.path", "missing"]),
         ("models: {a: {path: model, dtyp: auto}}", ["models.a.dtyp", "did you mean `dtype`?"]),
         ("models: {a: {path: model, dtype: int3}}", ["models.a.dtype", "'int3'", "bfloat16"]),
+        (
+            "models: {a: {path: model, kv_dtype: int4}}",
+            ["models.a.kv_dtype", "'int4'", "or 'int8'"],
+        ),
+        ("models: {a: {path: model, kv_dtype: float16}}", ["models.a.kv_dtype", "'float16'", "'auto', "]),
+        ("models: {a: {path: model, kv_dtype: 8}}", ["models.a.kv_dtype", "8", "'int8'"]),
         ("models: {a: {path: model, rate: 0}}", ["models.a.rate", "more than 0"]),
         ("models: {a: {path: model, rate: .nan}}", ["models.a.rate"]),
         ("models: {a: {path: org/name, revision: ../x}}", ["models.a.revision: '../x'", "a commit, a tag"]),
@@ -301,6 +310,7 @@ def test_what_units_cannot_be(folder: Path, text: str, message: str) -> None:
         ("models: {a: ./missing}", ["models.a.path", "missing", "does not exist", "org/name"]),
         ("models: {a: gpt2}", ["models.a.path", "does not exist", "org/name"]),
         ("models: {a: keys.txt}", ["models.a.path", "is a file"]),
+        ("models: {a: org/none.gguf}", ["models.a.path", "org/none.gguf does not exist", "a file *.gguf"]),
         ("models: {a: empty}", ["models.a.path", "no config.json"]),
         ("models: {a: ''}", ["models.a.path", "no path"]),
         ("models: {'a b': model}", ["models", "'a b'", "letters"]),

@@ -71,6 +71,10 @@ def test_ranks_have_gpus_one_after_the_other(folder: Path) -> None:
     [
         (AB + "device: cuda\ntransport: tcp", "transport: tcp carries K and V of CPU units; nixl or shm"),
         (AB + "device: gpu", "device: .*'auto', 'cpu' or 'cuda'"),
+        (
+            AB.replace("./other", "{path: ./other, kv_dtype: int8}") + "device: cuda",
+            "models.b.kv_dtype: int8, but units.0 is on cuda:0; auto, float32, bfloat16 are right there",
+        ),
         (AB + "device: cuda:1", "device: .*'auto', 'cpu' or 'cuda'"),
         (
             UNITS.replace("[a]", "[a], device: gpu"),

@@ -416,14 +416,14 @@ def test_a_newcomer_runs_at_once_beside_a_crowd_of_another_tenant(
 
 @pytest.mark.parametrize(
     ("running", "priority", "preempted"),
-    [(6, 0, 2), (2, 0, 0), (6, 1, 0)],
+    [(6, 0, 3), (2, 0, 0), (6, 1, 0)],
     ids=["many", "few", "less urgent"],
 )
 def test_a_place_is_taken_from_a_crowd_and_for_a_tenant_of_whom_nothing_runs(
     running: int, priority: int, preempted: int
 ) -> None:
     """So tenants that both wait all the time do not preempt one another again and again: here it is once for
-    the newcomer, and once when all of its have ended at the same time."""
+    the newcomer, and once each time that all of a tenant's have ended at the same time."""
     executor = ModelledExecutor(1000, models=(MODEL,))
     engine = engine_over(executor, max_running=running)
     counted: list[int] = []

@@ -297,7 +297,7 @@ def test_a_guide_ready_after_the_stop_is_refused(monkeypatch: pytest.MonkeyPatch
     async def play() -> None:
         asking = asyncio.create_task(ask(engine, order("guided", "wide", 9, guide=Guide("json"))))
         await turns()
-        await engine.stop()
+        engine.stop()
         await turns()
         ready.set()
         with pytest.raises(Unavailable):

@@ -168,7 +168,7 @@ def test_a_held_request_can_end_like_any_other(ends: str) -> None:
                 reader.task.cancel()
                 await asyncio.gather(reader.task, return_exceptions=True)
             else:
-                await unit.engine.stop()
+                unit.engine.stop()
                 with pytest.raises(Unavailable, match="stopping"):
                     await reader.task
 

@@ -70,7 +70,7 @@ def test_stop_ends_every_stream_and_waits_for_the_job() -> None:
     async def play() -> None:
         asking = asyncio.create_task(ask(engine, order("r", "wide", 40, n=3)))
         await until_in_a_job(executor)
-        await engine.stop()
+        engine.stop()
         with pytest.raises(Unavailable, match="the engine is stopping"):
             await asking
 

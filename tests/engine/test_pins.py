@@ -193,7 +193,7 @@ def test_wrong_pins_are_refused() -> None:
                 await d.engine.pin(Pin(model="none", request="r", prompt=[1]))
             with pytest.raises(PromptTooLong):
                 await d.engine.pin(pin(prompt(97)))
-            await d.engine.stop()
+            d.engine.stop()
             with pytest.raises(Unavailable):
                 await d.engine.pin(pin(prompt(9)))
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 
 from kvloom.engine.batching import POLICIES, Policy
-from kvloom.engine.batching.adbs import adbs
+from kvloom.engine.batching.adbs import LONGER, WEIGHTS, adbs
 from kvloom.engine.batching.baselines import fcfs, partitioned, round_robin
-from kvloom.engine.batching.view import LASTING, STARVING, Action, Decode, Preempt, Prefill, UnitView
+from kvloom.engine.batching.view import LASTING, STARVING, Action, Decode, Mixed, Preempt, Prefill, UnitView
 from tests.engine.views import JOBS, model, unit, views
 from tests.examples import examples
 
@@ -33,14 +33,22 @@ def test_every_answer_can_be_carried_out(policy: str, view: UnitView) -> None:
         assert chosen.held
         return
     assert 1 <= action.share <= view.idle + view.overload
-    if isinstance(action, Decode):
+    room = view.free_blocks
+    if isinstance(action, Decode | Mixed):
         assert chosen.decodable
         assert not chosen.decoding
-        assert chosen.decode_blocks <= view.free_blocks
-    else:
+        assert chosen.decode_blocks <= room
+        room -= chosen.decode_blocks
+    if isinstance(action, Prefill | Mixed):
         assert chosen.waiting or chosen.partial
         assert not chosen.prefilling
-        assert chosen.head_blocks <= action.blocks <= view.free_blocks
+        assert (
+            chosen.head_blocks <= action.blocks <= (room if isinstance(action, Mixed) else view.free_blocks)
+        )
+    if isinstance(action, Mixed):
+        assert view.mixes
+        assert chosen.mixes
+        assert action.tokens >= 1
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -75,7 +83,7 @@ def test_a_prompt_is_let_in_where_what_runs_can_grow(policy: str) -> None:
 @given(view=views())
 def test_what_a_prompt_is_given_leaves_room_to_grow(policy: Policy, view: UnitView) -> None:
     action = policy(view)
-    if isinstance(action, Prefill) and not view.walls:
+    if isinstance(action, Prefill | Mixed) and not view.walls:
         chosen = next(m for m in view.models if m.name == action.model)
         kept = 0 if chosen is view.urgent else chosen.growth
         assert view.free_blocks - action.blocks >= kept
@@ -85,7 +93,7 @@ def test_what_a_prompt_is_given_leaves_room_to_grow(policy: Policy, view: UnitVi
 @given(view=views())
 def test_adbs_prefills_one_at_a_time(view: UnitView) -> None:
     if view.prefill_runs:
-        assert not isinstance(POLICIES["adbs"](view), Prefill)
+        assert not isinstance(POLICIES["adbs"](view), Prefill | Mixed)
 
 
 @_SETTINGS
@@ -105,8 +113,46 @@ def test_only_the_urgent_go_beyond_what_is_kept_for_it(view: UnitView) -> None:
     urgent = view.urgent
     if view.walls or view.idle == view.compute:
         return  # walls keep what is a model's; and the last resort lets in whoever finds room
-    if isinstance(action, Prefill) and urgent and action.model != urgent.name:
+    if isinstance(action, Prefill | Mixed) and urgent and action.model != urgent.name:
         assert action.blocks <= view.free_blocks - urgent.head_blocks
+
+
+BUSY = model("a", waiting=1, head_blocks=8, decodable=4, decode_blocks=4, held=4, running=4, used=8)
+
+
+def test_adbs_mixes_where_decodes_would_wait_for_a_prefill() -> None:
+    chunk = (LONGER - 1) * (WEIGHTS + 4)
+    assert adbs(unit(BUSY, compute=1, mixes=True)) == Mixed("a", 1, 88, chunk)
+    assert adbs(unit(BUSY, compute=1, mixes=True, last_was_prefill=True)) == Mixed("a", 1, 88, chunk)
+    crowd = replace(BUSY, waiting=8, partial=1)
+    assert adbs(unit(crowd, compute=8, mixes=True)) == Mixed("a", 8, 88, 9 * chunk)
+    assert adbs(unit(crowd, compute=8, mixes=True, idle=7)) is None  # it waits for the whole device
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        unit(BUSY, compute=1),
+        unit(replace(BUSY, mixes=False), compute=1, mixes=True),
+        unit(BUSY, compute=2, mixes=True),  # both run side by side
+        unit(replace(BUSY, prefill_share=6), compute=8, mixes=True),
+        unit(replace(BUSY, decodable=0), compute=1, mixes=True),
+        unit(replace(BUSY, head_blocks=90), compute=1, mixes=True),  # no room for both
+    ],
+    ids=["not by the unit", "not by the model", "beside", "planned", "no decodes", "no room"],
+)
+def test_adbs_does_not_mix_where_it_cannot_or_need_not(view: UnitView) -> None:
+    assert isinstance(adbs(view), Prefill)
+
+
+def test_a_mixed_job_lets_the_others_decode_first_that_have_waited_longer() -> None:
+    """Once only, if they cannot."""
+    other = replace(BUSY, name="b", waiting=0, last_decode=3)
+    mixes = unit(replace(BUSY, last_decode=5), other, compute=1, mixes=True)
+    assert adbs(replace(mixes, last_was_prefill=True)) == Decode("b", 1)
+    assert isinstance(adbs(mixes), Mixed)
+    later = unit(replace(BUSY, last_decode=2), other, compute=1, mixes=True, last_was_prefill=True)
+    assert isinstance(adbs(later), Mixed)
 
 
 def test_fcfs_serves_the_oldest_and_by_priority() -> None:

@@ -77,7 +77,7 @@ def test_what_cannot_be_served_is_refused_at_the_door(fleet: Fleet) -> None:
             assert (await ask(engine, body("tall", [1], max_tokens=2))).ends[0].reason == "length"
             for stream in let_in:
                 await stream.aclose()
-            await engine.stop()
+            engine.stop()
             assert isinstance(await refused(engine.start_generate(body("wide", [1]))), Unavailable)
         async with running(spec(fleet, blocks=18)) as engine:
             long = await refused(engine.start_generate(body("wide", [1] * 60)))

@@ -106,7 +106,7 @@ def test_an_engine_that_stops_sends_no_more() -> None:
     async def test() -> None:
         async with units(2) as (p, d):
             spot = await d.engine.prep_recv(PrepRecv(model=MODEL, request="r", prompt=prompt(20)))
-            await p.engine.stop()
+            p.engine.stop()
             with pytest.raises(Unavailable, match="stopping"):
                 await p.engine.remote_send(sending(prompt(20), spot))
 
@@ -121,7 +121,7 @@ def test_an_engine_that_stops_says_so_to_who_sends() -> None:
             spot = await d.engine.prep_recv(PrepRecv(model=MODEL, request="r", prompt=prompt(40), end=-1))
             sends = asyncio.create_task(p.engine.remote_send(sending(prompt(40), spot, 0, -1)))
             await turns(2)
-            await p.engine.stop()
+            p.engine.stop()
             with pytest.raises(Unavailable, match="stopping"):
                 await sends
             await d.engine.abort("r")

@@ -100,6 +100,7 @@ def views(draw: st.DrawFn) -> UnitView:
                 decode_share=draw(st.integers(0, compute)),
                 outnumbered=held > 0 and draw(st.booleans()),
                 full=full,
+                mixes=draw(st.booleans()),
             )
         )
     return UnitView(
@@ -112,4 +113,5 @@ def views(draw: st.DrawFn) -> UnitView:
         now,
         draw(st.integers(0, compute // 2)),
         draw(st.booleans()),
+        mixes=draw(st.booleans()),
     )

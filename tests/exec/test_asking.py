@@ -29,7 +29,7 @@ from kvloom.types.job import ForwardPlan
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.exec.batches import Batch, on_threads
 from tests.exec.loading import load
-from tests.exec.test_fused_decoder import FUSED, enliven
+from tests.exec.test_fused_decoder import FORMS, enliven
 
 _PAGES = 24
 _START = (1 << 32) - 20  # of counters: they wrap in each test
@@ -103,12 +103,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("architecture", sorted(FUSED))
-def test_is_bit_for_bit_what_it_is_at_home(architecture: str, threads: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("architecture", "dtype"), FORMS)
+def test_is_bit_for_bit_what_it_is_at_home(
+    architecture: str, dtype: str, threads: int, tmp_path: Path
+) -> None:
     """By kernels alone, and where the host has to wait for each output."""
     path = make_checkpoint(tmp_path, architecture)
     enliven(path)
-    model, rng = load(path), np.random.default_rng(threads)
+    model, rng = load(path, dtype=dtype), np.random.default_rng(threads)
     assert isinstance(model.forward, FusedDecoder)
     for (home, away), spins in (((3, 2), 1 << 40), ((0, 3), 1 << 40), ((2, 2), 0)):
         rows = home + away

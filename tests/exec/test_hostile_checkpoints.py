@@ -287,10 +287,14 @@ def test_more_parameters_than_the_files_hold(qwen: Path) -> None:
 
 
 def test_weights_that_do_not_fit_this_machine(qwen: Path) -> None:
-    """If they are packed the files may be smaller than what becomes of them, but memory is what it is."""
-    quantised = {"quant_method": "nothing"}
-    reconfigure(qwen, vocab_size=1 << 23, hidden_size=1 << 18, quantization_config=quantised)
+    """The file is as long as its header says, and nearly all of it a hole."""
+    numbers = 1 << 38
+    put(qwen, {"x": tensor(0, numbers, [numbers], "U8")})
+    with (qwen / WHOLE).open("r+b") as file:
+        file.truncate((qwen / WHOLE).stat().st_size + numbers)
+    reconfigure(qwen, vocab_size=1 << 22, hidden_size=1 << 15)
     assert "bytes of memory, and" in refusal(qwen)
+    (qwen / WHOLE).unlink()
 
 
 def test_the_memory_that_a_container_leaves(tmp_path: Path) -> None:

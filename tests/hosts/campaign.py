@@ -139,6 +139,12 @@ class Scene:
         self.kill(self.cluster.head, "controller")
         eventually(lambda: self.fleet.shown.readies > before, DEADLINE)
 
+    def the_controller_is_stopped(self) -> None:
+        before = self.fleet.shown.readies
+        for process in of_kind(self.cluster.head, "controller"):
+            os.kill(process, signal.SIGSTOP)
+        eventually(lambda: self.fleet.shown.readies > before, DEADLINE)
+
     def the_command_that_shows_the_fleet_is_killed(self) -> None:
         self.fleet.shown.process.signal(signal.SIGKILL)
         self.fleet.shown.process.wait()
@@ -174,6 +180,7 @@ class Scene:
             self.a_host_leaves_and_joins,
             self.a_gateway_is_killed,
             self.the_controller_is_killed,
+            self.the_controller_is_stopped,
             self.the_command_that_shows_the_fleet_is_killed,
             self.the_head_of_ray_is_killed,
             self.the_head_loses_its_power,

@@ -15,8 +15,9 @@ import httpx
 import pytest
 
 from kvloom.config.config import DEMO
+from tests.hosts.conftest import hosts_or_skip
 from tests.hosts.fleets import CHAT, DEADLINE, kvloom, of_kvloom, refused, served, units_of
-from tests.hosts.hosts import Host, NoHosts, eventually, hosts
+from tests.hosts.hosts import Host, eventually
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 CONFIG = f"""\
@@ -57,19 +58,16 @@ sys.meta_path.insert(0, Finder())
 def two() -> Iterator[list[Host]]:
     """Two hosts. The first one is a cluster's head, and has a small disk of its own; the second is in no
     cluster, and has a way out by a network that nobody else is in."""
-    try:
-        with hosts(2) as made:
-            head, other = made
-            head.run("sh", "-c", 'mount -t tmpfs -o size=300m none "$HOME"')
-            link = ("ip", "link", "add", "lonely", "type", "veth", "peer", "name", "end")
-            other.run(*link)
-            other.run("ip", "addr", "add", "10.77.0.1/24", "dev", "lonely")
-            other.run("ip", "link", "set", "lonely", "up")
-            other.run("ip", "link", "set", "end", "up")
-            other.run("ip", "route", "add", "default", "via", "10.77.0.254", "dev", "lonely")
-            yield made
-    except NoHosts as why:
-        pytest.skip(str(why))
+    with hosts_or_skip(2) as made:
+        head, other = made
+        head.run("sh", "-c", 'mount -t tmpfs -o size=300m none "$HOME"')
+        link = ("ip", "link", "add", "lonely", "type", "veth", "peer", "name", "end")
+        other.run(*link)
+        other.run("ip", "addr", "add", "10.77.0.1/24", "dev", "lonely")
+        other.run("ip", "link", "set", "lonely", "up")
+        other.run("ip", "link", "set", "end", "up")
+        other.run("ip", "route", "add", "default", "via", "10.77.0.254", "dev", "lonely")
+        yield made
 
 
 @pytest.fixture(scope="module")

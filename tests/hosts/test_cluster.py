@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvloom.config.config import DEMO
+from tests.hosts.conftest import hosts_or_skip
 from tests.hosts.fleets import RayCluster, kvloom, refused
-from tests.hosts.hosts import Host, NoHosts, hosts
+from tests.hosts.hosts import Host
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 
@@ -20,12 +21,9 @@ pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not ins
 @pytest.fixture(scope="module")
 def three() -> Iterator[list[Host]]:
     """Hosts of one cluster, the head first."""
-    try:
-        with hosts(3) as made:
-            RayCluster(made).start()
-            yield made
-    except NoHosts as why:
-        pytest.skip(str(why))
+    with hosts_or_skip(3) as made:
+        RayCluster(made).start()
+        yield made
 
 
 def test_a_node_that_lacks_a_checkpoint_is_named_before_anything_starts(

@@ -19,6 +19,8 @@ from importlib.util import find_spec
 import pytest
 
 from kvloom.config.config import DEMO
+from tests.authorities import Authority
+from tests.hosts.conftest import hosts_or_skip
 from tests.hosts.fleets import (
     DEADLINE,
     RayCluster,
@@ -32,7 +34,7 @@ from tests.hosts.fleets import (
     serving,
     units_of,
 )
-from tests.hosts.hosts import Host, NoHosts, eventually, hosts
+from tests.hosts.hosts import Host, eventually
 from tests.hosts.streams import Answer, Asked, Clients, drawn, right_answers, under_way
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
@@ -82,23 +84,25 @@ class Scene:
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     asked = drawn(["sums"], 24, seed=1)
-    try:
-        with hosts(3) as made:
-            with lone(made[0], "--model", f"sums={DEMO}/sums") as url:
-                right = asyncio.run(right_answers(url, asked))
-            cluster = RayCluster(made, storage=tmp_path_factory.mktemp("head"))
-            cluster.start()
-            gateways = f"gateways: {[host.address for host in made]}\n"
-            with serving(cluster, CONFIG + gateways, tmp_path_factory.mktemp("faults")) as fleet:
-                yield Scene(cluster, fleet, right)
-    except NoHosts as why:
-        pytest.skip(str(why))
+    with hosts_or_skip(3) as made:
+        with lone(made[0], "--model", f"sums={DEMO}/sums") as url:
+            right = asyncio.run(right_answers(url, asked))
+        cluster = RayCluster(made, storage=tmp_path_factory.mktemp("head"))
+        cluster.start()
+        folder = tmp_path_factory.mktemp("faults")
+        given = Authority(folder).sign("fleet")
+        config = CONFIG + (
+            f"gateways: {[host.address for host in made]}\n"
+            f"node_tls: {{certificate: {given.certificate}, key: {given.key}}}\n"
+        )
+        with serving(cluster, config, folder) as fleet:
+            yield Scene(cluster, fleet, right)
 
 
-def kill(host: Host, kind: str) -> None:
-    """Kills a host's process of this kind."""
+def kill(host: Host, kind: str, by: signal.Signals = signal.SIGKILL) -> None:
+    """Kills a host's process of this kind, or gives it another signal."""
     [process] = of_kind(host, kind)
-    os.kill(process, signal.SIGKILL)
+    os.kill(process, by)
 
 
 def test_an_agent_is_killed(scene: Scene) -> None:
@@ -164,12 +168,27 @@ def test_the_head_loses_its_power_and_is_started_again(scene: Scene) -> None:
 
 
 @long
+def test_the_controller_is_stopped(scene: Scene) -> None:
+    """As one that hangs it is killed, and another one takes over what runs."""
+    head = scene.cluster.head
+    running = [(of_kind(host, "engine"), of_kind(host, "gateway")) for host in scene.cluster.hosts]
+    with scene.streams():
+        before, stopped = scene.fleet.shown.readies, of_kind(head, "controller")
+        kill(head, "controller", signal.SIGSTOP)
+        eventually(lambda: scene.fleet.shown.readies > before, DEADLINE)
+        assert of_kind(head, "controller") != stopped
+    assert [(of_kind(host, "engine"), of_kind(host, "gateway")) for host in scene.cluster.hosts] == running
+
+
+@long
 def test_the_head_of_ray_is_killed(scene: Scene) -> None:
     """The fleet serves on without Ray, which knows it again once the head is started with what it kept."""
     head = scene.cluster.head
     running = [(of_kind(host, "engine"), of_kind(host, "gateway")) for host in scene.cluster.hosts]
     with scene.streams():
         kill(head, "gcs")
+        for program in ("least_loaded", "data_parallel"):  # The controller cannot give Ray its copy of that.
+            kvloom(head, "program", "set", program)
         time.sleep(2 * LEASE)
         scene.cluster.start_head_again()
         eventually(lambda: len(scene.cluster.alive()) == len(scene.cluster.hosts), DEADLINE)

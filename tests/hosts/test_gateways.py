@@ -34,7 +34,8 @@ from kvloom.types.clock import WallClock
 from kvloom.types.service import GroupSpec, Scale
 from kvloom.types.spec import EngineSpec, ProgramSpec, SchedulerSpec
 from tests.engines import spec_of
-from tests.hosts.hosts import Host, HostProcess, NoHosts, hosts
+from tests.hosts.conftest import hosts_or_skip
+from tests.hosts.hosts import Host, HostProcess
 
 SECRET, KEY, PORT = "between us", "the operator's", 8000
 LEASE, DEADLINE = 30.0, 120.0
@@ -73,17 +74,14 @@ class Kept:
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
     identity = FleetIdentity.make()
-    try:
-        with hosts(2) as two:
-            keepers = {host.address: keeper(host, identity) for host in two}
-            told = {node: one.stdout.readline().decode().strip() for node, one in keepers.items()}
-            yield Kept(two, told, identity.keep(tmp_path_factory.mktemp("fleet")))
-            for process in keepers.values():
-                process.signal(signal.SIGTERM)
-            assert [process.wait(DEADLINE) for process in keepers.values()] == [0, 0]
-            assert not any(host.processes() for host in two)
-    except NoHosts as why:
-        pytest.skip(str(why))
+    with hosts_or_skip(2) as two:
+        keepers = {host.address: keeper(host, identity) for host in two}
+        told = {node: one.stdout.readline().decode().strip() for node, one in keepers.items()}
+        yield Kept(two, told, identity.keep(tmp_path_factory.mktemp("fleet")))
+        for process in keepers.values():
+            process.signal(signal.SIGTERM)
+        assert [process.wait(DEADLINE) for process in keepers.values()] == [0, 0]
+        assert not any(host.processes() for host in two)
 
 
 def keeper(host: Host, identity: FleetIdentity) -> HostProcess:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,15 +27,6 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         except TimeoutError: pass
 print(answered, time.monotonic() - began)
 """
-
-
-@pytest.fixture
-def two() -> Iterator[list[Host]]:
-    try:
-        with hosts(2) as made:
-            yield made
-    except NoHosts as why:
-        pytest.skip(str(why))
 
 
 def called(host: Host, other: Host, times: int) -> tuple[int, float]:
@@ -70,7 +60,7 @@ def test_nothing_is_left_of_hosts() -> None:
     before = left()
     try:
         with hosts(2) as made:
-            made[0].start("sleep", "1000")
+            made[0].start("sh", "-c", "echo begun; exec sleep 1000").stdout.readline()
             folder = made[0].folder.parent
             [pid] = made[0].processes()[:1]
             assert set(left()) > set(before)

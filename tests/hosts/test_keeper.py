@@ -16,9 +16,8 @@ import pytest
 
 from kvloom.cluster.launcher import Answered, Ended
 from kvloom.router.client import HttpEngineClient
-from kvloom.serve.local import LocalLauncher, Role
 from kvloom.serve.nodes.agent import KeeperOrder
-from kvloom.serve.nodes.launcher import PAUSE_SECONDS, NodesLauncher
+from kvloom.serve.nodes.launcher import PAUSE_SECONDS
 from kvloom.serve.nodes.wire import (
     VERSION,
     Begin,
@@ -33,38 +32,18 @@ from kvloom.serve.nodes.wire import (
     Wire,
     connect,
 )
-from kvloom.serve.processes.identity import NAME, FleetIdentity, calling_context
-from kvloom.serve.processes.messages import GatewaySpec
-from kvloom.types.clock import WallClock
-from kvloom.types.errors import Unavailable
+from kvloom.serve.processes.identity import FleetIdentity, calling_context
+from kvloom.types.errors import HostAway, Unavailable
 from kvloom.types.request import TokenEvent
-from kvloom.types.spec import ProgramSpec
 from tests.checkpoints import make_checkpoint
 from tests.engines import body, spec_of
-from tests.hosts.hosts import Host, NoHosts, hosts
+from tests.hosts.hosts import Host
+from tests.hosts.launchers import idle_launcher
 from tests.oracle import Oracle
 
 SECRET = "between us"
-GATEWAY = GatewaySpec(
-    host="127.0.0.1",
-    port=0,
-    api_keys={},
-    max_body=1024,
-    max_connections=1,
-    program=ProgramSpec("data_parallel"),
-    folder="",
-)
 LEASE = 3.0
 DEADLINE = 60.0
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[list[Host]]:
-    try:
-        with hosts(2) as made:
-            yield made
-    except NoHosts as why:
-        pytest.skip(str(why))
 
 
 @pytest.fixture(scope="module")
@@ -153,10 +132,10 @@ def test_an_engine_answers_another_host(keeper: tuple[str, ssl.SSLContext], chec
             here.wire.send(StartOrder("unit-0", 1, spec_of({"m": checkpoint}, threads=1)))
             answered = await here.first(Answered)
             assert isinstance(answered, Answered)
-            client = HttpEngineClient(answered.endpoint, secret=SECRET, tls=keeper[1], name=NAME)
+            client = HttpEngineClient(answered.endpoint, secret=SECRET, tls=keeper[1])
             async with client:
                 tokens = await generated(client, prompt, 12)
-            wrong = HttpEngineClient(answered.endpoint, secret="another", tls=keeper[1], name=NAME)
+            wrong = HttpEngineClient(answered.endpoint, secret="another", tls=keeper[1])
             async with wrong:
                 with pytest.raises(Exception, match="secret"):
                     await wrong.models()
@@ -198,7 +177,7 @@ def test_a_host_that_is_cut_off_for_less_than_its_lease(
     async def play() -> list[int]:
         async with controller(*keeper) as here:
             endpoint = await started(here, checkpoint)
-            async with HttpEngineClient(endpoint, secret=SECRET, tls=keeper[1], name=NAME) as client:
+            async with HttpEngineClient(endpoint, secret=SECRET, tls=keeper[1]) as client:
                 await client.models()
                 two[0].cut_off()
                 try:
@@ -220,10 +199,13 @@ def test_a_stream_breaks_if_its_host_is_cut_off_for_long(
     async def play() -> None:
         async with controller(*keeper) as here:
             endpoint = await started(here, checkpoint)
-            async with HttpEngineClient(endpoint, secret=SECRET, tls=keeper[1], name=NAME) as client:
-                await client.models()
+            async with HttpEngineClient(endpoint, secret=SECRET, tls=keeper[1]) as client:
+                under_way = client.start_generate(body("m", [9, 8], max_tokens=240))
+                await anext(under_way)
                 two[0].cut_off()
                 try:
+                    with pytest.raises(HostAway):
+                        [frame async for frame in under_way]
                     with pytest.raises(Unavailable):
                         await generated(client, [9, 8], 16)
                 finally:
@@ -246,7 +228,7 @@ def test_another_controller_finds_what_runs(keeper: tuple[str, ssl.SSLContext], 
                 refused = await late.first(Refused)
                 assert isinstance(refused, Refused)
                 assert "controller 3 has come" in refused.why
-            async with HttpEngineClient(endpoint, secret=SECRET, tls=keeper[1], name=NAME) as client:
+            async with HttpEngineClient(endpoint, secret=SECRET, tls=keeper[1]) as client:
                 assert [card.name for card in await client.models()] == ["m"]
 
     asyncio.run(play())
@@ -277,20 +259,9 @@ def test_a_keeper_of_another_version_says_both(two: list[Host], tmp_path: Path) 
     told: list[tuple[str, str]] = []
 
     async def play(address: str, context: ssl.SSLContext) -> None:
-        clock, unwanted = WallClock(), asyncio.Event()
+        unwanted = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
-            local = LocalLauncher(no_role, tasks, clock, hear=lambda *_: None, log=lambda *_: None)
-            launcher = NodesLauncher(
-                local,
-                context,
-                tasks,
-                clock,
-                hear=lambda *_: unwanted.set(),
-                hear_node=lambda _: unwanted.set(),
-                log=lambda *line: told.append(line),
-                gateway=GATEWAY,
-                lease=LEASE,
-            )
+            launcher = idle_launcher(context, tasks, told, unwanted.set, lease=LEASE)
             launcher.join("10.0.0.9", address)
             await launcher.answered()
             await asyncio.sleep(3 * PAUSE_SECONDS)  # in which it tries again
@@ -302,7 +273,3 @@ def test_a_keeper_of_another_version_says_both(two: list[Host], tmp_path: Path) 
     versions = f"it speaks version {VERSION + 1}, and the controller {VERSION}"
     why = f"its keeper refuses this controller: {versions}"
     assert told == [("10.0.0.9", f"nothing can start there: {why}")]
-
-
-def no_role(component: str, _: object) -> Role:
-    raise AssertionError(f"{component} is to be nowhere")

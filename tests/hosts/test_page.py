@@ -7,7 +7,6 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 
 from kvloom.config.config import DEMO
 from tests.hosts.fleets import CHAT, DEADLINE, of_kvloom, units_of
-from tests.hosts.hosts import Host, NoHosts, eventually, hosts
+from tests.hosts.hosts import Host, eventually
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 PAGE = Path(__file__).parents[2] / "docs" / "cluster.md"
@@ -27,15 +26,6 @@ models: {{sums: {demo}/sums}}
 units: [{{models: [sums], replicas: 2, threads: 1}}]
 """
 BIN = Path(sys.executable).parent
-
-
-@pytest.fixture
-def two() -> Iterator[list[Host]]:
-    try:
-        with hosts(2) as made:
-            yield made
-    except NoHosts as why:
-        pytest.skip(str(why))
 
 
 def commands() -> list[str]:

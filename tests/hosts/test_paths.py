@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from kvloom.types.load import LinkLoad
-from tests.hosts.hosts import Host, HostProcess, NoHosts, hosts
+from tests.hosts.hosts import Host, HostProcess
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[list[Host]]:
-    try:
-        with hosts(2) as made:
-            yield made
-    except NoHosts as why:
-        pytest.skip(str(why))
 
 
 def _start(host: Host, name: str) -> tuple[HostProcess, bytes]:

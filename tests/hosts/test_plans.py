@@ -18,8 +18,9 @@ from kvloom.plan.cost.profile import write_profile
 from kvloom.plan.plan import read_plan, write_plan
 from kvloom.types.service import Placement
 from kvloom.types.spec import EngineSpec
+from tests.hosts.conftest import hosts_or_skip
 from tests.hosts.fleets import DEADLINE, kvloom, of_kvloom, served, text_of, units_of
-from tests.hosts.hosts import Host, NoHosts, eventually, hosts
+from tests.hosts.hosts import Host, eventually
 from tests.plan.cost.profiles import make_profile
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
@@ -33,15 +34,12 @@ models:
 @pytest.fixture(scope="module")
 def two() -> Iterator[list[Host]]:
     """Hosts of one cluster, the head first."""
-    try:
-        with hosts(2) as made:
-            head, other = made
-            told = kvloom(head, "cluster", "start", "--head", "--address", head.address)
-            [token] = re.findall(r"RAY_AUTH_TOKEN=(\w+) ", told)
-            kvloom(other, "cluster", "join", f"{head.address}:6379", token=token)
-            yield made
-    except NoHosts as why:
-        pytest.skip(str(why))
+    with hosts_or_skip(2) as made:
+        head, other = made
+        told = kvloom(head, "cluster", "start", "--head", "--address", head.address)
+        [token] = re.findall(r"RAY_AUTH_TOKEN=(\w+) ", told)
+        kvloom(other, "cluster", "join", f"{head.address}:6379", token=token)
+        yield made
 
 
 def specs_at(head: Host) -> tuple[EngineSpec, ...]:
@@ -101,7 +99,10 @@ async def reserve(nodes, node):
     for other in ResourceBundle(node, 64, 0), ResourceBundle(node, 1, 8), ResourceBundle("10.9.8.7", 1, 0):
         [problem] = await nodes.reserve({"unit-0": part, "unit-1": other})
         print(problem.name, problem.problem, flush=True)
+        assert nodes.lacks
+        assert await nodes.reserve({"unit-0": part, "unit-1": other}) == [], "it was told before"
     assert await nodes.reserve({"unit-0": part}) == []
+    assert not nodes.lacks
     left(free - 1)
     assert await nodes.reserve({}) == []
     left(free)
@@ -110,7 +111,9 @@ async def reserve(nodes, node):
 ray_nodes.RESERVE_SECONDS = 2.0
 settings = Settings(values={}, folder="/", origin={})
 identity = FleetIdentity.make()
-order = FleetOrder(settings=settings, machines=(), node="", folder="/", secret="s", identity=identity)
+order = FleetOrder(
+    settings=settings, machines=(), node="", folder="/", secret="s", identity=identity
+)
 with ray_nodes.connected("auto"):
     nodes = ray_nodes.RayNodes(order, WallClock())
     match sys.argv[1]:

@@ -6,14 +6,13 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.hosts.fleets import DEADLINE, kvloom
-from tests.hosts.hosts import Host, HostProcess, NoHosts, eventually, hosts
+from tests.hosts.hosts import Host, HostProcess, eventually
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 RAY = 'import os, ray; ray.init("auto", namespace="test", log_to_driver=False, configure_logging=False); '
@@ -28,15 +27,6 @@ actor = ray.remote(Actor).options(name="it", lifetime="detached", scheduling_str
 print(ray.get(actor.pid.remote(), timeout=60))
 """
 ASKED = 'print(ray.get(ray.get_actor("it").pid.remote(), timeout=60))'
-
-
-@pytest.fixture
-def two() -> Iterator[list[Host]]:
-    try:
-        with hosts(2) as made:
-            yield made
-    except NoHosts as why:
-        pytest.skip(str(why))
 
 
 def begun(host: Host, folder: Path) -> tuple[HostProcess, str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvloom.kernels.reference import block_view
+from kvloom.kernels.reference import block_view, from_rows, row_width, to_rows
 
 Cache = tuple[Tensor, Tensor, int, Tensor]
 
@@ -23,6 +23,7 @@ class Paged:
     tables: Tensor
     lengths: Tensor
     group: int
+    head_dim: int
 
     @property
     def cache(self) -> Cache:
@@ -33,8 +34,9 @@ class Paged:
         return self.page_map.shape[2] * self.group
 
     def queries(self, rows: int) -> Tensor:
-        """[rows, heads, D], a part of wider rows."""
-        wide = torch.randn(rows, self.heads + 3, self.arena.shape[3]).to(self.arena.dtype)
+        """[rows, heads, D], a part of wider rows; float32 for an arena of int8."""
+        wide = torch.randn(rows, self.heads + 3, self.head_dim)
+        wide = wide if self.arena.dtype == torch.int8 else wide.to(self.arena.dtype)
         return wide[:, 1 : 1 + self.heads]
 
     def dense(self, b: int) -> tuple[Tensor, Tensor]:
@@ -49,7 +51,7 @@ class Paged:
         return k.repeat_interleave(self.group, 0), v.repeat_interleave(self.group, 0)
 
     def _at(self, b: int, page: int) -> Tensor:
-        return self.arena[self.page_map[int(self.tables[b, page]), 1].long()].float()
+        return from_rows(self.arena[self.page_map[int(self.tables[b, page]), 1].long()], self.head_dim)
 
 
 def paged(
@@ -64,12 +66,16 @@ def paged(
     dtype: torch.dtype = torch.float32,
 ) -> Paged:
     torch.manual_seed(seed)
-    block_bytes = -(-(2 * tokens * head_dim * dtype.itemsize + waste) // 64) * 64
-    tokens = block_bytes // (2 * head_dim * dtype.itemsize)  # what is wasted may hold some more
+    token_bytes = 2 * row_width(head_dim, dtype) * dtype.itemsize
+    block_bytes = -(-(tokens * token_bytes + waste) // 64) * 64
+    tokens = block_bytes // token_bytes  # what is wasted may hold some more
     layers, row = 2, max(1, -(-max(lengths) // tokens))
     pages = len(lengths) * row + 1
     blocks = pages * layers * kv_heads + 3
-    values = torch.full((blocks * block_bytes // dtype.itemsize,), torch.nan, dtype=dtype)
+    if dtype.is_floating_point:
+        values = torch.full((blocks * block_bytes // dtype.itemsize,), torch.nan, dtype=dtype)
+    else:  # each scale is no number
+        values = torch.full((blocks * block_bytes,), -1, dtype=dtype)
     arena = block_view(values.view(torch.uint8), block_bytes, head_dim, dtype)
     tables = torch.randperm(pages)[: len(lengths) * row].view(len(lengths), row).int()
     used = (torch.tensor(lengths)[:, None] + tokens - 1) // tokens
@@ -79,5 +85,5 @@ def paged(
         for page in range(-(-length // tokens)):
             held = page_map[int(tables[b, page]), 1].long()
             shape = kv_heads, 2, min(tokens, length - page * tokens), head_dim
-            arena[held, :, : shape[2]] = torch.randn(shape).to(dtype)
-    return Paged(arena, page_map, tables, torch.tensor(lengths, dtype=torch.int32), group)
+            arena[held, :, : shape[2]] = to_rows(torch.randn(shape), dtype)
+    return Paged(arena, page_map, tables, torch.tensor(lengths, dtype=torch.int32), group, head_dim)

@@ -17,6 +17,7 @@ from tests.kernels.paged import Paged, paged
 
 HEAD_DIMS = (8, 16, 24, 32, 64, 80, 96, 128, 256)
 GROUPS = (1, 2, 3, 4, 8)
+NARROW = (torch.bfloat16, torch.int8)
 
 
 @contextmanager
@@ -32,7 +33,7 @@ def on_threads(count: int) -> Iterator[None]:
 def check_attention(
     p: Paged, *, window: int = 0, softcap: float = 0.0, threads: int = 2, larger: float = 1.0
 ) -> None:
-    q = p.queries(len(p.lengths)) * larger
+    q = p.queries(len(p.lengths)).float() * larger
     got, want = torch.full_like(q, torch.nan), torch.empty_like(q)
     given = (q, *p.cache, p.lengths, q.shape[-1] ** -0.5, window, softcap)
     with on_threads(threads):
@@ -45,6 +46,16 @@ def check_attention(
 @pytest.mark.parametrize("group", GROUPS)
 def test_attention_over_shapes(head_dim: int, group: int) -> None:
     check_attention(paged(head_dim * group, [1, 15, 16, 17, 31, 33, 100], head_dim=head_dim, group=group))
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("head_dim", [1, 7, *HEAD_DIMS, 100])
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_attention_over_fewer_bits(dtype: torch.dtype, head_dim: int, group: int) -> None:
+    lengths = [1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 100, 200]
+    p = paged(head_dim * group, lengths, head_dim=head_dim, group=group, tokens=37, waste=60, dtype=dtype)
+    for window, softcap in ((0, 0.0), (40, 5.0)):
+        check_attention(p, window=window, softcap=softcap)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 16, 37, 64, 100, 200])
@@ -149,6 +160,52 @@ def test_write(head_dim: int, rows: int, layout: str) -> None:
     reference.write_kv(p.arena, p.page_map, 1, k, v, slot_page, slot_offset)
     assert got.equal(whole)
     assert not got.equal(start)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("head_dim", [1, 7, *HEAD_DIMS, 100])
+def test_write_in_fewer_bits(dtype: torch.dtype, head_dim: int) -> None:
+    """Bit for bit what the twin writes: ordinary rows, rows of zeros, tiny, huge and strange numbers, and
+    ties."""
+    rows = 24
+    p = paged(head_dim, [rows], head_dim=head_dim, kv_heads=3, tokens=5, waste=100, dtype=dtype)
+    k, v = torch.randn(2, rows, 3, head_dim) * torch.logspace(-42, 37, rows)[:, None, None]
+    k[0], k[1, 0, 0], k[2, 1, -1], k[3, 2, 0], v[4] = 0.0, torch.nan, torch.inf, -torch.inf, 1e-45
+    v[5] = torch.arange(head_dim) % 255 / 2 - 63.5  # halves of a code, if a number has the bound's magnitude
+    v[6] = torch.tensor([1.00390625, 1.01171875])[torch.arange(head_dim) % 2]  # between two of bfloat16
+    at = torch.arange(rows, dtype=torch.int32)
+    tokens = p.arena.shape[2]
+    slot_page, slot_offset = p.tables[0][(at // tokens).long()], at % tokens
+    row = p.arena.stride(0)
+    whole = p.arena.as_strided((p.arena.shape[0], row), (row, 1)).view(torch.int8)
+    start = whole.clone()
+    with on_threads(2):
+        cpu.write_kv(p.arena, p.page_map, 1, k, v, slot_page, slot_offset)
+    got = whole.clone()
+    whole.copy_(start)
+    reference.write_kv(p.arena, p.page_map, 1, k, v, slot_page, slot_offset)
+    at_home = p.page_map[slot_page.long(), 1].long()  # [rows, kv_heads]
+    read = [reference.from_rows(p.arena[at_home, i, slot_offset[:, None].long()], head_dim) for i in (0, 1)]
+    assert got.view(dtype).nan_to_num(nan=7.0).equal(whole.view(dtype).nan_to_num(nan=7.0))
+    finite = k.isfinite().all(-1)
+    assert not read[0][~finite].isfinite().all(-1).any()  # who computes with them sees that they are strange
+    step = k.abs().amax(-1, keepdim=True) / 254 if dtype == torch.int8 else k.abs() / 256
+    error, bound = (read[0] - k).abs()[finite], (step * (1 + 1e-5) + 1e-30).expand_as(k)[finite]
+    assert bool((error <= bound).all())
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_a_row_is_the_same_in_whatever_batch(dtype: torch.dtype) -> None:
+    p = paged(2, [40], head_dim=24, kv_heads=2, tokens=40, dtype=dtype)
+    k, v = torch.randn(2, 40, 2, 24)
+    at, page = torch.arange(40, dtype=torch.int32), p.tables[0, :1]
+    with on_threads(2):
+        cpu.write_kv(p.arena, p.page_map, 1, k, v, page.expand(40).contiguous(), at)
+        together = p.arena[p.page_map[page.long(), 1].long()].clone()
+        for i in reversed(range(40)):
+            one = slice(i, i + 1)
+            cpu.write_kv(p.arena, p.page_map, 1, k[one], v[one], page, at[one])
+    assert p.arena[p.page_map[page.long(), 1].long()].equal(together)
 
 
 def test_what_is_written_is_attended() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,7 +32,7 @@ def test_is_the_hosts_over_any_numbers(data: st.DataObject) -> None:
     with lender_here() as made:
         memory = memory_of(made)
         tokens = GEOMETRY.tokens_per_block
-        polling = Polling(memory, made.arena, TaskReceiver(memory, LENT, tokens), lambda: 1)
+        polling = Polling(memory, made.arena, TaskReceiver(memory, LENT, tokens), torch.float32, lambda: 1)
         host, own = TaskReceiver(memory, LENT, tokens), polling._own
         loan = borrowed(made.lending.loan)
         for turn in range(2):

@@ -8,6 +8,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+from msgspec.structs import replace
 
 from kvloom.cli.__main__ import main
 from kvloom.cli.plan import EXAMPLE, read_cluster, read_demands
@@ -17,7 +18,8 @@ from kvloom.config.machine import Machine
 from kvloom.lab.workload.request import WorkloadRequest
 from kvloom.lab.workload.traces import Header, write_workload
 from kvloom.plan.cost.profile import write_profile
-from kvloom.plan.plan import read_plan
+from kvloom.plan.cost.shapes import find_shape
+from kvloom.plan.plan import checkpoint_bytes, read_plan
 from tests.commands import kvloom
 from tests.plan.clusters import check_plan
 from tests.plan.cost.profiles import make_profile
@@ -190,6 +192,13 @@ def test_cores_that_were_measured_and_the_fleet_that_serves_the_plan(tmp_path: P
     assert "model 'six' was not measured; one, two were" in done.stderr
 
 
+def test_k_and_v_may_have_a_format_of_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(NODES + MODELS.replace("rate: 1", "kv_dtype: int8, rate: 1"))
+    (demand,) = read_demands(read_cluster(file), None, None)
+    assert demand.shape == replace(find_shape("llama-7b"), kv_dtype="int8")
+
+
 def test_a_checkpoints_own_shape(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(
         f"{NODES}models: {{a: {{path: {DEMO / 'guide'}, rate: 1, prompt: 9, output: 9}}}}\n"
@@ -197,6 +206,18 @@ def test_a_checkpoints_own_shape(tmp_path: Path) -> None:
     (wanted,) = read_demands(read_cluster(tmp_path / "cluster.yaml"), None, None)
     assert wanted.path == str(DEMO / "guide")
     assert wanted.shape.layers > 0
+
+
+def test_a_gguf_file_has_no_one_shape(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(bytes(1000))
+    text = f"{NODES}models: {{a: {{path: model.gguf, rate: 1, prompt: 9, output: 9}}}}\n"
+    done = plan(tmp_path, text)
+    assert "models.a.path: " in done.stderr
+    assert "a GGUF file has several number formats, and a shape has one; the name of a shape" in done.stderr
+    (tmp_path / "cluster.yaml").write_text(text.replace("model.gguf", "model.gguf, shape: llama-7b"))
+    (wanted,) = read_demands(read_cluster(tmp_path / "cluster.yaml"), None, None)
+    assert wanted.path == str(tmp_path / "model.gguf")
+    assert checkpoint_bytes(str(tmp_path / "model.gguf")) == 1000
 
 
 def test_the_helps_own_example_is_right(tmp_path: Path) -> None:

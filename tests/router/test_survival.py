@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import pytest
 
 from kvloom.router.programs import PROGRAMS
 from kvloom.router.progress import RequestProgress
-from kvloom.types.errors import KvloomError, Unavailable
-from kvloom.types.request import EndEvent, TokenEvent
+from kvloom.types.errors import HostAway, KvloomError, Unavailable
+from kvloom.types.load import UnitLoad
+from kvloom.types.request import EndEvent, Event, StartGenerate, TokenEvent
 from tests.router.fleets import Answer, Fleets, ManualClock, ask, ask_well, begin, body, routed, turns
 from tests.router.ledger import LedgerEngine, said
 
@@ -42,6 +44,35 @@ async def test_it_goes_on_wherever_it_stood(program: str, n: int) -> None:
             engine.gate.set()
         await asking
         assert list(fleets.router.services.values()).count("down") == 3
+
+
+async def test_where_its_host_is_away_it_goes_on_at_once() -> None:
+    """Nothing there is asked whether it still lives: to wait for that would double the silence."""
+    async with routed(2) as fleets:
+        lost, other = fleets.engines
+        real, asked = lost.start_generate, []
+
+        async def silent() -> UnitLoad:
+            asked.append("load")
+            raise AssertionError("a host that is away answers nothing")
+
+        async def cut_off(request: StartGenerate) -> AsyncGenerator[list[Event], None]:
+            async with aclosing(real(request)) as told:
+                yield await anext(told)
+                yield await anext(told)
+            lost.down = True
+            raise HostAway("the engine's host cannot be reached")
+
+        async def hanging(request: str, choice: int | None = None) -> None:
+            asked.append("abort")
+
+        lost.load, lost.abort = silent, hanging  # type: ignore[method-assign]
+        lost.start_generate = cut_off  # type: ignore[method-assign,assignment]
+        for _ in range(2):  # one of them begins there
+            await ask_well(fleets.router, body(20, tokens=TOKENS))
+        assert not asked
+        assert list(fleets.router.services.values()) == ["down", "up"]
+        assert other.computed
 
 
 async def test_where_nobody_else_serves_the_model_it_waits_for_the_restart() -> None:

@@ -16,6 +16,7 @@ from kvloom.lab.sim.unit import PARTS, planned_units
 from kvloom.router.program import load_program
 from kvloom.serve.engine import open_offload, open_transport
 from kvloom.types.errors import BadRequest
+from kvloom.types.geometry import KVDtype
 from kvloom.types.spec import TransportName, UnitAbilities, unit_abilities
 from kvloom.types.verbs import PrepRecv
 from tests.checkpoints import make_checkpoint
@@ -23,7 +24,10 @@ from tests.engines import running_over, spec_of
 from tests.lab.sim.fleets import unit, virtually
 from tests.lab.sim.plans import make_plan
 
-ALL = UnitAbilities(moves=True, shares=True, weaves=True)
+KEPT: tuple[KVDtype, ...] = ("auto", "float32", "bfloat16", "int8")
+ALL = UnitAbilities(moves=True, shares=True, weaves=True, mixes=True, kv_dtypes=KEPT)
+GPU = replace(ALL, mixes=False, kv_dtypes=KEPT[:3])
+RANKS = replace(GPU, moves=False, shares=False, weaves=False)
 NIXL = pytest.mark.skipif(find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed")
 
 
@@ -34,10 +38,10 @@ NIXL = pytest.mark.skipif(find_spec("nixl_cu13") is None, reason="nixl-cu13 is n
         ("cpu", 1, "nixl", replace(ALL, weaves=False)),
         ("cpu", 2, "shm", replace(ALL, weaves=False)),
         ("cpu", 4, "nixl", replace(ALL, weaves=False)),
-        ("cuda:0", 1, "shm", ALL),
-        ("cuda:3", 1, "nixl", replace(ALL, weaves=False)),
-        ("cuda:0", 2, "shm", UnitAbilities(moves=False, shares=False, weaves=False)),
-        ("A100-80", 8, "nixl", UnitAbilities(moves=False, shares=False, weaves=False)),
+        ("cuda:0", 1, "shm", GPU),
+        ("cuda:3", 1, "nixl", replace(GPU, weaves=False)),
+        ("cuda:0", 2, "shm", RANKS),
+        ("A100-80", 8, "nixl", RANKS),
     ],
 )
 def test_the_record(device: str, ranks: int, transport: TransportName, found: UnitAbilities) -> None:

@@ -62,7 +62,8 @@ def test_it_is_not_asked_for_what_is_here(hub: Asked, tmp_path: Path) -> None:
     (cached / "refs" / "main").write_text("abc")
     (cached / "snapshots" / "abc").mkdir(parents=True)
     (cached / "snapshots" / "abc" / "config.json").write_text("{}")
-    require_hub(models(str(tmp_path), "some/model"))
+    (tmp_path / "model.gguf").touch()
+    require_hub(models(str(tmp_path), str(tmp_path / "model.gguf"), "some/model"))
     assert not hub.paths
 
 

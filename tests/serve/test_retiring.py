@@ -85,6 +85,30 @@ def test_whoever_is_connected_is_answered_once_more(tmp_path: Path) -> None:
     run(play)
 
 
+def test_an_answer_that_has_not_begun(tmp_path: Path) -> None:
+    """Its caller is told, as OpenAI writes errors, and may ask another server."""
+
+    class Silent(Slow):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http":
+                self.gate.set()
+                await asyncio.Event().wait()
+
+    async def play() -> None:
+        app = Silent()
+        async with serving(tmp_path, app) as (server, _, path):
+            reader, writer = await asyncio.open_unix_connection(path)
+            writer.write(HEAD + b"\r\n")
+            await app.gate.wait()
+            server.end()
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert b"retry-after: 1\r\n" in answer
+            assert b'"message":"the server is stopping"' in answer
+
+    run(play)
+
+
 @pytest.mark.parametrize("told", [False, True])
 def test_an_answer_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
     """It is cut off when the time is over, or the server is told to end."""

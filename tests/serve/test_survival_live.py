@@ -29,16 +29,16 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"model": "stories", "prompt": "The little dog", "temperature": 0.0, "frequency_penalty": 0.5},
     {"model": "stories", "prompt": "One day", "temperature": 0.7, "logprobs": 1},
     {"model": "stories", "prompt": "Tell:", "extra_body": {"guided_json": JSON}, "temperature": 0.9},
-    {"model": "guide", "prompt": "What is a block?", "temperature": 0.9},
+    {"model": "guide", "prompt": "What is a block?", "temperature": 0.9, "max_tokens": 900},
 )
-LONG, SOON = 200, 12  # tokens of an answer; after so many chunks its engine dies
+LONG, SOON = 200, 12  # tokens of most answers; after so many chunks of all, an engine dies
 
 
 async def _said(client: openai.AsyncOpenAI, asked: dict[str, Any], soon: asyncio.Event) -> dict[int, Any]:
     """By choice: its text, and why it ended. soon: set once it is well under way."""
     extra = {"ignore_eos": True} | asked.get("extra_body", {})
     stream = await client.completions.create(
-        **asked | {"extra_body": extra}, max_tokens=LONG, seed=11, stream=True
+        **{"max_tokens": LONG} | asked | {"extra_body": extra}, seed=11, stream=True
     )
     texts: dict[int, str] = {}
     reasons: dict[int, str] = {}

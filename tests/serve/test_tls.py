@@ -242,7 +242,7 @@ def test_a_new_gateway_starts_from_what_was_read_last(folder: Path, authority: A
 def test_a_handshake_that_does_not_come(
     folder: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    monkeypatch.setattr(TlsServer, "HANDSHAKE_SECONDS", 0.1)
+    monkeypatch.setattr(TlsServer, "HANDSHAKE_SECONDS", 1.0)  # enough for one that comes
 
     async def play() -> None:
         async with served(folder, authority.sign("cert")) as (url, _):

@@ -117,6 +117,21 @@ def test_what_dies_comes_back_and_the_others_serve_on(served: tuple[Fleet, str])
     assert len({*before.values(), *after.values()}) == 6
 
 
+def test_an_engine_that_is_told_to_end_tells_its_streams(served: tuple[Fleet, str]) -> None:
+    """So that the request is not taken for one of which engines die."""
+    running, url = served
+    body = {"model": "stories", "prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "stream": True}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=DEADLINE) as stream:
+        stream.readline()
+        os.kill(running.children()["unit-1"], signal.SIGTERM)
+        assert "unit-1: the engine is stopping; it waits" in running.wait_for("gateway | WARNING ")
+        assert stream.read().endswith(b"data: [DONE]\n\n")
+    running.wait_for("unit-1 | answers again")
+
+
 def test_clients_wait_for_a_new_gateway_at_the_same_port(served: tuple[Fleet, str]) -> None:
     running, url = served
     os.kill(running.children()["gateway"], signal.SIGKILL)

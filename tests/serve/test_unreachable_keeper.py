@@ -6,26 +6,8 @@ import asyncio
 import socket
 from pathlib import Path
 
-from kvloom.serve.local import LocalLauncher, Role
-from kvloom.serve.nodes.launcher import NodesLauncher
 from kvloom.serve.processes.identity import FleetIdentity, calling_context
-from kvloom.serve.processes.messages import GatewaySpec
-from kvloom.types.clock import WallClock
-from kvloom.types.spec import EngineSpec, ProgramSpec
-
-GATEWAY = GatewaySpec(
-    host="127.0.0.1",
-    port=0,
-    api_keys={},
-    max_body=1024,
-    max_connections=1,
-    program=ProgramSpec("data_parallel"),
-    folder="",
-)
-
-
-def no_role(component: str, engine: EngineSpec | None) -> Role:
-    raise AssertionError(f"{component} is to start, and nothing was")
+from tests.hosts.launchers import idle_launcher
 
 
 def test_it_is_said_once(tmp_path: Path) -> None:
@@ -34,19 +16,9 @@ def test_it_is_said_once(tmp_path: Path) -> None:
     told: list[tuple[str, str]] = []
 
     async def play() -> None:
-        clock = WallClock()
+        context = calling_context(FleetIdentity.make().keep(tmp_path))
         async with asyncio.TaskGroup() as tasks:
-            nodes = NodesLauncher(
-                LocalLauncher(no_role, tasks, clock, hear=lambda *_: None, log=lambda *_: None),
-                calling_context(FleetIdentity.make().keep(tmp_path)),
-                tasks,
-                clock,
-                hear=lambda *_: None,
-                hear_node=lambda _: None,
-                log=lambda name, line: told.append((name, line)),
-                lease=1.0,
-                gateway=GATEWAY,
-            )
+            nodes = idle_launcher(context, tasks, told, lease=1.0)
             nodes.join("10.0.0.9", address)
             await nodes.answered()
             nodes.leave("10.0.0.9")

@@ -7,9 +7,11 @@ import os
 import random
 import signal
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -43,9 +45,15 @@ def generate(url: str, unit: str, model: str, name: str, prompt: list[int]) -> l
     return [event.token for frame in frames for event in frame if isinstance(event, TokenEvent)]
 
 
+def _lent(url: str) -> int:
+    with suppress(urllib.error.HTTPError):  # The gateway has not heard yet that the unit is back.
+        return int(call(url, "/verbs/unit-1/load")["lent_blocks"])
+    return 0
+
+
 def until_lent(url: str) -> None:
     end = time.monotonic() + DEADLINE
-    while not call(url, "/verbs/unit-1/load")["lent_blocks"]:
+    while not _lent(url):
         assert time.monotonic() < end, "the cold unit never lends"
 
 

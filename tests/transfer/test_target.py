@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvloom.transfer.target import WriteTarget
 from kvloom.types.address import KVAddress, KVForm, Ticket
@@ -51,6 +52,22 @@ def test_a_map_comes_back_from_its_runs(ids: list[int]) -> None:
 def test_runs_that_are_not_the_peers_are_refused(runs: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(BadRequest, match="address:"):
         _room(_address(_packed(runs)))
+
+
+def test_rows_of_int8_have_their_scales() -> None:
+    """Tokens of a part of a block are two runs of whole rows, of 20 bytes each."""
+    form = replace(FORM, dtype="int8", tokens_per_block=102)
+    address = replace(_address(_packed([(0, 6)]), end=100), form=form)
+    target = _room(address)
+    ids = np.zeros(1, np.int32)
+    part = BlockCopies(ids, ids + 1, ids + 3, ids + 7)
+    own, peer, sizes = target.spans(part)
+    assert (own.tolist(), sizes.tolist()) == ([60, 102 * 20 + 60], [140, 140])
+    assert peer.tolist() == [4096 + 60, 4096 + 102 * 20 + 60]
+    assert target.size(part) == 280
+    for tokens in (101, 128):
+        with pytest.raises(BadRequest, match="of 2 x 20 bytes"):
+            _room(replace(address, form=replace(form, tokens_per_block=tokens)))
 
 
 def test_an_address_larger_than_the_arena_is_refused_before_it_is_unpacked() -> None:

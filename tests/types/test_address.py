@@ -119,6 +119,17 @@ def test_blocks_are_unpacked_once_and_for_reading() -> None:
         _ = longer.block_map
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "itemsize", "scaled", "row", "tokens"),
+    [(64, 4, False, 256, 8), (64, 2, False, 128, 16), (64, 1, True, 68, 30), (7, 1, True, 12, 170)],
+)
+def test_a_row_holds_its_scale(head_dim: int, itemsize: int, scaled: bool, row: int, tokens: int) -> None:
+    """At a multiple of its own size; blocks hold as many tokens as fit."""
+    geometry = Geometry(2, 3, head_dim, itemsize, 4096, scaled=scaled)
+    assert (geometry.row_bytes, geometry.token_bytes, geometry.tokens_per_block) == (row, 2 * row, tokens)
+    assert geometry.waste == pytest.approx(1 - tokens * 2 * row / 4096)
+
+
 def test_forms_differ_by_name() -> None:
     geometry = Geometry(layers=2, kv_heads=3, head_dim=8, itemsize=4, block_bytes=256)
     assert KVForm.of(geometry, "float32") == _FORM

@@ -173,7 +173,7 @@ async def running(
         try:
             yield engine
         finally:
-            await engine.stop()
+            engine.stop()
     plane.close_all()
 
 

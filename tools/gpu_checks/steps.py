@@ -25,7 +25,7 @@ def decode_steps(jobs: Jobs, model: LoadedModel) -> Iterator[Figure]:
     rate = bandwidth()
     token = model.geometry.token_bytes * model.geometry.blocks_per_page
     for batch in (1, 32, 128):
-        floor = (model.dtype.itemsize * parameters(model) + batch * _CONTEXT * token) / rate
+        floor = (model.kv_dtype.itemsize * parameters(model) + batch * _CONTEXT * token) / rate
         for steps, times in ((jobs.executor.max_steps, 5), (1, 20)):
             with jobs.sequences(batch, _CONTEXT) as ids:
                 found = statistics.median(jobs.seconds(Phase.DECODE, ids, 1, times, steps))

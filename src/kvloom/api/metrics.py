@@ -201,6 +201,7 @@ _TOTALS: tuple[tuple[str, str, Callable[[ModelLoad], int]], ...] = (
     ),
     ("kvloom_prefill_jobs", "Prefill jobs run.", lambda load: load.prefill_jobs_total),
     ("kvloom_decode_jobs", "Decode jobs run.", lambda load: load.decode_jobs_total),
+    ("kvloom_mixed_jobs", "Jobs run that were both.", lambda load: load.mixed_jobs_total),
 )
 
 

@@ -52,6 +52,7 @@ COMMANDS: Final = (
     ("unit", "kvloom.cli.admin:unit", "Show units, drain or restart one."),
     ("node", "kvloom.cli.admin:node", "Show the nodes of a fleet, or empty one."),
     ("model", "kvloom.cli.models:model", "Show models, add or remove one while a fleet serves."),
+    ("quantize", "kvloom.cli.models:quantize", "Make a checkpoint of 8 or 4 bits from another."),
     ("config", "kvloom.cli.models:config", "Bring a fleet that serves to another config."),
     ("cluster", "kvloom.cli.cluster:cluster", "Let several hosts serve together, on Ray."),
     ("key", "kvloom.cli.key:key", "Make, show, rotate or revoke keys with names and limits."),

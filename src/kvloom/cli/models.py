@@ -1,4 +1,5 @@
-"""`kvloom model` and `kvloom config`: a fleet that serves gets other models, or another config."""
+"""`kvloom model`, `kvloom config` and `kvloom quantize`: a fleet that serves gets other models, or another
+config, and a checkpoint fewer bits."""
 
 from __future__ import annotations
 
@@ -6,12 +7,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from cyclopts import App, Parameter
 
 from kvloom.cli.admin import HERE, DrainSeconds, ServerOptions
-from kvloom.cli.app import CommandFailed, print_columns
+from kvloom.cli.app import CommandFailed, interruptible, print_columns
 from kvloom.cluster.models import ModelState, Wanted
 from kvloom.config.fields import check_revision, check_sha256
 from kvloom.config.file import load_config
@@ -31,12 +32,16 @@ model = App(
     "lost: what no other unit can answer waits for it, as long as the config's `patience` says.",
 )
 config = App(name="config", help="Bring a fleet that serves to another config.")
+quantize = App(name="quantize")
 
 
 @model.command
 def add(
     named: Annotated[
-        str, Parameter(name="NAME=PATH", help="the name for the model, and its checkpoint's folder or hub id")
+        str,
+        Parameter(
+            name="NAME=PATH", help="the name for the model, and its checkpoint's folder, GGUF file or hub id"
+        ),
     ],
     /,
     *,
@@ -79,7 +84,7 @@ def list_models(*, server: ServerOptions = HERE) -> None:
 
 @model.command
 def digest(
-    path: Annotated[str, Parameter(name="PATH", help="a checkpoint's folder, or a hub id")],
+    path: Annotated[str, Parameter(name="PATH", help="a checkpoint's folder, a GGUF file, or a hub id")],
     /,
     *,
     revision: Annotated[str | None, Parameter(help="the hub id's commit, tag or branch")] = None,
@@ -93,6 +98,34 @@ def digest(
         print(open_checkpoint(found, check_revision(revision, found)).digest(), flush=True)
     except Exception as error:  # also whatever the hub's client or the files' disk makes of it
         raise ConfigError(f"{path[:140]}: {' '.join(str(error).split())[:400]}") from error
+
+
+@quantize.default
+def make_quantized(
+    path: Annotated[str, Parameter(name="PATH", help="a checkpoint's folder, or a hub id")],
+    /,
+    *,
+    to: Annotated[Literal["int8", "int4"], Parameter(help="the format of the new weights")],
+    output: Annotated[Path, Parameter(alias="-o", help="the folder to make")],
+    revision: Annotated[str | None, Parameter(help="the hub id's commit, tag or branch")] = None,
+) -> None:
+    """Make a checkpoint of 8 or 4 bits from another.
+
+    The linear layers of the model's blocks become integers with a scale for each 32 neighbours in a row; its
+    embedding, norms and head stay as they are. The new checkpoint is in the compressed-tensors format."""
+    from kvloom.exec.quantize import quantize_checkpoint  # noqa: PLC0415 -- no other command needs torch
+
+    def progress(line: str) -> None:
+        print(line, flush=True)
+
+    with interruptible(f"{output} is not made"):
+        try:
+            found = resolve_model(path, Path.cwd())
+            bits: Literal[8, 4] = 8 if to == "int8" else 4
+            quantize_checkpoint(found, check_revision(revision, found), output, bits, progress)
+        except Exception as error:  # also whatever the hub's client, transformers or the disk makes of it
+            raise ConfigError(f"{path[:140]}: {' '.join(str(error).split())[:400]}") from error
+    print(f"done: {output}")
 
 
 def read_model(text: str, revision: str | None = None, sha256: str | None = None) -> ModelSpec:

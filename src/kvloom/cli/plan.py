@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
 from cyclopts import App, Parameter
+from msgspec.structs import replace
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -35,6 +36,7 @@ from kvloom.plan.explain import Shortfall, gigabytes, more_devices, shortfalls
 from kvloom.plan.plan import CPU_ITEMSIZE, PlacementPlan, PlannedUnit, write_plan
 from kvloom.plan.planner import memory_greedy, plan_placement, spatial, write_down, write_spatial
 from kvloom.types.errors import ConfigError
+from kvloom.types.geometry import KVDtype
 from kvloom.types.numbers import show_number
 
 MOST_DEVICES: Final = 4096
@@ -76,6 +78,8 @@ class DemandConfig(ConfigSection):
     shape: str | None = None
     """The name of a well-known shape; None stands for the profile's, or the checkpoint's at `path`."""
     path: str | None = None
+    kv_dtype: KVDtype = "auto"
+    """The number format of K and V; `auto` stands for the profile's, or that of the weights."""
     rate: _Rate | None = None
     prompt: _Tokens | None = None
     output: _Tokens | None = None
@@ -162,6 +166,8 @@ def read_demands(cluster: Cluster, traffic: Traffic | None, profile: Profile | N
         seen = None if traffic is None else _seen(traffic, [*cluster.config.models])
         for name, model in cluster.config.models.items():
             shape, path = _model(f"models.{name}", name, model, cluster, profile)
+            if model.kv_dtype != "auto":
+                shape = replace(shape, kv_dtype=model.kv_dtype)
             rate, prompt, output = _wanted(name, model) if seen is None else seen(name, model)
             demands.append(Demand(name, shape, rate, prompt, output, path))
     except ConfigError as error:
@@ -221,6 +227,11 @@ def _model(
             return read_shape(Path(path), CPU_ITEMSIZE if on_cpu else None), path
     except ConfigError as error:
         raise ConfigError(f"{key}: {error.message}") from error
+    if path is not None and Path(path).is_file():
+        raise ConfigError(
+            f"{key}.path: {path}: a GGUF file has several number formats, and a shape has one; the name "
+            "of a shape beside it (`shape`) is right"
+        )
     raise ConfigError(
         f"{key}.shape: is missing; a shape's name, or a checkpoint's directory as path, is right"
     )

@@ -45,6 +45,7 @@ CONFIG.yaml, with the defaults:
   rescheduling: {period: 0.5, out: 24, into: 48} # moves between units; or none
   load_timeout: 1800s    # how long a unit may load its models
   node_lease: 30s        # how long a cluster's node serves when it is cut off
+  node_tls: {certificate: fleet.pem, key: fleet.key} # between nodes; made by default
   gateways: [10.0.0.1, 10.0.0.2] # a cluster's nodes with one each; here by default
   program: data_parallel # or {name: balanced, ratio: 0.2}, or my_module:my_own
   max_body: 8MiB         # of a request

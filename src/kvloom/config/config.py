@@ -56,7 +56,7 @@ from kvloom.config.sharing import (
     share_pools,
     share_threads,
 )
-from kvloom.config.tls import TlsConfig
+from kvloom.config.tls import NodeTlsConfig, TlsConfig
 from kvloom.config.units import (
     ConfiguredEngine,
     Device,
@@ -93,7 +93,7 @@ KEPT_FROM_START: Final = (
     *("host", "port", "tls", "proxies", "allow_origins"),
     *("api_key_file", "admin_key_file", "keys", "share_prefixes", "audit_file"),
     *("max_body", "max_connections", "request_timeout"),
-    *("drain", "patience", "load_timeout", "watchdog", "node_lease", "gateways", "rescheduling"),
+    *("drain", "patience", "load_timeout", "watchdog", "node_lease", "node_tls", "gateways", "rescheduling"),
 )
 """Keys that are none of units, models and program. A fleet that serves keeps what it was started with."""
 Keys = TypeVar("Keys")
@@ -127,6 +127,7 @@ class Config(ConfigSection):
     patience: Seconds = Field(default=f"{PATIENCE:g}s", validate_default=True)
     load_timeout: LoadSeconds = Field(default=f"{TIMING.load:g}s", validate_default=True)
     node_lease: NodeLease = Field(default="30s", validate_default=True)
+    node_tls: Annotated[NodeTlsConfig | None, NoNull] = None
     gateways: Annotated[Annotated[tuple[str, ...], Some] | None, NoNull] = None
     watchdog: Watchdog = Field(default="30s", validate_default=True)
     api_key_file: Path | None = None

@@ -93,6 +93,7 @@ _SECTIONS: Final = {
     "ReschedulingConfig": "a mapping with `period`, `out` or `into`, or `none`,",
     "SharesConfig": "a mapping with `prefill`, `decode` or `quota`",
     "NodesConfig": "a mapping with `device` and `gpus`",
+    "NodeTlsConfig": "a mapping with `certificate` and `key`",
     "TlsConfig": "a mapping with `certificate` and `key`",
     "DemandConfig": "a mapping with `shape` or `path`",
 }

@@ -1,15 +1,15 @@
-"""The certificates with which a gateway speaks TLS: the config's section, what is wrong with them, and the
-context that they make."""
+"""The certificates with which gateways speak TLS to clients, and a fleet's processes to each other: the
+config's sections, what is wrong with them, and a gateway's context."""
 
 from __future__ import annotations
 
 import ssl
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, NoReturn, Self
+from typing import Annotated, Any, Final, NoReturn, Self
 
 from msgspec import Struct
-from pydantic import PrivateAttr, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, PrivateAttr, ValidationInfo, model_validator
 
 from kvloom.config.fields import ConfigSection, Surroundings, told_unread
 
@@ -26,23 +26,35 @@ class TlsFiles(Struct, frozen=True):
     client_ca: str | None = None
 
 
-class TlsConfig(ConfigSection):
-    """The section `tls`, whose files can be used, and whose paths are absolute."""
+def _absolute(value: Path, info: ValidationInfo) -> Path:
+    return Surroundings.of(info).folder / value.expanduser()
 
-    certificate: Path
-    key: Path
-    client_ca: Path | None = None
+
+TlsPath = Annotated[Path, AfterValidator(_absolute)]
+
+
+class NodeTlsConfig(ConfigSection):
+    """The section `node_tls`, whose paths are absolute. Its files are read where a fleet begins, and never
+    again."""
+
+    certificate: TlsPath
+    key: TlsPath
+
+    @property
+    def files(self) -> TlsFiles:
+        return TlsFiles(str(self.certificate), str(self.key))
+
+
+class TlsConfig(NodeTlsConfig):
+    """The section `tls`, whose files can be used."""
+
+    client_ca: TlsPath | None = None
 
     _names: tuple[str, ...] = PrivateAttr(default=())
     _own_authority: bool = PrivateAttr(default=False)
 
-    @field_validator("certificate", "key", "client_ca")
-    @classmethod
-    def _absolute(cls, value: Path | None, info: ValidationInfo) -> Path | None:
-        return None if value is None else Surroundings.of(info).folder / value.expanduser()
-
     @model_validator(mode="after")
-    def _usable(self) -> Self:
+    def _read(self) -> Self:
         shown = _try_out(server_context(self.files), self.files.certificate)
         names = shown.get("subjectAltName", ())
         self._names = tuple(str(name) for kind, name in names if kind in ("DNS", "IP Address"))
@@ -122,18 +134,9 @@ def _try_out(context: ssl.SSLContext, certificate: str) -> dict[str, Any]:
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     try:
         client.load_verify_locations(certificate)
-        sides = (
-            client.wrap_bio(to_client, to_server),
-            context.wrap_bio(to_server, to_client, server_side=True),
-        )
-        for _ in range(_TURNS):
-            for side in sides:
-                with suppress(ssl.SSLWantReadError):
-                    side.do_handshake()
-        return dict(sides[0].getpeercert() or {})
+        return shake_hands(client, context)
     except ssl.SSLCertVerificationError as error:
         why = _WHY.get(error.verify_code, f"cannot be used: {error.verify_message}")
         raise ValueError(f"certificate: {certificate} {why}; a valid one is right") from error
@@ -141,3 +144,18 @@ def _try_out(context: ssl.SSLContext, certificate: str) -> dict[str, Any]:
         raise ValueError(
             f"certificate: {certificate} cannot be used: {_reason(error)}; another one is right"
         ) from error
+
+
+def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> dict[str, Any]:
+    """Lets both shake hands in memory, and returns what the server's certificate says. Raises ssl.SSLError if
+    one refuses the other."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = (
+        client.wrap_bio(to_client, to_server),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    )
+    for _ in range(_TURNS):
+        for side in sides:
+            with suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    return dict(sides[0].getpeercert() or {})

@@ -31,6 +31,7 @@ from kvloom.config.fields import (
 from kvloom.engine.freeness import Thresholds
 from kvloom.plan.plan import checkpoint_bytes
 from kvloom.router.programs import MOVING, PROGRAMS
+from kvloom.types.geometry import KVDtype
 from kvloom.types.service import GroupSpec, Scale
 from kvloom.types.spec import (
     Control,
@@ -45,6 +46,7 @@ from kvloom.types.spec import (
 )
 
 MOST_ENGINES: Final = 64
+GGUF_SUFFIX: Final = ".gguf"  # of a model that is one file
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.:/@+-]{0,127}")
 
@@ -59,10 +61,11 @@ class ModelConfig(ConfigSection):
     """A model. Its short form is just the path."""
 
     path: str
-    """A checkpoint directory, or a hub id."""
+    """A checkpoint directory, a GGUF file, or a hub id."""
     revision: Revision = None
     sha256: Sha256 = None
     dtype: Dtype = "auto"
+    kv_dtype: KVDtype = "auto"
     rate: Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1e9)] = 1.0
     max_context: Count | None = None
 
@@ -78,8 +81,8 @@ class ModelConfig(ConfigSection):
 
 
 def resolve_model(value: str, folder: Path) -> str:
-    """Returns the checkpoint directory that `value` names, seen from `folder`, or the hub id that it is.
-    Raises ValueError."""
+    """Returns the checkpoint directory or the GGUF file that `value` names, seen from `folder`, or the hub id
+    that it is. Raises ValueError."""
     if not value.strip() or "\0" in value:
         raise ValueError(f"{value!r} is no path and no hub id")
     path = folder / Path(value).expanduser()
@@ -89,9 +92,14 @@ def resolve_model(value: str, folder: Path) -> str:
                 f"{path} holds no config.json; the directory of a Hugging Face checkpoint is right"
             )
         return str(path.resolve())
-    if value.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(value):
+    gguf = path.suffix == GGUF_SUFFIX
+    if gguf and path.is_file():
+        return str(path.resolve())
+    if gguf or value.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(value):
         kind = "is a file" if path.is_file() else "does not exist"
-        raise ValueError(f"{path} {kind}; a checkpoint directory or a hub id `org/name` is right")
+        raise ValueError(
+            f"{path} {kind}; a checkpoint directory, a file *{GGUF_SUFFIX} or a hub id `org/name` is right"
+        )
     return value
 
 
@@ -219,6 +227,12 @@ def check_abilities(specs: Sequence[EngineSpec], engines: Sequence[ConfiguredEng
     does not do."""
     for spec, engine in zip(specs, engines, strict=True):
         refuse_moves(f"{engine.key}.tensor_parallel", spec, program)
+        for model in spec.models:
+            if model.kv_dtype not in spec.abilities.kv_dtypes:
+                raise ValueError(
+                    f"models.{model.name}.kv_dtype: {model.kv_dtype}, but {engine.key} is on {spec.device}; "
+                    f"{', '.join(spec.abilities.kv_dtypes)} are right there"
+                )
         for name, own in (engine.unit.shares or {}).items():
             for what, share in (("prefill", own.prefill), ("decode", own.decode)):
                 if share is not None and share < 1.0 and not spec.abilities.shares:

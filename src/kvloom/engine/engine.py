@@ -148,7 +148,7 @@ class Engine:
         """Returns the number of jobs that the unit has started."""
         return self._scheduler.jobs
 
-    async def stop(self) -> None:
+    def stop(self) -> None:
         """Refuses new requests, ends every stream, and lets the loop end once running jobs have."""
         self._stopping = True
         for request in self._requests.ids:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import numpy as np
 
@@ -26,6 +27,13 @@ class InflightBatch:
     """The sequence of each sample row."""
     asked: list[Sequence]
     """The sequence of each prompt row."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Returns the tokens of prompts that the job computes."""
+        if self.job.phase is Phase.DECODE:
+            return 0
+        return sum(count for _, count in self.batch[self.job.rows :])
 
     def without(self, ids: set[int], result: JobResult) -> tuple[InflightBatch, JobResult]:
         """Returns the batch and its result without these sequences, for a job of one step."""
@@ -60,6 +68,8 @@ def compose(
 ) -> InflightBatch:
     """Plans one job and describes it. Raises OutOfBlocks, with nothing changed, if the pool is short.
 
+    batch: the sequences with the tokens that they append; in a mixed job those that decode are the first.
+
     steps: of a decode job. on_step: as in `Job`, for a job that has the blocks for all its steps at once.
     """
     if phase is Phase.DECODE:
@@ -67,6 +77,7 @@ def compose(
     else:
         plan = queue.cache.begin_forward([s.id for s, _ in batch], [n for _, n in batch])
         offloaded = None
+    decoding = sum(1 for _ in takewhile(lambda one: one[0].decodes, batch)) if phase is Phase.MIXED else 0
     tokens: list[I64] = []
     total = 0
     samples: list[SampleRow] = []
@@ -86,7 +97,7 @@ def compose(
                 samples.append(drawer.sample_row(total - 1))
     inputs = np.concatenate(tokens)
     drawn = tuple(samples), tuple(prompts)
-    job = Job(queue.card.name, phase, share, plan, inputs, *drawn, steps, offloaded, on_step)
+    job = Job(queue.card.name, phase, share, plan, inputs, *drawn, steps, offloaded, decoding, on_step)
     return InflightBatch(job, batch, drawers, asked)
 
 
@@ -104,13 +115,13 @@ class OutputProcessor:
             self._report_prompt(asker, report)
         drawn = len(inflight.drawers)
         self._process_earlier(inflight, result.tokens[: len(result.tokens) - drawn])
-        for sequence, count in inflight.batch:
+        for i, (sequence, count) in enumerate(inflight.batch):
             sequence.in_job = False
             sequence.computed += count
             if sequence.transfer:
                 sequence.transfer.advance(sequence.computed)
             if sequence.pending == 0:
-                if inflight.job.phase is Phase.PREFILL:
+                if i >= inflight.job.rows and inflight.job.phase is not Phase.DECODE:
                     queue.cache.keep(sequence.id, sequence.tokens.list())
                 siblings, sequence.siblings = sequence.siblings, []
                 for sibling in siblings:
@@ -170,15 +181,20 @@ class OutputProcessor:
             if not sequence.over:
                 queue.put_back(sequence, jobs)
 
-    def fail(self, inflight: InflightBatch, error: BaseException) -> None:
-        """Ends the requests of a job that has failed; all other requests go on."""
-        queue = self._queues[inflight.job.model]
+    def fail(self, inflight: InflightBatch, error: BaseException, jobs: int) -> None:
+        """Ends the requests of a job that has failed; all other requests go on, and so do those that decoded
+        beside prompts: one of these may be to blame."""
+        queue, mixed = self._queues[inflight.job.model], inflight.job.phase is Phase.MIXED
+        blamed = inflight.batch[inflight.job.rows :] if mixed else inflight.batch
         for sequence, _ in inflight.batch:
             sequence.in_job = False
             if sequence.over:
                 self._requests.release(queue, sequence)
+        for sequence, _ in inflight.batch[: len(inflight.batch) - len(blamed)]:
+            if not sequence.over:
+                queue.put_back(sequence, jobs)
         message = f"the job failed ({type(error).__name__}); the engine's log has more"
-        for sequence, _ in inflight.batch:
+        for sequence, _ in blamed:
             if not sequence.over:
                 self._requests.cancel(sequence.request, "error", message)
         self._requests.deferred.run()

@@ -62,7 +62,8 @@ class PrefillSpeed:
 
 
 class ModelStats:
-    """Counts one model's tokens, preemptions, jobs and the like since the start."""
+    """Counts one model's tokens, preemptions, jobs and the like since the start. A mixed job counts as one
+    prefill and one decode job."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         """changed: called when `active` or `last` has changed."""
@@ -70,6 +71,7 @@ class ModelStats:
         self.jobs: dict[Phase, int] = dict.fromkeys(Phase, 0)
         self.active: dict[Phase, int] = dict.fromkeys(Phase, 0)  # jobs that run now
         self.last: dict[Phase, int] = dict.fromkeys(Phase, 0)  # the unit's count when a job began or ended
+        self.mixed = 0  # jobs of both phases
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.received_tokens = 0
@@ -82,25 +84,28 @@ class ModelStats:
     def started(self, phase: Phase, jobs: int) -> None:
         """Counts a job that has started. jobs: how many the unit has started, with this one."""
         self._changed()
-        self.jobs[phase] += 1
-        self.active[phase] += 1
-        self.last[phase] = jobs
+        for part in phase.parts:
+            self.jobs[part] += 1
+            self.active[part] += 1
+            self.last[part] = jobs
+        self.mixed += phase is Phase.MIXED
 
-    def finished(self, job: Job, drawn: int, steps: int, jobs: int) -> None:
-        """Counts a job that has ended well, with the tokens that it drew; each of its steps counts as a job.
-        jobs: how many the unit has started."""
+    def finished(self, job: Job, prompt: int, drawn: int, steps: int, jobs: int) -> None:
+        """Counts a job that has ended well, with the tokens of prompts that it computed and those that it
+        drew; each of its steps counts as a job. jobs: how many the unit has started."""
         self._changed()
-        self.active[job.phase] -= 1
-        self.jobs[job.phase] += steps - 1
-        self.last[job.phase] = jobs
+        for part in job.phase.parts:
+            self.active[part] -= 1
+            self.jobs[part] += steps - 1
+            self.last[part] = jobs
         self.output_tokens += drawn
-        if job.phase is Phase.PREFILL:
-            self.prompt_tokens += job.tokens.size
+        self.prompt_tokens += prompt
 
     def failed(self, job: Job) -> None:
         """Forgets a job that has failed."""
         self._changed()
-        self.active[job.phase] -= 1
+        for part in job.phase.parts:
+            self.active[part] -= 1
 
 
 _ORDER = attrgetter("order")
@@ -119,7 +124,7 @@ class ModelQueue:
         shares: tuple[int, int] = (0, 0),
     ) -> None:
         """shares: of a prefill and of a decode job, in units of compute; 0 if the policy is to say."""
-        self.form = KVForm.of(cache.geometry, card.dtype)
+        self.form = KVForm.of(cache.geometry, card.kv_dtype or card.dtype)
         self.card = structs.replace(card, form=self.form)
         self.watchers: list[set[ModelQueue]] = []
         """Sets that the queue joins when something has changed that a policy sees."""
@@ -375,4 +380,5 @@ def model_view(queue: ModelQueue) -> ModelView:
         last_decode=stats.last[Phase.DECODE],
         prefill_share=queue.shares[0],
         decode_share=queue.shares[1],
+        mixes=queue.planner.mixes,
     )

@@ -74,6 +74,7 @@ def model_load(queue: ModelQueue, levels: Sequence[Level]) -> ModelLoad:
         away_share=queue.planner.share,
         step_seconds=queue.step_time.seconds,
         prefill_speed=queue.prefill_speed.tokens_a_second,
+        mixed_jobs_total=queue.stats.mixed,
         levels=_running(queue, levels) if levels else (),
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from kvloom.engine.batching import POLICIES
-from kvloom.engine.batching.view import Preempt, Prefill, UnitView, same_turn
+from kvloom.engine.batching.view import Mixed, Preempt, Prefill, UnitView, same_turn
 from kvloom.engine.inflight import InflightBatch, OutputProcessor, compose
 from kvloom.engine.model_queue import BusyModels, ModelQueue
 from kvloom.engine.multistep import MultiStepDecode
@@ -106,10 +106,8 @@ class Scheduler:
         queue = self._queues[action.model]
         if isinstance(action, Preempt):
             return queue.preempt(self.jobs)
-        if isinstance(action, Prefill):
-            running = len(queue.running)
-            batch = queue.prefill_batch(action.blocks, self._spec.chunk_tokens, self.jobs)
-            return self._start(queue, Phase.PREFILL, action.share, batch) or len(queue.running) > running
+        if isinstance(action, Prefill | Mixed):
+            return self._start_prompts(queue, action)
         ready = queue.decodable()
         if queue.relieve(ready, self.jobs):
             return True
@@ -118,6 +116,19 @@ class Scheduler:
         batch = [(sequence, 1) for sequence in ready]
         steps = 1 if self._settling or watched else self._multistep.steps(view, action, batch)
         return self._start(queue, Phase.DECODE, action.share, batch, steps)
+
+    def _start_prompts(self, queue: ModelQueue, action: Prefill | Mixed) -> bool:
+        """Starts a prefill or a mixed job. The latter is a prefill, too, if the decode step waits for a
+        sequence that is about to arrive, and a decode step if the prompts that it admits need no prefill."""
+        running, tokens = len(queue.running), self._spec.chunk_tokens
+        ready: list[Sequence] = []
+        if isinstance(action, Mixed):
+            tokens = min(tokens, action.tokens)
+            ready = [] if self._arrivals.waits(queue) else queue.decodable()
+        chunks = queue.prefill_batch(action.blocks, tokens, self.jobs)
+        phase = Phase.PREFILL if not ready else Phase.MIXED if chunks else Phase.DECODE
+        batch = [(sequence, 1) for sequence in ready] + chunks
+        return self._start(queue, phase, action.share, batch) or len(queue.running) > running
 
     def _start(
         self,
@@ -172,14 +183,15 @@ class Scheduler:
                     whole = inflight
                     inflight, result = inflight.without(void, result)
                     self._outputs.lose(whole, inflight, gone, self.jobs)
-                if inflight.job.phase is Phase.DECODE:
+                prompt, phase = inflight.prompt_tokens, inflight.job.phase  # mixed ones say nothing of either
+                if phase is Phase.DECODE:
                     queue.step_time.note(result.seconds / steps)
-                else:
-                    queue.prefill_speed.note(inflight.job.tokens.size, result.seconds)
+                elif phase is Phase.PREFILL:
+                    queue.prefill_speed.note(prompt, result.seconds)
                 queue.served(inflight.drawers, steps)
-                queue.stats.finished(inflight.job, inflight.drawn(result), steps, self.jobs)
+                queue.stats.finished(inflight.job, prompt, inflight.drawn(result), steps, self.jobs)
                 self._outputs.process(inflight, result, self.jobs)
-                if len(queue.running) < running or inflight.job.phase is Phase.PREFILL:
+                if len(queue.running) < running or prompt:
                     self.cut()
             else:
                 self._multistep.failed(inflight)
@@ -190,7 +202,7 @@ class Scheduler:
                     if sequence.id not in failed:
                         queue.put_back(sequence, self.jobs)
                 _log.error("a %s job of %s failed", inflight.job.phase, inflight.job.model, exc_info=error)
-                self._outputs.fail(inflight, error)
+                self._outputs.fail(inflight, error, self.jobs)
                 self.cut()
             self._tuner.observe(steps)
         self._settle()
@@ -209,8 +221,9 @@ class Scheduler:
             compute=self._executor.compute,
             idle=self._idle,
             free_blocks=self._pool.available,
-            last_was_prefill=self._last_phase is Phase.PREFILL,
+            last_was_prefill=self._last_phase is not Phase.DECODE,
             jobs=self.jobs,
             overload=round(self._spec.overload * self._executor.compute),
             walls=self._spec.quotas == "fixed",
+            mixes=self._spec.abilities.mixes,
         )

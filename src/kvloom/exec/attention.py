@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from kvloom.exec.huggingface import AttentionInterface
 from kvloom.kernels import cpu, reference
+from kvloom.kernels.cpu.attention.groups import RowRuns, row_runs
+from kvloom.kernels.cpu.kv_rows import KINDS
+from kvloom.kv.shared import SharedPrefixes, shared_prefixes
 from kvloom.offload.cpu.attention import Polls, RemoteAttention
 from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import I64
@@ -32,6 +35,38 @@ class Scoring:
     softcap: float = 0.0  # the bound that tanh bends scores to; 0 for none
 
 
+@dataclass(frozen=True, slots=True)
+class BatchPart:
+    """Neighbours in a batch of which each appends one token, or each several."""
+
+    decode: bool
+    sequences: slice
+    rows: slice
+    """Their new tokens."""
+    begins: Tensor
+    """[B + 1] edges of the sequences' rows, from the part's first row on."""
+    shared: SharedPrefixes | None
+    """What the rows share if each sequence appends one."""
+
+
+def _parts(plan: ForwardPlan, page_tokens: int) -> tuple[BatchPart, ...]:
+    ones, edges = plan.appends == 1, np.concatenate(([0], plan.appends.cumsum())).astype(np.int32)
+    cuts = [*(np.flatnonzero(ones[1:] != ones[:-1]) + 1).tolist(), len(ones)] if len(ones) else []
+    parts, first = [], 0
+    for end in cuts:
+        decode, of = bool(ones[first]), slice(first, end)
+        part = BatchPart(
+            decode,
+            of,
+            slice(int(edges[first]), int(edges[end])),
+            torch.from_numpy(edges[first : end + 1] - edges[first]),
+            shared_prefixes(plan.tables[of], plan.starts[of], page_tokens) if decode else None,
+        )
+        parts.append(part)
+        first = end
+    return tuple(parts)
+
+
 @dataclass(slots=True)
 class ForwardState:
     """The state of one forward of one model over the arena; made from its plan once for all layers.
@@ -40,7 +75,7 @@ class ForwardState:
     """
 
     plan: ForwardPlan
-    arena: Tensor  # [blocks, 2, T, D]
+    arena: Tensor  # [blocks, 2, T, D], of int8 with a scale behind each row
     remote: RemoteAttention | None = None
     """Attends for rows after those of the plan, if some are offloaded."""
     polls: Polls | None = None
@@ -49,17 +84,19 @@ class ForwardState:
     """Layers by which sends follow the writes: 1 if other ranks write too. By its next layer this rank has
     their parts in the sum after attention, so they have written."""
     page_map: Tensor = field(init=False)  # [pages, layers, heads]
-    decode: bool = field(init=False)
+    parts: tuple[BatchPart, ...] = field(init=False)
     tables: Tensor = field(init=False)
+    starts: Tensor = field(init=False)
     lengths: Tensor = field(init=False)
     slot_page: Tensor = field(init=False)
     slot_offset: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         plan = self.plan
-        self.decode = bool((plan.appends == 1).all())
+        self.parts = _parts(plan, self.arena.shape[2])
         self.page_map = torch.from_numpy(plan.page_map)
         self.tables = torch.from_numpy(plan.tables)
+        self.starts = torch.from_numpy(plan.starts.astype("int32"))
         self.lengths = torch.from_numpy((plan.starts + plan.appends).astype("int32"))
         self.slot_page = torch.from_numpy(plan.slot_page)
         self.slot_offset = torch.from_numpy(plan.slot_offset)
@@ -78,7 +115,17 @@ class ForwardState:
     @property
     def native(self) -> bool:
         """True if the compiled kernels take this arena; the plain twins take any."""
-        return self.arena.dtype == torch.float32 and self.arena.device.type == "cpu"
+        return self.arena.dtype in KINDS and self.arena.device.type == "cpu"
+
+    @property
+    def decode(self) -> bool:
+        """True if each sequence appends one token."""
+        return all(part.decode for part in self.parts)
+
+    @property
+    def shared(self) -> SharedPrefixes | None:
+        """What the rows of a decode step share."""
+        return self.parts[0].shared if self.parts and self.decode else None
 
     def copy_pages(self, copies: tuple[PageCopy, ...]) -> None:
         """Copies on write, in all layers at once."""
@@ -108,54 +155,75 @@ class ForwardState:
         count = home if remote is None else home + remote.count
         out = torch.empty(q.shape, dtype=q.dtype)
         if remote is not None:
-            rows = torch.cat((q, k, v), 1)[home:count]
+            rows = torch.cat((q, k, v), 1)[home:count].float()
             task = remote.post(layer, rows, scoring.scale, scoring.window, scoring.softcap)
         if home:
             self._write(layer, k[:home], v[:home])
-            if self.decode:
-                self._decode(layer, q[:home], out[:home], scoring)
-            else:
-                self._prefill(layer, q[:home], k[:home], v[:home], out[:home], scoring)
+            self._attend_home(layer, q[:home], out[:home], scoring)
         if remote is not None:
-            remote.collect(task, out[home:count])
+            theirs = out[home:count].float()  # the rows of `out` themselves if those are float32
+            remote.collect(task, theirs)
+            if theirs.dtype != out.dtype:
+                out[home:count] = theirs
         out[count:] = out[count - 1]
         if self.polls is not None:
             self.polls.attended()
         return out
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        write = cpu.write_kv if self.native else reference.write_kv
+        write = reference.write_kv
+        if self.native:
+            write, k, v = cpu.write_kv, k.float(), v.float()
         write(self.arena, self.page_map, layer, k, v, self.slot_page, self.slot_offset)
         self.send(layer)
 
-    def _decode(self, layer: int, q: Tensor, out: Tensor, scoring: Scoring) -> None:
-        decode = cpu.decode_attention if self.native else reference.decode_attention
-        form = (scoring.scale, scoring.window, scoring.softcap)
-        decode(out, q, self.arena, self.page_map, layer, self.tables, self.lengths, *form)
+    def _attend_home(self, layer: int, q: Tensor, out: Tensor, scoring: Scoring) -> None:
+        """Attends for the sequences of the plan, whose new K and V are written."""
+        if not self.native:
+            self._attend_plainly(layer, q, out, scoring)
+            return
+        wide = out if q.dtype == torch.float32 else q.float()  # kernels may overwrite their queries
+        q = q if wide is out else wide
+        form, kv_heads = (scoring.scale, scoring.window, scoring.softcap), self.page_map.shape[2]
+        for part in self.parts:
+            of, to, rows = part.sequences, wide[part.rows], q[part.rows]
+            pool = self.arena, self.page_map, layer, self.tables[of]
+            if part.decode:
+                runs = runs_of(part.shared, kv_heads, q.shape[1] // kv_heads)
+                cpu.decode_attention(to, rows, *pool, self.lengths[of], *form, runs)
+            else:
+                cpu.prefill_attention(to, rows, *pool, self.starts[of], part.begins, *form)
+        if wide is not out:
+            out.copy_(wide)
 
-    def _prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scoring: Scoring) -> None:
-        begin = 0
+    def _attend_plainly(self, layer: int, q: Tensor, out: Tensor, scoring: Scoring) -> None:
+        """Does the same for formats of K and V that the kernels do not read, by torch."""
+        q, begin = q.float(), 0
         starts, counts = self.plan.starts.tolist(), self.plan.appends.tolist()
         for i, (start, count) in enumerate(zip(starts, counts, strict=True)):
-            new, first = slice(begin, begin + count), 0
-            keys, values = k[new].transpose(0, 1), v[new].transpose(0, 1)
-            if start:
-                first = max(0, start - scoring.window + 1) if scoring.window else 0
-                keys, values, first = self._gather(layer, i, first, start + count)
-            out[new] = attend_dense(q[new].transpose(0, 1), keys, values, start - first, scoring).transpose(
-                0, 1
-            )
+            new = slice(begin, begin + count)
+            first = max(0, start - scoring.window + 1) if scoring.window else 0
+            k, v, first = self._gather(layer, i, first, start + count, q.shape[-1])
+            out[new] = attend_dense(q[new].transpose(0, 1), k, v, start - first, scoring).transpose(0, 1)
             begin += count
 
-    def _gather(self, layer: int, i: int, first: int, end: int) -> tuple[Tensor, Tensor, int]:
-        """Returns K and V [Hkv, end − first', D] of sequence i from the page that holds `first` on, and
-        first', that page's first position."""
+    def _gather(self, layer: int, i: int, first: int, end: int, head_dim: int) -> tuple[Tensor, Tensor, int]:
+        """Returns K and V [Hkv, end − first', D], float32, of sequence i from the page that holds `first` on,
+        and first', that page's first position."""
         tokens = self.arena.shape[2]
         low = first // tokens
         pages = self.tables[i, low : -(-end // tokens)]
-        blocks = self.arena[self.page_map[pages, layer]]  # [P, Hkv, 2, T, D]
+        blocks = reference.from_rows(self.arena[self.page_map[pages, layer]], head_dim)  # [P, Hkv, 2, T, D]
         both = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, : end - low * tokens]
         return both[0], both[1], low * tokens
+
+
+def runs_of(shared: SharedPrefixes | None, kv_heads: int, group: int) -> RowRuns | None:
+    """Returns how the rows of a decode step are dealt with if some share a prefix. group: query heads of a KV
+    head."""
+    if shared is None:
+        return None
+    return row_runs(shared.order, shared.common, kv_heads, group, torch.get_num_threads())
 
 
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, offset: int, scoring: Scoring) -> Tensor:

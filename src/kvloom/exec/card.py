@@ -38,11 +38,22 @@ def read_sampling_defaults(path: str) -> SamplingDefaults:
         raise ConfigError(f"its {_FILE}: {error}") from error
 
 
-def card_of(spec: ModelSpec, folder: str, module: Any, parameters: int) -> ModelCard:
-    """Returns the card of a model that was loaded from `folder`. Raises ConfigError if the checkpoint has no
-    tokenizer that serves."""
+def read_tokenizer(folder: str) -> Any:
+    """Returns the tokenizer in a checkpoint's folder, as transformers reads it."""
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def card_of(
+    spec: ModelSpec,
+    module: Any,
+    parameters: int,
+    tokenizer: Any,
+    sampling: SamplingDefaults,
+    kv_dtype: str,
+) -> ModelCard:
+    """Returns the card of a model that was loaded. kv_dtype: the form of its K and V. Raises ConfigError if
+    its tokenizer does not serve."""
     config = module.config
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError("its tokenizer has no fast form (tokenizer.json)")
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of no files at all
@@ -69,7 +80,8 @@ def card_of(spec: ModelSpec, folder: str, module: Any, parameters: int) -> Model
         architecture=type(module).__name__,
         parameters=parameters,
         dtype=str(module.dtype).removeprefix("torch."),
-        sampling=read_sampling_defaults(folder),
+        sampling=sampling,
+        kv_dtype=kv_dtype,
     )
 
 

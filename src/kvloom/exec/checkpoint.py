@@ -2,8 +2,8 @@
 of them becomes a model.
 
 Weights are read from safetensors only, never from pickles, and no file outside the checkpoint's folder is
-read. The files' sizes, the numbers of the config and the headers of the weights are checked before memory is
-taken for what they announce. Nothing here knows torch, so that commands can use it.
+read, or from one GGUF file. The files' sizes, the numbers of the config and the headers of the weights are
+checked before memory is taken for what they announce. Nothing here knows torch, so that commands can use it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from huggingface_hub import snapshot_download
 
+from kvloom.exec.gguf.header import SUFFIX, GgufHeader, read_header
 from kvloom.types.errors import ConfigError
 
 CONFIG: Final = "config.json"
@@ -36,7 +37,7 @@ MOST_DEPTH: Final = 64  # of a config's nesting
 MOST_NUMBER: Final = 1 << 40  # of any number in a config
 MOST_DIMENSIONS: Final = 16  # of a tensor
 
-_SMALL: Final = ("*.json", "*.jinja", "*.txt", "*.model")  # all that is read beside the weights
+SMALL: Final = ("*.json", "*.jinja", "*.txt", "*.model")  # all that is read beside the weights
 _WEIGHTS: Final = re.compile(r"\w[\w.+-]*\.safetensors(\.index\.json)?", re.ASCII)
 _OF_RANKS: Final = re.compile(r"shard-\d{5}-model-.*\.safetensors")
 
@@ -87,16 +88,21 @@ class Checkpoint:
     """The files that hold the weights, by name."""
     elements: int
     """Numbers that the weights hold together."""
-    packed: bool
-    """Whether the config says that the weights are quantised, so that one number may stand for several."""
+    quantization: Mapping[str, Any] | None
+    """What the config says of how the weights are quantised; None if they are not."""
+    gguf: GgufHeader | None = None
+    """What the one file says if it is a GGUF file, which lies in `folder`."""
 
     def digest(self) -> str:
         """Returns SHA-256 in hexadecimal over the sorted lines of the weight files' own SHA-256, which is
-        what `sha256sum *.safetensors | cut -c-64 | LC_ALL=C sort | sha256sum` prints. It reads them all."""
+        what `sha256sum *.safetensors | cut -c-64 | LC_ALL=C sort | sha256sum` prints; of a GGUF file, its
+        own. It reads them all."""
         lines: list[str] = []
         for file in self.weights:
             with file.open("rb") as weights:
                 lines.append(hashlib.file_digest(weights, "sha256").hexdigest() + "\n")
+        if self.gguf is not None:
+            return lines[0].strip()
         return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
 
     def require_digest(self, wanted: str | None) -> None:
@@ -106,15 +112,25 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str, revision: str | None = None) -> Checkpoint:
-    """Returns the checkpoint in the folder `path`, or that of the hub id, which is downloaded if it is not in
-    the hub's cache. Raises ConfigError if its files are not to be read, and what the hub's client raises."""
+    """Returns the checkpoint in the folder `path`, or in the GGUF file of this path, or that of the hub id,
+    which is downloaded if it is not in the hub's cache. Raises ConfigError if its files are not to be read,
+    and what the hub's client raises."""
     folder = Path(path)
+    if folder.suffix == SUFFIX and not folder.is_dir():
+        return _open_gguf(folder)
     if not folder.is_dir():
         folder = _download(path, revision)
     _check_files(folder)
     config = _read_config(folder)
     weights = tuple(folder / name for name in _weight_names(folder, config))
-    return Checkpoint(folder, weights, _count_elements(weights), "quantization_config" in config)
+    return Checkpoint(folder, weights, _count_elements(weights), _quantization(config))
+
+
+def _open_gguf(file: Path) -> Checkpoint:
+    if not file.is_file():
+        raise ConfigError(f"{file} does not exist, or is no file; a GGUF file is right")
+    header = read_header(file)
+    return Checkpoint(file.parent, (file,), header.elements, quantization=None, gguf=header)
 
 
 # -- where the files are --------------------------------------------------------------------------------
@@ -122,7 +138,7 @@ def open_checkpoint(path: str, revision: str | None = None) -> Checkpoint:
 
 def _download(path: str, revision: str | None) -> Path:
     """Returns the folder in the hub's cache, with the weights that the model is made from and no others."""
-    small = snapshot_download(path, revision=revision, allow_patterns=list(_SMALL), ignore_patterns="*/*")
+    small = snapshot_download(path, revision=revision, allow_patterns=list(SMALL), ignore_patterns="*/*")
     folder = Path(small)
     _check_files(folder)
     names = _weight_names(folder, _read_config(folder), there=False)
@@ -149,7 +165,7 @@ def _check_files(folder: Path) -> None:
         if not stat.S_ISREG(found.st_mode):
             raise ConfigError(f"its {file.name} is no file")
         most = {CONFIG: MOST_CONFIG, "generation_config.json": MOST_CONFIG}.get(file.name, MOST_READ)
-        if any(file.match(pattern) for pattern in _SMALL) and found.st_size > most:
+        if any(file.match(pattern) for pattern in SMALL) and found.st_size > most:
             raise ConfigError(f"its {file.name} has {found.st_size:,} bytes; {most:,} at most are right")
         if _OF_RANKS.fullmatch(file.name):
             raise ConfigError(
@@ -214,6 +230,17 @@ def _check_numbers(config: dict[str, Any]) -> None:
 def _shown(value: float) -> str:
     text = str(value)
     return text if len(text) <= 30 else f"a number of {len(text)} digits"
+
+
+def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns the part of the config that says how weights are quantised, as transformers finds it."""
+    text = config.get("text_config")
+    found = config.get("quantization_config")
+    if found is None and isinstance(text, dict):
+        found = text.get("quantization_config")
+    if found is not None and not isinstance(found, dict):
+        raise ConfigError(f"its {CONFIG}: quantization_config is no object")
+    return found
 
 
 # -- the weights ----------------------------------------------------------------------------------------

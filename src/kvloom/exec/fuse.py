@@ -21,9 +21,12 @@ from torch import Tensor, nn
 
 from kvloom.exec.huggingface import GATED, QKV, children
 from kvloom.exec.parallel.slicing import Summed
+from kvloom.exec.widened import WidenedLinear, computes_in_float32
 from kvloom.kernels.reference import Activation
 
 _ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh", "gelu")
+STOCK: Final = (nn.Linear, WidenedLinear)
+"""Linear layers that do nothing else with their weights."""
 RotaryFunction = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -102,11 +105,12 @@ class Replacements:
 
 def fuse(model: nn.Module, ours: Replacements) -> None:
     """Fuses in place. Stock weights are let go module by module, so at most one layer's are held twice."""
-    served = next(model.parameters()).dtype
-    for parent, name, child in list(children(model)):
+    first = next(model.parameters())
+    served, device = torch.float32 if computes_in_float32(model) else first.dtype, first.device
+    for parent, name, child in children(model):
         if type(child).__name__.endswith("Attention"):
             _merge_qkv(child, ours)
-            fuse_rotary(child, ours.rotate, next(child.parameters()).device)
+            fuse_rotary(child, ours.rotate, device)
         elif (gated := _gated_like(child, ours)) or (norm := _norm_like(child, served, ours)):
             setattr(parent, name, gated or norm)
 
@@ -115,7 +119,11 @@ def _linears(module: nn.Module, names: tuple[str, ...], alike: int, ours: Replac
     """Returns the module's plain linear layers of these names, whose first `alike` take one input, all or
     none with a bias; nothing if it has others."""
     found = [getattr(module, name, None) for name in names]
-    linears = [linear for linear in found if type(linear) is nn.Linear and ours.fits(linear.weight)]
+    linears = [
+        linear
+        for linear in found
+        if isinstance(linear, nn.Linear) and type(linear) in STOCK and ours.fits(linear.weight)
+    ]
     forms = {(linear.in_features, linear.bias is None) for linear in linears[:alike]}
     return linears if len(linears) == len(names) and len(forms) == 1 else []
 
@@ -124,8 +132,13 @@ def _merge_qkv(module: nn.Module, ours: Replacements) -> None:
     linears = _linears(module, QKV, 3, ours)
     if not linears:
         return
-    merged = MergedLinear(ours.product(join(linears)), [linear.out_features for linear in linears])
-    for index, name in enumerate(QKV):
+    put_merged(module, QKV, ours.product(join(linears)))
+
+
+def put_merged(module: nn.Module, names: tuple[str, ...], product: nn.Module) -> None:
+    """Gives the module's layers of these names their parts of a product of them all, side by side."""
+    merged = MergedLinear(product, [getattr(module, name).out_features for name in names])
+    for index, name in enumerate(names):
         setattr(module, name, MergedLinearPart(merged, index))
 
 
@@ -146,16 +159,27 @@ def _own_gated_like(stock: nn.Module, ours: Replacements) -> nn.Module | None:
         return None
     wide = _in_float32(stock)
     parts = [getattr(wide, name) for name in GATED]
-    probe = _probe(4, parts[0].weight)[None]
+    found = find_gated(wide, lambda activation: ours.gated(parts, activation), _probe(4, parts[0].weight))
+    if found is None:
+        return None
+    activation, gated = found
+    return gated if wide is stock else ours.gated(linears, activation)
+
+
+def find_gated(
+    stock: nn.Module, make: Callable[[Activation], nn.Module], probe: Tensor
+) -> tuple[Activation, nn.Module] | None:
+    """Returns the activation, and the gated MLP that `make` makes with it, that give what the stock one does
+    on probe [rows, size]; None if none does."""
     with torch.inference_mode():
         try:
-            expected = wide(probe)
+            expected = stock(probe[None])
         except (TypeError, ValueError, RuntimeError):
             return None  # it takes more than one input: it is not a plain MLP
         for activation in _ACTIVATIONS:
-            gated = ours.gated(parts, activation)
-            if _agree(gated(probe), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())):
-                return gated if wide is stock else ours.gated(linears, activation)
+            gated = make(activation)
+            if _agree(gated(probe[None]), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())):
+                return activation, gated
     return None
 
 
@@ -179,8 +203,8 @@ def _norm_like(stock: nn.Module, served: torch.dtype, ours: Replacements) -> nn.
 
 
 def _in_float32(stock: nn.Module) -> nn.Module:
-    """Returns the module itself if its weights are float32, else a copy in it."""
-    if all(weight.dtype == torch.float32 for weight in stock.parameters()):
+    """Returns the module itself if it computes in float32, else a copy that does."""
+    if computes_in_float32(stock):
         return stock
     return copy.deepcopy(stock).float()
 

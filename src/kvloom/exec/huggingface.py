@@ -10,10 +10,11 @@ It also reads its own files, 2,000 of them, for the names that they define. Thes
 
 from __future__ import annotations
 
+import copy
 import functools
 import marshal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -119,7 +120,9 @@ from transformers import (  # noqa: E402
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
+    PreTrainedTokenizerFast,
 )
 from transformers.utils import cached_file  # noqa: E402
 
@@ -131,12 +134,31 @@ __all__ = [
     "AutoConfig",
     "AutoModelForCausalLM",
     "AutoTokenizer",
+    "GenerationConfig",
+    "PreTrainedTokenizerFast",
     "PretrainedConfig",
     "cached_file",
     "children",
     "hide_progress",
+    "outline",
+    "some_of",
     "without_compiler",
 ]
+
+
+def outline(config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
+    """Returns the model that a config describes, without memory for its weights."""
+    with without_compiler(), torch.device("meta"):
+        module: nn.Module = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=dtype, attn_implementation="eager", trust_remote_code=False
+        )
+    return module
+
+
+def some_of(names: Iterable[str]) -> str:
+    """Returns the first of the names, and how many more there are, for an error."""
+    first, *rest = sorted(names)
+    return f"{first} and {len(rest)} more" if rest else first
 
 
 def hide_progress() -> None:
@@ -150,7 +172,10 @@ GATED: Final = ("gate_proj", "up_proj", "down_proj")
 
 
 def children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Yields every module with its parent and its name there."""
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            yield parent, name, child
+    """Yields every module with its parent and its name there, each before its own children. One that is
+    replaced meanwhile is not kept, nor are its children yielded, so that its weights can be let go."""
+    for name in [name for name, _ in model.named_children()]:
+        child = model.get_submodule(name)
+        yield model, name, child
+        if getattr(model, name) is child:
+            yield from children(child)

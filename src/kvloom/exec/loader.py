@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -12,19 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from kvloom.exec.attention import NAME, ForwardState, Scoring, attend_dense
+from kvloom.exec.build import Description, describe
 from kvloom.exec.card import card_of
-from kvloom.exec.checkpoint import Checkpoint, open_checkpoint
-from kvloom.exec.huggingface import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    without_compiler,
-)
+from kvloom.exec.checkpoint import open_checkpoint
 from kvloom.exec.parallel.group import Team
 from kvloom.exec.parallel.slicing import slice_model
+from kvloom.exec.widened import computes_in_float32
 from kvloom.types.errors import ConfigError, Unavailable
-from kvloom.types.geometry import I64, Geometry
+from kvloom.types.geometry import I64, SCALED, Geometry, KVDtype
 from kvloom.types.request import ModelCard
 from kvloom.types.spec import ModelSpec
 
@@ -67,11 +61,27 @@ def padded(values: I64) -> Tensor:
 
 
 class LoadTarget(Protocol):
-    def dtype(self, config: Any) -> torch.dtype:
-        """Returns the number format that `auto` means for a checkpoint with this config."""
+    def own_format(self, config: Any, matrices: Callable[[], Set[str]]) -> torch.dtype:
+        """Returns the number format in which a checkpoint's weights may be held if none is asked for.
+        matrices: tells the formats in which its files have them, but for those that are quantised."""
+
+    def choose_format(self, own: torch.dtype, outline: nn.Module, say: Callable[[str], None]) -> torch.dtype:
+        """Returns the number format that `auto` means: `own`, or one that is quicker here. outline: the model
+        in its own format, without weights. say: is told if there was a choice."""
+
+    def widen(self, module: nn.Module) -> None:
+        """Makes the module compute in another number format than its weights', in place, if that is right
+        for both it and the device."""
+
+    def kv_dtype(self, wanted: KVDtype, dtype: torch.dtype) -> torch.dtype:
+        """Returns the number format of K and V of a model that computes in `dtype`. Raises ConfigError if
+        they cannot be kept in the one that is wanted."""
 
     def check_room(self, size: int) -> None:
         """Raises ConfigError if there is no room for weights of `size` bytes, before they are read."""
+
+    def check_quantized(self) -> None:
+        """Raises ConfigError if the device has no products over quantised weights."""
 
     def place(self, module: nn.Module) -> None:
         """Brings the weights, which lie in mapped files, to the device that uses them. Raises ConfigError if
@@ -88,9 +98,12 @@ class LoadTarget(Protocol):
     ) -> Forward | None:
         """Returns a faster forward than the module's own, if there is one."""
 
+    def round_inputs(self, module: nn.Module) -> None:
+        """Lets products over weights of 16 bits and fewer round what they multiply from now on, if that is
+        quicker."""
+
 
 _PROBE_TOKENS: Final = 9
-_SLACK: Final = 2  # A model that lacks less is refused with the names of what it lacks.
 
 
 class Observer:
@@ -114,10 +127,13 @@ class Observer:
         return attend_dense(q, k, v, 0, scoring).transpose(0, 1)
 
 
-def prove(module: Any, team: Team | None, target: LoadTarget) -> Observer:
+def prove(
+    module: Any, team: Team | None, target: LoadTarget, release: Callable[[], None] = lambda: None
+) -> Observer:
     """Sees what the stock model asks of our attention, brings it to the device on which it is to run, slices
     and fuses it, and compares logits on a short prompt. In a team the first rank alone does what takes the
-    whole model, and does it on the mapped files: no rank's device need hold the whole. Raises ConfigError."""
+    whole model, and does it on the mapped files: no rank's device need hold the whole. release: gives back
+    what the stock model has read of these files. Raises ConfigError."""
     if team is None:
         target.place(module)
     observer, expected = Observer(), None
@@ -125,10 +141,12 @@ def prove(module: Any, team: Team | None, target: LoadTarget) -> Observer:
         if team is None or team.group.rank == 0:
             probe = _probe(module)
             expected = module(input_ids=probe["input_ids"], use_cache=False).logits
+            release()
         module.set_attn_implementation(NAME)
         if expected is not None:
             module(**probe, kv=observer)
             _uniform(module, observer)
+            release()
         if team is not None:
             observer = _slice(module, observer, team, target)
         target.fuse(module)
@@ -201,7 +219,7 @@ def _uniform(module: Any, observer: Observer) -> None:
 class LoadedModel:
     module: nn.Module
     forward: Forward
-    dtype: torch.dtype
+    kv_dtype: torch.dtype
     geometry: Geometry
     card: ModelCard
     heads: int = 0  # of q, in all layers; 0 if they differ
@@ -218,18 +236,22 @@ def load_models(
     loaded: dict[str, LoadedModel] = {}
     for i, spec in enumerate(models):
         progress(f"loading model {spec.name} ({i + 1}/{len(models)})")
-        loaded[spec.name] = load_model(spec, block_bytes, target, team)
+        loaded[spec.name] = load_model(spec, block_bytes, target, team, progress)
     return loaded
 
 
 def load_model(
-    spec: ModelSpec, block_bytes: int, target: LoadTarget, team: Team | None = None
+    spec: ModelSpec,
+    block_bytes: int,
+    target: LoadTarget,
+    team: Team | None = None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> LoadedModel:
     """Builds, fuses and proves a checkpoint. target: the device on which it is to run; team: the ranks that
     share it, each of which loads its own slice at the same time. Raises ConfigError naming the model and what
     is wrong with it, Unavailable if a rank of the team is gone."""
     try:
-        return _load(spec, block_bytes, team, target)
+        return _load(spec, block_bytes, team, target, lambda text: progress(f"model {spec.name}: {text}"))
     except ConfigError as error:
         raise ConfigError(f"models.{spec.name}: {error.message}") from error
     except Unavailable:
@@ -239,42 +261,55 @@ def load_model(
         raise ConfigError(f"models.{spec.name}: {spec.path} cannot be loaded: {reason}") from error
 
 
-def _load(spec: ModelSpec, block_bytes: int, team: Team | None, target: LoadTarget) -> LoadedModel:
+def _load(
+    spec: ModelSpec, block_bytes: int, team: Team | None, target: LoadTarget, say: Callable[[str], None]
+) -> LoadedModel:
     checkpoint = open_checkpoint(spec.path, spec.revision)
-    folder = str(checkpoint.folder)
-    _no_code(folder)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if getattr(config, "is_encoder_decoder", False):
-        raise ConfigError("it is an encoder-decoder; kvloom serves decoders")
-    dtype = target.dtype(config) if spec.dtype == "auto" else getattr(torch, spec.dtype)
-    target.check_room(_size(config, dtype, checkpoint))
+    described = describe(checkpoint)
+    if described.packed:
+        target.check_quantized()
+        if team is not None:
+            raise ConfigError(
+                "its weights are quantised, or in a GGUF file, and ranks share neither; a `tensor_parallel` "
+                "of 1 is right"
+            )
+    outlined, dtype = _outlined(spec, described, target, say)
+    target.check_room(described.size(outlined, dtype))
     if team is None or team.group.rank == 0:
         checkpoint.require_digest(spec.sha256)
-    with without_compiler():
-        module, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation="eager",
-            trust_remote_code=False,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # reported, and refused below with both shapes
-            output_loading_info=True,
-        )
-    _whole(info)
-    module.eval().requires_grad_(False)
-    parameters = sum(p.numel() for p in module.parameters())
-    observer = prove(module, team, target)
+    built = described.build(outlined, dtype)
+    module = built.module.eval().requires_grad_(False)
+    if described.matrices():
+        target.widen(module)
+    kept = target.kv_dtype(spec.kv_dtype, torch.float32 if computes_in_float32(module) else dtype)
+    observer = prove(module, team, target, described.release)
     target.settle(module)
     heads, head_dim = next(iter(observer.layers.values()))
     ranks = 1 if team is None else team.group.size
-    geometry = Geometry(len(observer.layers), heads, head_dim, dtype.itemsize, block_bytes, ranks)
+    kv_name = str(kept).removeprefix("torch.")
+    geometry = Geometry(
+        len(observer.layers), heads, head_dim, kept.itemsize, block_bytes, ranks, kv_name in SCALED
+    )
     decoder = target.fuse_decoder(module, observer.scorings, geometry)
     if team is not None and not team.group.agree(decoder is not None):
         decoder = None  # all ranks must exchange the same
-    card = card_of(spec, folder, module, parameters)
+    if spec.dtype == "auto":
+        target.round_inputs(module)  # after all comparisons, which are closer than that
+    card = card_of(spec, module, built.parameters, built.tokenizer, built.sampling, kv_name)
     q_heads = next(iter(observer.heads)) if len(observer.heads) == 1 else 0
-    return LoadedModel(module, decoder or Modular(module), dtype, geometry, card, q_heads)
+    return LoadedModel(module, decoder or Modular(module), kept, geometry, card, q_heads)
+
+
+def _outlined(
+    spec: ModelSpec, described: Description, target: LoadTarget, say: Callable[[str], None]
+) -> tuple[nn.Module, torch.dtype]:
+    """Returns the model without memory for its weights, and the number format that it is to have."""
+    if spec.dtype != "auto":
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        return described.outline(dtype), dtype
+    own = target.own_format(described.config, described.matrices)
+    outlined = described.outline(own)
+    return outlined, target.choose_format(own, outlined, say)
 
 
 def count_blocks(models: Mapping[str, LoadedModel], kv_bytes: int, block_bytes: int, ranks: int) -> int:
@@ -288,42 +323,3 @@ def count_blocks(models: Mapping[str, LoadedModel], kv_bytes: int, block_bytes: 
                 f"at least {model.geometry.blocks_per_page * block_bytes * ranks:,} are needed"
             )
     return blocks
-
-
-def _size(config: PretrainedConfig, dtype: torch.dtype, checkpoint: Checkpoint) -> int:
-    """Returns the bytes of the model that the config describes. Raises ConfigError if the files hold by far
-    too little for it: transformers would take memory for what they lack, and fill it with random numbers."""
-    with without_compiler(), torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=dtype, attn_implementation="eager", trust_remote_code=False
-        )
-    parameters: int = sum(one.numel() for one in module.parameters())
-    tables: int = sum(one.numel() * one.itemsize for one in module.buffers())
-    if parameters > _SLACK * checkpoint.elements and not checkpoint.packed:
-        raise ConfigError(
-            f"its config describes {parameters:,} parameters, and its files hold {checkpoint.elements:,}"
-        )
-    return parameters * dtype.itemsize + tables
-
-
-def _no_code(path: str) -> None:
-    """Refuses a checkpoint that brings its own model: transformers would ask at the terminal, or go on with a
-    class of its own that may be another model."""
-    config, _ = PretrainedConfig.get_config_dict(path)
-    wanted = {"AutoConfig", "AutoModelForCausalLM"} & set(config.get("auto_map") or ())
-    if wanted and config.get("model_type") not in CONFIG_MAPPING:
-        raise ConfigError("it needs code of its own (auto_map in its config), and kvloom runs none")
-
-
-def _whole(info: dict[str, Any]) -> None:
-    """Refuses a checkpoint that leaves a weight to chance."""
-    if info["missing_keys"]:
-        raise ConfigError(f"its files lack {_some(info['missing_keys'])}")
-    if info["mismatched_keys"]:
-        name, found, wanted = sorted(info["mismatched_keys"])[0]
-        raise ConfigError(f"{name} has shape {list(found)} in its files and {list(wanted)} in its config")
-
-
-def _some(names: Iterable[str]) -> str:
-    first, *rest = sorted(names)
-    return f"{first} and {len(rest)} more" if rest else first

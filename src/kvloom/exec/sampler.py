@@ -1,59 +1,41 @@
-"""The way from logits to tokens. Every draw is a function of (key, index), so no batch and no engine changes
-it."""
+"""The way from logits to tokens. A draw's noise is a function of (key, index, token), so no batch and no
+engine changes it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from kvloom.kernels import draw_reference
+from kvloom.kernels.cpu.draw import draw as cpu_draw
+from kvloom.kernels.draw_reference import streams
 from kvloom.types.job import PromptRow, SampleRow
 from kvloom.types.request import TokenLogprob
 
 
 def draw(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, stream: Tensor
 ) -> Tensor:
-    """Draws ids [R] from logits [R, V], by inverting the cumulative distribution over tokens from most to
-    least likely at u [R] float64, in [0, 1).
-
-    Filters apply in the order temperature, top-k (0: none), top-p, min-p, each [R]. A row without a possible
-    token gives any one: it must not fail its neighbours.
-    """
-    order = torch.sort(logits, dim=-1, descending=True, stable=True)
-    probs = ((order.values - order.values[:, :1]) / temperature[:, None].clamp_min(1e-5)).softmax(-1)
-    rank = torch.arange(logits.shape[1], device=logits.device)
-    probs = probs.masked_fill((rank >= top_k[:, None]) & (top_k > 0)[:, None], 0.0)
-    probs = probs / probs.sum(-1, keepdim=True)
-    before = probs.cumsum(-1) - probs
-    probs = probs.masked_fill((before >= top_p[:, None]) & (rank > 0), 0.0)
-    probs = probs.masked_fill(probs < min_p[:, None] * probs[:, :1], 0.0).double()
-    total = probs.cumsum(-1)
-    place = torch.searchsorted(total, u[:, None] * total[:, -1:], right=True)
-    last = (probs > 0).sum(-1, keepdim=True) - 1  # a draw at the very edge must not leave the kept tokens
-    ids: Tensor = order.indices.gather(-1, torch.minimum(place, last).clamp_min(0))[:, 0]
-    return ids
+    """Draws ids [R] from logits [R, V] float32, as `draw_reference.draw` says, by what the device has."""
+    if logits.stride(-1) != 1:  # as gathered from ranks
+        logits = logits.contiguous()
+    return _kernel_of(logits.device.type)(logits, temperature, top_k, top_p, min_p, stream)
 
 
-_GOLDEN = 0x9E3779B97F4A7C15
+@cache
+def _kernel_of(device: str) -> Callable[..., Tensor]:
+    """Returns the device's kernel, or the twin, which is right on any."""
+    if device == "cpu":
+        return cpu_draw
+    if device == "cuda":
+        from kvloom.kernels.cuda.draw import draw as cuda_draw  # noqa: PLC0415  (and with it Triton)
 
-
-def uniform(keys: ArrayLike, indices: ArrayLike) -> NDArray[np.float64]:
-    """Returns one number in [0, 1) for each (key, index), of shapes that broadcast: SplitMix64's finaliser
-    (Steele, Lea and Flood, 2014) over the key's own stream, 53 bits of it."""
-    with np.errstate(over="ignore"):
-        index = np.asarray(indices, dtype=np.uint64) + np.uint64(1)
-        z = _mix(np.asarray(keys, dtype=np.uint64)) + index * np.uint64(_GOLDEN)
-        return (_mix(z) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+        return cuda_draw
+    return draw_reference.draw
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[TokenLogprob | None]]:
@@ -67,11 +49,14 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[T
         return tokens, [None] * len(rows)
     raw = logits.float()
     bent = _bend(raw, rows)
-    chosen = bent.argmax(-1)
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
-    if drawn:
-        chosen[drawn] = _draw(bent[drawn], [rows[i] for i in drawn])
-    tokens = chosen.tolist()
+    if len(drawn) == len(rows):
+        tokens = _draw(bent, rows).tolist()
+    else:
+        chosen = bent.argmax(-1)
+        if drawn:
+            chosen[drawn] = _draw(bent[drawn], [rows[i] for i in drawn])
+        tokens = chosen.tolist()
     reports: list[TokenLogprob | None] = [None] * len(rows)
     wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     if wanted:
@@ -101,7 +86,9 @@ def logprobs(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list
 
 
 def _bend(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Applies penalties, bias and masks to the rows that have any."""
+    """Returns the logits with penalties, bias and masks applied to the rows that have any."""
+    if not any(_bends(row) for row in rows):
+        return raw
     bent = raw.clone()
     for i, row in enumerate(rows):
         params = row.params
@@ -119,6 +106,12 @@ def _bend(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
             if longer.max() > float("-inf"):  # a mask that leaves but a stop token has the last word
                 bent[i] = longer
     return bent
+
+
+def _bends(row: SampleRow) -> bool:
+    params = row.params
+    ends = row.index < params.min_tokens and params.stop_token_ids
+    return bool(params.penalised or params.logit_bias or ends) or row.allowed is not None
 
 
 def _penalise(logits: Tensor, row: SampleRow) -> None:
@@ -145,13 +138,13 @@ def _unpack(words: np.ndarray[tuple[int], np.dtype[np.uint32]], size: int) -> Te
 
 
 def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Draws ids [R] from logits [R, V], each at its row's number."""
+    """Draws ids [R] from logits [R, V], each from its row's stream."""
     params = [row.params for row in rows]
     numbers = (
         torch.tensor([p.temperature for p in params]),
         torch.tensor([p.top_k for p in params]),
         torch.tensor([p.top_p for p in params]),
         torch.tensor([p.min_p for p in params]),
-        torch.from_numpy(uniform([row.key for row in rows], [row.index for row in rows])),
+        torch.from_numpy(streams([row.key for row in rows], [row.index for row in rows])),
     )
     return draw(logits, *(one.to(logits.device) for one in numbers))

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvloom.types.geometry import SCALED, row_bytes
+
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
@@ -25,12 +27,51 @@ def check(name: str, tensor: Tensor, *shape: int, dtypes: tuple[Any, ...] = ()) 
         )
 
 
+def row_width(head_dim: int, dtype: torch.dtype) -> int:
+    """Returns the length of the arena's last dimension: of int8 it holds a row's scale, too."""
+    return row_bytes(head_dim, dtype.itemsize, _scaled(dtype)) // dtype.itemsize
+
+
+def _scaled(dtype: torch.dtype) -> bool:
+    return str(dtype).removeprefix("torch.") in SCALED
+
+
+_LEAST = 1e-30  # the largest magnitude of a row that is not all zeros; 127 / it is finite
+_MOST = 127.0
+
+
+def to_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns x [..., D] as rows [..., `row_width`] of K or V. A row of int8 with a number that is not finite
+    gets a scale that is no number."""
+    if not _scaled(dtype):
+        return x.to(dtype)
+    x = x.float()
+    most = x.abs().amax(-1, keepdim=True)
+    used = most > _LEAST
+    scale = torch.where(most.isfinite(), torch.where(used, most / _MOST, 0.0), torch.nan)
+    codes = torch.where(used & most.isfinite(), x * (_MOST / most), 0.0).round()
+    head_dim, width = x.shape[-1], row_width(x.shape[-1], dtype)
+    rows = torch.zeros((*x.shape[:-1], width), dtype=dtype, device=x.device)
+    rows[..., :head_dim] = codes.to(dtype)
+    rows[..., width - scale.itemsize :] = scale.contiguous().view(dtype)
+    return rows
+
+
+def from_rows(rows: Tensor, head_dim: int) -> Tensor:
+    """Returns rows [..., `row_width`] of K or V as float32 [..., D]."""
+    if not _scaled(rows.dtype):
+        return rows.float()
+    scale = rows[..., rows.shape[-1] - 4 :].contiguous().view(torch.float32)
+    return rows[..., :head_dim].float() * scale
+
+
 def block_view(arena: Tensor, block_bytes: int, head_dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Views a flat byte arena as [blocks, 2, tokens, head_dim]; 0 is K, 1 is V.
+    """Views a flat byte arena as [blocks, 2, tokens, `row_width`]; 0 is K, 1 is V.
 
     Bytes at a block's end that hold no whole token are skipped by the block stride.
     """
-    tokens = block_bytes // (2 * head_dim * dtype.itemsize)
+    width = row_width(head_dim, dtype)
+    tokens = block_bytes // (2 * width * dtype.itemsize)
     if arena.dtype != torch.uint8 or arena.dim() != 1 or block_bytes % 64 or not tokens:
         raise ValueError(
             f"arena: want flat uint8 and blocks of a multiple of 64 bytes with room for a token of size "
@@ -38,14 +79,15 @@ def block_view(arena: Tensor, block_bytes: int, head_dim: int, dtype: torch.dtyp
         )
     blocks = arena.numel() // block_bytes
     values = arena[: blocks * block_bytes].view(dtype)
-    strides = (block_bytes // dtype.itemsize, tokens * head_dim, head_dim, 1)
-    return values.as_strided((blocks, 2, tokens, head_dim), strides)
+    strides = (block_bytes // dtype.itemsize, tokens * width, width, 1)
+    return values.as_strided((blocks, 2, tokens, width), strides)
 
 
 def write_kv(
     arena: Tensor, page_map: Tensor, layer: int, k: Tensor, v: Tensor, slot_page: Tensor, slot_offset: Tensor
 ) -> None:
-    """Stores k, v [n, kv_heads, D] in arena [blocks, 2, T, D] at token slot_offset[i] of page slot_page[i].
+    """Stores k, v [n, kv_heads, D] in arena [blocks, 2, T, `row_width`] at token slot_offset[i] of page
+    slot_page[i].
 
     page_map [pages, layers, kv_heads], slot_page [n] and slot_offset [n] are int32. On a GPU a row whose page
     is negative, a graph's padding, is stored nowhere.
@@ -53,8 +95,8 @@ def write_kv(
     kept = slot_page >= 0
     blocks = page_map[slot_page[kept].long(), layer].long()
     offsets = slot_offset[kept].long()[:, None].expand_as(blocks)
-    arena[blocks, 0, offsets] = k[kept].to(arena.dtype)
-    arena[blocks, 1, offsets] = v[kept].to(arena.dtype)
+    arena[blocks, 0, offsets] = to_rows(k[kept], arena.dtype)
+    arena[blocks, 1, offsets] = to_rows(v[kept], arena.dtype)
 
 
 def decode_attention(
@@ -71,12 +113,12 @@ def decode_attention(
 ) -> None:
     """Attends with one new token per sequence, q [B, heads, D], to its lengths[b] tokens, itself included.
 
-    arena [blocks, 2, T, D]; page_map [pages, layers, kv_heads], tables [B, pages of the longest] and lengths
-    [B] are int32. A window n > 0 hides all but the last n tokens; a softcap c > 0 bends scores s to c tanh(s
-    / c).
+    arena [blocks, 2, T, `row_width`]; page_map [pages, layers, kv_heads], tables [B, pages of the longest]
+    and lengths [B] are int32. A window n > 0 hides all but the last n tokens; a softcap c > 0 bends scores s
+    to c tanh(s / c).
     """
     for b, length in enumerate(lengths.tolist()):
-        k, v = _cached(arena, page_map, layer, tables[b], length)
+        k, v = _cached(arena, page_map, layer, tables[b], length, q.shape[2])
         start = max(0, length - window) if window else 0
         out[b : b + 1] = _attend(q[b : b + 1], k[:, start:], v[:, start:], None, scale, softcap)
 
@@ -101,17 +143,19 @@ def prefill_attention(
     for b, start in enumerate(starts.tolist()):
         new = slice(edges[b], edges[b + 1])
         end = start + edges[b + 1] - edges[b]
-        k, v = _cached(arena, page_map, layer, tables[b], end)
+        k, v = _cached(arena, page_map, layer, tables[b], end, q.shape[2])
         positions = torch.arange(end, device=q.device)
         ahead = positions[start:, None] - positions
         seen = (ahead >= 0) & (ahead < window) if window else ahead >= 0
         out[new] = _attend(q[new], k, v, seen, scale, softcap)
 
 
-def _cached(arena: Tensor, page_map: Tensor, layer: int, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+def _cached(
+    arena: Tensor, page_map: Tensor, layer: int, table: Tensor, length: int, head_dim: int
+) -> tuple[Tensor, Tensor]:
     """Returns K and V [kv_heads, length, D] of one sequence, in float32."""
     pages = table[: -(-length // arena.shape[2])].long()
-    blocks = arena[page_map[pages, layer].long()].float()  # [pages, kv_heads, 2, T, D]
+    blocks = from_rows(arena[page_map[pages, layer].long()], head_dim)  # [pages, kv_heads, 2, T, D]
     k, v = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :length]
     return k, v
 

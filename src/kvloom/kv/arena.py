@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvloom.types.errors import ConfigError
+from kvloom.types.geometry import SCALED, row_bytes
 
 
 def create_memfd(what: str) -> int:
@@ -113,8 +114,10 @@ def map_arena(path: str) -> Tensor:
 
 def view_blocks(memory: Tensor, block_bytes: int, head_dim: int, dtype: torch.dtype) -> Tensor:
     """Returns flat bytes as [blocks, 2, tokens, head_dim]; 0 is K, 1 is V. Bytes at a block's end that hold
-    no whole token are skipped."""
-    blocks, tokens = memory.numel() // block_bytes, block_bytes // (2 * head_dim * dtype.itemsize)
+    no whole token are skipped. The last dimension of int8 is as long as a row with its scale."""
+    scaled = str(dtype).removeprefix("torch.") in SCALED
+    width = row_bytes(head_dim, dtype.itemsize, scaled) // dtype.itemsize
     row = block_bytes // dtype.itemsize
-    shape, stride = (blocks, 2, tokens, head_dim), (row, tokens * head_dim, head_dim, 1)
+    blocks, tokens = memory.numel() // block_bytes, row // (2 * width)
+    shape, stride = (blocks, 2, tokens, width), (row, tokens * width, width, 1)
     return memory.view(dtype).as_strided(shape, stride)

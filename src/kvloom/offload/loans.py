@@ -21,7 +21,7 @@ from kvloom.offload.terms import Borrow, Loan, OffloadBackend
 from kvloom.types.address import KVForm
 from kvloom.types.clock import Clock
 from kvloom.types.errors import BadRequest, Conflict, KvloomError, OutOfBlocks
-from kvloom.types.geometry import I32, Geometry
+from kvloom.types.geometry import I32
 from kvloom.types.load import UnitLoad, Waits
 from kvloom.types.request import ModelCard
 from kvloom.types.spec import WeaveSpec
@@ -126,8 +126,8 @@ class Lender(Generic[S]):
         answer again. Raises OutOfBlocks if too many would be promised, or own models have needed them of
         late, Conflict if something is lent, BadRequest if `borrow` makes no sense."""
         form, own = borrow.form, self._queue.form
-        itemsize = self._queue.cache.geometry.itemsize
-        geometry = Geometry(form.layers, form.kv_heads, form.head_dim, itemsize, own.block_bytes)
+        home = self._queue.cache.geometry
+        geometry = replace(home, layers=form.layers, kv_heads=form.kv_heads, head_dim=form.head_dim, ranks=1)
         KVForm.of(geometry, own.dtype).refuse_unlike(form, model=borrow.model)
         if self.due is not None:
             raise Conflict("weave: the last loan is not back yet; ask again in a moment")
@@ -238,6 +238,7 @@ class Borrower(Generic[S]):
             ended=lambda why: self._over(borrow.model, why),
             tokens_total=queue.planner.tokens_total,
         )
+        queue.changed()
 
     def set_share(self, model: str, share: float) -> None:
         """Sets the share of the sequences, from 0 to 1; the next steps move those that it concerns."""

@@ -23,6 +23,8 @@ class DecodePlanner(Generic[S]):
 
     multi_step = True
     """Whether a decode job may take several steps."""
+    mixes = True
+    """Whether a decode step may have a prompt's chunk beside it."""
 
     def __init__(self, home: ModelCache, tokens_total: int = 0) -> None:
         """tokens_total: tokens whose attention another unit has ever computed, under earlier loans too."""
@@ -105,7 +107,7 @@ class OffloadingPlanner(DecodePlanner[S]):
     them, and a few at a time.
     """
 
-    multi_step = False
+    multi_step = mixes = False
 
     def __init__(
         self,

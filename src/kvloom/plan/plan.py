@@ -222,8 +222,12 @@ def host_bytes(shape: ModelShape) -> int:
 
 def checkpoint_bytes(checkpoint: str, dtype: Dtype = "auto") -> int:
     """Returns `host_bytes` of the model in a checkpoint's folder, or the size of its files if no shape can
-    say it; 0 if it is no folder here, but a hub id. dtype: the format in which it is served."""
-    folder, itemsize = Path(checkpoint), CPU_ITEMSIZE if dtype in ("auto", "float32") else 2
+    say it, or that of a GGUF file; 0 if it is nothing here, but a hub id. dtype: the format in which it is
+    served."""
+    folder = Path(checkpoint)
+    if folder.is_file():
+        return folder.stat().st_size
+    itemsize = CPU_ITEMSIZE if dtype in ("auto", "float32") else 2
     try:
         return host_bytes(read_shape(folder, itemsize)) if folder.is_dir() else 0
     except ConfigError:

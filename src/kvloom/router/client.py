@@ -17,7 +17,7 @@ import msgspec
 
 from kvloom.offload.terms import LEND, Borrow, Loan
 from kvloom.types.client import Frames
-from kvloom.types.errors import ConnectionLost, KvloomError, Unavailable, WireError
+from kvloom.types.errors import ConnectionLost, HostAway, KvloomError, Unavailable, WireError
 from kvloom.types.request import PROTOCOL, Event, StartGenerate
 from kvloom.types.verbs import Answer, Body, FrameParser, RemoteEngine, Verb
 
@@ -40,14 +40,10 @@ class HttpEngineClient(RemoteEngine):
     the engine.
     """
 
-    def __init__(
-        self, url: str, *, secret: str, tls: ssl.SSLContext | None = None, name: str | None = None
-    ) -> None:
-        """tls: with which the engine is spoken to, if it is at another host; name: that of its certificate,
-        if it is not its host's."""
+    def __init__(self, url: str, *, secret: str, tls: ssl.SSLContext | None = None) -> None:
+        """tls: with which the engine is spoken to, if it is at another host."""
         self._url = url
         self._tls = tls
-        self._name = name
         self._headers = {
             "authorization": f"Bearer {secret}",
             "kvloom-protocol": PROTOCOL,
@@ -124,9 +120,11 @@ class HttpEngineClient(RemoteEngine):
 
         The connection is closed if the answer is left before its end.
         """
+        closed: asyncio.Future[None] | None = None
         try:
             async with await self._begin(method, path, body, seconds) as response:
                 self._answers.add(response)
+                closed = _closed(response)
                 try:
                     if response.status >= 400:
                         raise KvloomError.from_wire(_decode(await response.read(), WireError))
@@ -137,7 +135,11 @@ class HttpEngineClient(RemoteEngine):
                         response.close()
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             reason = str(error) or type(error).__name__
-            if isinstance(error, TimeoutError | aiohttp.ClientConnectorError) or _of_host(error):
+            # aiohttp tells of an answer that it is cut short, and only of its connection why.
+            why = _why(closed) if closed is not None and closed.done() else None
+            if isinstance(error, aiohttp.ConnectionTimeoutError) or _of_host(error) or _of_host(why):
+                raise HostAway(f"the engine's host cannot be reached: {reason}") from error
+            if isinstance(error, TimeoutError | aiohttp.ClientConnectorError):
                 raise Unavailable(f"the engine cannot be reached: {reason}") from error
             raise ConnectionLost(f"the engine cannot be reached any more: {reason}") from error
 
@@ -150,9 +152,7 @@ class HttpEngineClient(RemoteEngine):
         async with asyncio.timeout(seconds):
             while True:
                 try:
-                    return await self._session.request(
-                        method, path, data=body, timeout=timeout, server_hostname=self._name
-                    )
+                    return await self._session.request(method, path, data=body, timeout=timeout)
                 except aiohttp.ClientOSError as error:
                     if error.errno not in _LISTENER_FULL:
                         raise
@@ -162,6 +162,21 @@ class HttpEngineClient(RemoteEngine):
 
 class _HostLost(aiohttp.ClientConnectionError):
     """This side has broken the connection, because the other host is lost."""
+
+
+def _closed(response: aiohttp.ClientResponse) -> asyncio.Future[None] | None:
+    """Returns what tells why the answer's connection is closed; None if all of the answer is here already."""
+    if response.connection is None or response.connection.protocol is None:
+        return None
+    closed = response.connection.protocol.closed
+    if closed is not None:  # It may outlive this call, and asyncio warns of errors that nobody asks for.
+        closed.remove_done_callback(_why)
+        closed.add_done_callback(_why)
+    return closed
+
+
+def _why(closed: asyncio.Future[None]) -> BaseException | None:
+    return None if closed.cancelled() else closed.exception()
 
 
 def _of_host(error: BaseException | None) -> bool:
@@ -262,8 +277,8 @@ class _FrameStream:
 
 
 def _watched_socket(info: aiohttp.AddrInfoType) -> socket.socket:
-    """Returns a socket whose connection breaks once its host has not answered for LOST_SECONDS. The kernel
-    asks, so an engine that is merely slow is not taken for lost."""
+    """Returns a socket whose connection breaks once its host has not answered for LOST_SECONDS, or has taken
+    nothing of what was sent. The kernel asks, so an engine that makes no tokens is not taken for lost."""
     family, kind, protocol, _, _ = info
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -15,7 +15,7 @@ from kvloom.engine.freeness import Arrival
 from kvloom.kv.prefix_index import CHUNK, PrefixIndex
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
-from kvloom.types.errors import ConnectionLost, EngineDied, Unavailable
+from kvloom.types.errors import ConnectionLost, EngineDied, KvloomError, Unavailable
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import ModelCard, StartGenerate
 
@@ -118,8 +118,13 @@ class ReplicaHost(Protocol):
     def may_start(self) -> bool:
         """Returns whether the unit has not failed to start just now."""
 
-    async def check(self) -> None:
-        """Asks whether the unit still answers, and takes it for down if it does not."""
+    @property
+    def away(self) -> bool:
+        """Returns whether the unit was lost with its host, as far as anyone knows."""
+
+    async def check(self, error: KvloomError | None = None) -> None:
+        """Asks whether the unit still answers, and takes it for down if it does not. error: what has failed
+        there."""
 
     def begin_call(self) -> None: ...
 
@@ -186,7 +191,7 @@ class Replica:
     async def missed(self, error: Unavailable) -> Unavailable:
         """Returns the error with the unit's name, after the unit was asked whether it is still there. It is
         EngineDied if the unit was there when the request reached it, and is not any more."""
-        await self.unit.check()
+        await self.unit.check(error)
         died = isinstance(error, ConnectionLost) and self.unit.died
         return (EngineDied if died else Unavailable)(
             f"{self.name}: {error.message}", retry_after=error.retry_after

@@ -12,11 +12,12 @@ from kvloom.kv.prefix_index import PrefixIndex
 from kvloom.router.replicas import LoadReport, Replica
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
-from kvloom.types.errors import ConfigError, KvloomError, Unavailable
+from kvloom.types.errors import ConfigError, HostAway, KvloomError, Unavailable
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import ModelCard
 from kvloom.types.service import Service
 
+LATELY: Final = 60.0  # seconds for which a connection that broke may go unnoticed, as nobody reads it
 ANSWER_SECONDS: Final = 5.0  # after which an engine that does not answer counts as away
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # between two times that a lost unit is asked
 AFTER_FAILURE: Final = 10.0  # seconds for which nobody waits for a unit that has failed to start
@@ -60,6 +61,8 @@ class Unit:
         self.outlook: Outlook = "starting" if managed else "here"
         self.drained = False
         """Whether it is to get no requests, though it is here."""
+        self.away = False
+        """Whether it was lost with its host, as far as anyone knows."""
         self.calls = 0
         """Requests in flight there, of all its models."""
         self.report = LoadReport(self._load_if_up, clock)
@@ -77,6 +80,7 @@ class Unit:
         self._settled = 0  # The last of these questions that was answered, or failed.
         self._checking = asyncio.Lock()
         self._answered_at = clock.now()
+        self._back_at = -LATELY  # since it was away
         self._idle_since = clock.now()
         self._failed_at: float | None = None  # To start.
 
@@ -199,6 +203,8 @@ class Unit:
             known = self.replicas.setdefault(card.name, Replica(self, card))
             known.card = card
         self.keep_only({card.name for card in cards})
+        if self.away:
+            self.away, self._back_at = False, self._clock.now()
         self.up, self.problem = self._takes, None
         self._to_be_asked.clear()
         self._changed(self.replicas)
@@ -210,10 +216,16 @@ class Unit:
             self._idle_since = self._clock.now()
             self._failed_at = None
 
-    async def check(self) -> None:
+    async def check(self, error: KvloomError | None = None) -> None:
         """Asks whether it is still alive, because a call has failed there. Callers who fail together ask
-        once."""
+        once. A unit whose host does not answer is not asked, unless it has been away lately: then the error
+        may be about that."""
         failed_at = self._clock.now()
+        if isinstance(error, HostAway) and failed_at >= self._back_at + LATELY:
+            if self.up:
+                self.away = True
+                self._lose(error)
+            return
         async with self._checking:
             if not self.up or self._answered_at > failed_at:
                 return

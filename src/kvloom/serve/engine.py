@@ -91,9 +91,10 @@ async def serve(parent: Parent, order: EngineOrder, lease: HeldLease | None = No
         server, listeners = make_server(
             order, verbs, lambda endpoint: parent.report(Ready(chat, endpoint)), sockets
         )
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.end)
         try:
             async with sandbox, asyncio.TaskGroup() as group:
+                end = functools.partial(_end, engine, server)
+                asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
                 group.create_task(engine.run())
                 beside = [group.create_task(parent.beat()), group.create_task(_end_when_lost(executor))]
                 if lease is not None:
@@ -101,7 +102,6 @@ async def serve(parent: Parent, order: EngineOrder, lease: HeldLease | None = No
                 if spec.weave is not None:
                     beside.append(group.create_task(_borrow(engine, spec, spec.weave, order, clock)))
                 await server.serve(listeners)
-                await engine.stop()
                 for task in beside:
                     task.cancel()
         finally:
@@ -128,11 +128,11 @@ def make_server(
 
 
 def require_hub(models: Iterable[ModelSpec]) -> None:
-    """Raises ConfigError for a model that is no folder and is not in the hub's cache, if the hub cannot be
+    """Raises ConfigError for a model that is neither here nor in the hub's cache, if the hub cannot be
     reached. The loaders would find that out too, after half a minute of asking again; what the hub answers is
     left to them."""
     for model in models:
-        if Path(model.path).is_dir():
+        if Path(model.path).exists():
             continue
         try:
             known = isinstance(try_to_load_from_cache(model.path, CONFIG, revision=model.revision), str)
@@ -202,11 +202,17 @@ async def _end_when_lost(executor: UnitExecutor) -> None:
     end_at_once(await executor.lost())
 
 
+def _end(engine: Engine, server: HttpServer) -> None:
+    """Ends the process. Callers hear first that the engine stops: if their streams just broke, they would
+    count it among the engines that a request has ended."""
+    engine.stop()
+    server.end()
+
+
 async def _end_when_over(lease: HeldLease, engine: Engine) -> None:
-    """Ends the process when it may not serve any more. Callers that can be reached hear first that it ends,
-    so that they do not take it for a death that a request has caused."""
+    """Ends the process when it may not serve any more. Callers that can be reached hear that first."""
     await lease.over()
-    await engine.stop()
+    engine.stop()
     await asyncio.sleep(TOLD_SECONDS)
     end_at_once("this host's lease is over: the fleet's controller cannot be reached")
 

@@ -37,7 +37,7 @@ from kvloom.router.units import FleetLink
 from kvloom.serve.connections import OpenConnections
 from kvloom.serve.machine import listen
 from kvloom.serve.processes.gateways import FleetClient
-from kvloom.serve.processes.identity import NAME, calling_context, serving_context
+from kvloom.serve.processes.identity import calling_context, serving_context
 from kvloom.serve.processes.log import AppendedFile, Background
 from kvloom.serve.processes.messages import (
     ChildReport,
@@ -98,7 +98,7 @@ async def gateway(
         def client(address: str) -> HttpEngineClient:
             """Returns the client of an address: that of another host, or a socket's path on this one."""
             if address.startswith("https:"):
-                return HttpEngineClient(address, secret=order.secret, tls=tls, name=NAME)
+                return HttpEngineClient(address, secret=order.secret, tls=tls)
             return HttpEngineClient(f"{UNIX}{address}", secret=order.secret)
 
         connected: dict[str, UnitClient] = {}

@@ -10,14 +10,16 @@ import asyncio
 import math
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Final
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from kvloom.api.errors import error_response
 from kvloom.serve.connections import OpenConnections
+from kvloom.types.errors import Unavailable
 
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75
@@ -216,6 +218,23 @@ class ClientConnection(Connection):
             self._read_due = None
 
 
+class _TellsEnd:
+    """An ASGI middleware that tells callers who have no answer yet when the server ends, as it ends what is
+    still under way by cancelling it. uvicorn would call that an internal error."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except asyncio.CancelledError:
+            stopping = Unavailable("the server is stopping", retry_after=1)
+            with suppress(RuntimeError):  # An answer has begun.
+                await error_response(scope, stopping)(scope, receive, send)
+            raise
+
+
 class HttpServer(uvicorn.Server):
     """A server that calls `ready` when it answers, and leaves signals to its process."""
 
@@ -232,7 +251,7 @@ class HttpServer(uvicorn.Server):
         """connections: counts them, and bounds their number; None if nobody does."""
         super().__init__(
             uvicorn.Config(
-                app,
+                _TellsEnd(app),
                 uds=unix,
                 http=connection,
                 ws="none",

@@ -75,7 +75,7 @@ class _Known:
 
 
 class PathsMeter(TransferMeter):
-    """What a unit has sent by all its ways."""
+    """Sums what a unit has sent by all its ways."""
 
     def __init__(self, ways: Sequence[Transport]) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ SINK: Final = 1 << 20  # bytes
 
 @dataclass(frozen=True, slots=True)
 class StagingCosts:
-    """What staging saves and costs, as measured between two units."""
+    """Holds what staging saves and costs, as measured between two units."""
 
     descriptor: float
     """Seconds that one more descriptor of a write takes."""

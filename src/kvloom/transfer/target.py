@@ -13,7 +13,7 @@ import torch
 
 from kvloom.types.address import KVAddress, KVForm
 from kvloom.types.errors import BadRequest
-from kvloom.types.geometry import I32, I64
+from kvloom.types.geometry import I32, I64, SCALED, row_bytes
 from kvloom.types.transfer import BlockCopies
 
 
@@ -164,7 +164,7 @@ def _token_bytes(form: KVForm, block_bytes: int) -> int:
         raise BadRequest(f"address: no number format is called {form.dtype!r}")
     if min(form.layers, form.kv_heads, form.head_dim, form.tokens_per_block) < 1:
         raise BadRequest("address: its form has sizes below 1")
-    token_bytes = form.head_dim * dtype.itemsize
+    token_bytes = row_bytes(form.head_dim, dtype.itemsize, form.dtype in SCALED)
     if form.block_bytes != block_bytes or form.tokens_per_block != block_bytes // (2 * token_bytes):
         raise BadRequest(
             f"address: blocks of {form.block_bytes} bytes for {form.tokens_per_block} tokens of "

@@ -26,7 +26,7 @@ class KVForm(Struct, frozen=True, kw_only=True):
     layers: _Size
     kv_heads: _Size  # of all ranks
     head_dim: _Size
-    dtype: str  # torch's name
+    dtype: str  # of their numbers, torch's name; int8 has a scale a row
     block_bytes: _Size
     tokens_per_block: _Size
 

@@ -106,6 +106,11 @@ class Unavailable(KvloomError):
     status = 503
 
 
+class HostAway(Unavailable):
+    """A connection broke, or was not made, because the engine's host did not answer for long, or the engine
+    took nothing. To ask there again at once would take as long once more."""
+
+
 class ConnectionLost(Unavailable):
     """The connection to an engine broke after the engine was asked. It may have died of what it was asked."""
 

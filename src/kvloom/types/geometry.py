@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from kvloom.types.errors import ConfigError
 
+KVDtype = Literal["auto", "float32", "bfloat16", "int8"]
+"""The number formats that K and V may be kept in. `auto` is the one that the model computes in."""
+
+SCALED: Final = frozenset({"int8"})
+"""The number formats whose rows have a scale. A row is a token's K, or its V, in one KV head of one layer."""
+
+_SCALE_BYTES: Final = 4  # of a row's scale, a float32
+
+
+def row_bytes(head_dim: int, itemsize: int, scaled: bool) -> int:
+    """Returns the bytes of a row. A scale stands behind the row's numbers, at a multiple of its own size, so
+    that tokens of a block are one run of bytes for K, and one for V, in each format."""
+    numbers = head_dim * itemsize
+    return -(-numbers // _SCALE_BYTES) * _SCALE_BYTES + _SCALE_BYTES if scaled else numbers
+
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """The sizes of one model's blocks and pages.
 
-    A block holds K and V of one KV head of one layer for `tokens_per_block` tokens. A page holds the blocks
-    of one run of tokens over all layers and KV heads (MuxServe, section 3.4).
+    A block holds K and V of one KV head of one layer for `tokens_per_block` tokens: first their rows of K,
+    then those of V. A page holds the blocks of one run of tokens over all layers and KV heads (MuxServe,
+    section 3.4).
     """
 
     layers: int
@@ -25,6 +41,7 @@ class Geometry:
     itemsize: int  # bytes of one number
     block_bytes: int
     ranks: int = 1  # each of which has `kv_heads` heads of its own, in a part of its own of the unit's arena
+    scaled: bool = False  # whether each row has a scale behind its numbers
 
     def __post_init__(self) -> None:
         if self.tokens_per_block < 1:
@@ -34,9 +51,14 @@ class Geometry:
             )
 
     @property
+    def row_bytes(self) -> int:
+        """The bytes of one token's K, and as many of its V, in one head of one layer."""
+        return row_bytes(self.head_dim, self.itemsize, self.scaled)
+
+    @property
     def token_bytes(self) -> int:
         """The bytes of one token's K and V in one head of one layer."""
-        return 2 * self.head_dim * self.itemsize
+        return 2 * self.row_bytes
 
     @property
     def tokens_per_block(self) -> int:

@@ -1,5 +1,5 @@
-"""A job: one prefill step or one decode step of one model, as the executor receives it, with the memory plan
-of its forward, which the accounting makes once and every layer reads."""
+"""A job: one prefill step or one decode step of one model, or both in one, as the executor receives it, with
+the memory plan of its forward, which the accounting makes once and every layer reads."""
 
 from __future__ import annotations
 
@@ -73,10 +73,17 @@ class OffloadedRows:
 
 
 class Phase(StrEnum):
-    """The kind of a job: it computes prompts, or one more token of each sequence."""
+    """The kind of a job: it computes prompts, or one more token of each sequence, or both in one forward, of
+    which the sequences that decode are the first."""
 
     PREFILL = "prefill"
     DECODE = "decode"
+    MIXED = "mixed"
+
+    @property
+    def parts(self) -> tuple[Phase, ...]:
+        """Returns the phases that such a job counts as."""
+        return (Phase.PREFILL, Phase.DECODE) if self is Phase.MIXED else (self,)
 
 
 def _no_tokens() -> I64:
@@ -109,7 +116,7 @@ class PromptRow:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Job:
-    """One prefill step of a model, or one or several decode steps.
+    """One prefill step of a model, one or several decode steps, or one of both.
 
     Each step of a decode job gives every sequence a token and reads the token that the step before it has
     drawn. `tokens`, `samples` and `plan` are the first step's. No draw of a job of several steps reads
@@ -125,6 +132,7 @@ class Job:
     prompts: tuple[PromptRow, ...] = ()
     steps: int = 1
     offloaded: OffloadedRows | None = None  # rows after those of `plan` for which another unit attends
+    rows: int = 0  # of a mixed job: sequences that decode, the first of the batch
     # An executor with `lookahead` calls it on the event loop with the tokens of each step but the last.
     on_step: Callable[[Job, list[int]], None] | None = None
 

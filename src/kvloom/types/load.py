@@ -50,6 +50,7 @@ class ModelLoad(Struct, frozen=True, kw_only=True):
     unread_blocks_total: int = 0  # blocks that those gave back
     step_seconds: float = 0.0  # median of the last decode steps; 0 if there was none
     prefill_speed: float = 0.0  # tokens a second of the last prefill jobs; 0 if there was none
+    mixed_jobs_total: int = 0  # that count both as prefill jobs and as decode jobs
 
     @property
     def token_blocks(self) -> float:
@@ -78,7 +79,7 @@ class Waits(Struct, frozen=True, kw_only=True):
 
 
 class LinkLoad(Struct, frozen=True):
-    """What a unit has measured of its way to another one."""
+    """Tells what a unit has measured of its way to another one."""
 
     path: str  # the kind of the endpoint by which K and V go
     rate: float  # bytes a second, when the two met

@@ -188,6 +188,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     architecture: str
     parameters: int
     dtype: str
+    kv_dtype: str | None = None  # the number format of K and V; None if that is `dtype`
     sampling: SamplingDefaults = SamplingDefaults()
     form: KVForm | None = None  # the form of its K and V, set by the engine
 

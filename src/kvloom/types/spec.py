@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from msgspec import Struct
 
+from kvloom.types.geometry import KVDtype
 from kvloom.types.request import Level
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -25,6 +26,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     revision: str | None = None  # of the hub id: a commit, a tag or a branch; None is the main branch
     sha256: str | None = None  # the digest that the weights must have, as `kvloom model digest` prints it
     dtype: Dtype = "auto"
+    kv_dtype: KVDtype = "auto"  # of K and V in the pool
     rate: float = 1.0  # expected share of the requests, against the other models' rates
     max_context: int | None = None  # a bound below the checkpoint's own
     prefill_share: float | None = None  # of the unit's compute, for a prefill job that runs beside others
@@ -55,6 +57,11 @@ class UnitAbilities(Struct, frozen=True, cache_hash=True):
     """Jobs run side by side, each on a share of the compute. Without it they take turns, and each has all."""
     weaves: bool
     """It lends blocks and attention to other units, and borrows theirs."""
+    mixes: bool
+    """A prompt's chunk and a model's decode step may be one job. GPUs would run it as a prefill, which is not
+    recorded; nobody has measured whether that pays."""
+    kv_dtypes: tuple[KVDtype, ...]
+    """The number formats that it can keep K and V in. On GPUs a model's must be the one it computes in."""
 
 
 def unit_abilities(device: str, ranks: int, transport: TransportName = "shm") -> UnitAbilities:
@@ -65,7 +72,16 @@ def unit_abilities(device: str, ranks: int, transport: TransportName = "shm") ->
     they need the transport of one host, and a lender's ranks would have to attend together."""
     alone = ranks == 1
     together = alone or device == "cpu"
-    return UnitAbilities(moves=together, shares=together, weaves=alone and transport == "shm")
+    return UnitAbilities(
+        moves=together,
+        shares=together,
+        weaves=alone and transport == "shm",
+        mixes=device == "cpu",
+        kv_dtypes=("auto", "float32", "bfloat16", "int8") if device == "cpu" else _ON_GPUS,
+    )
+
+
+_ON_GPUS: Final[tuple[KVDtype, ...]] = ("auto", "float32", "bfloat16")
 
 
 class EngineSpec(Struct, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ def test_all_that_is_served_compiles_for_hopper() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == len(list(compiling.served())), done.stdout
-    kernels = "decode", "merge", "prefill", "write", "copy", "norm", "rotate", "gated"
+    kernels = "decode", "merge", "prefill", "write", "copy", "norm", "rotate", "gated", "draw"
     for kernel in (*kernels, "serve", "post", "collect"):
         assert any(line.startswith(kernel) and " shared" in line for line in lines), kernel
 

@@ -60,7 +60,7 @@ async def running(
         await asyncio.sleep(60)  # leases end
         check_whole(engines)
         for engine in engines:
-            await engine.stop()
+            engine.stop()
 
 
 async def ask(

@@ -207,7 +207,7 @@ async def test_a_lender_that_dies_in_a_step_has_not_answered() -> None:
         assert hot.borrower.loan(HOT) is None
         assert len((await answer).tokens[0]) == 60
         for engine in engines:
-            await engine.stop()
+            engine.stop()
     assert hot.pool.available == hot.pool.total
 
 

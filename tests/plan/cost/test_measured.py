@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,6 +72,31 @@ def test_a_jobs_operators_take_as_long_as_it_does(work: Work) -> None:
     assert MODEL.queued(work) == MODEL.seconds(work)
 
 
+def mixed(held: list[int], chunk: int, context: int) -> Work:
+    """A decode step of sequences that hold so many tokens, and a chunk of a prompt behind them."""
+    appends, starts = np.array([1] * len(held) + [chunk]), np.array([*held, context])
+    return Work.of("one", Phase.MIXED, 1.0, appends, starts, len(held) + 1, len(held))
+
+
+def test_a_mixed_job_reads_the_weights_once() -> None:
+    """It takes what its products take as a prefill, the chunk's attention and that of the decodes."""
+    held, chunk, context = [200] * 8, 64, 700
+    pairs = chunk * context + chunk * (chunk + 1) // 2
+    alone = Work("one", Phase.PREFILL, 1.0, 1, chunk + 8, 9, pairs, context)
+    step = Work.decode("one", 1.0, held)
+    of_decodes = true_seconds(step) - true_seconds(replace(step, context=0))
+    found = MODEL.seconds(mixed(held, chunk, context))
+    assert found == pytest.approx(true_seconds(alone) + of_decodes, rel=0.03)
+    assert found < MODEL.seconds(replace(alone, tokens=chunk)) + MODEL.seconds(step)
+
+
+def test_a_mixed_jobs_operators_take_as_long_as_it_does() -> None:
+    work = mixed([30, 1000, 5], 40, 0)
+    alone = MODEL.operators(work)
+    assert sum(one.seconds * one.number for one in alone) == pytest.approx(MODEL.seconds(work))
+    assert all(one.seconds >= 0 for one in alone)
+
+
 def test_attention_is_what_a_step_takes_longer_for_its_context() -> None:
     shape = MODEL.shape("one")
     assert MODEL.attention("one", shape, 4, 1000) * shape.layers == pytest.approx(
@@ -119,7 +145,7 @@ def test_a_curve_between_its_knots() -> None:
 
 def test_unseen_jobs_of_a_formula_are_found() -> None:
     found = cross_validate(PROFILE)
-    assert set(found) == {"all", *(f"{model}, {phase}" for model in MODELS for phase in Phase)}
+    assert set(found) == {"all", *(f"{model}, {phase}" for model in MODELS for phase in Phase.MIXED.parts)}
     assert found["all"].rows == len(PROFILE.jobs)
     assert found["all"].median < 0.02
 

@@ -110,6 +110,18 @@ def test_work_of_a_plan_is_work_of_lengths() -> None:
     assert step == Work.decode("m", 0.5, [3, 4, 5])
 
 
+def test_a_mixed_job_takes_less_than_its_parts_and_more_than_either() -> None:
+    held, one = np.array([500] * 32), unit()
+    appends, starts = np.append(np.ones(32, np.int64), 128), np.append(held, 300)
+    both = Work.of("llama-13b", Phase.MIXED, 1.0, appends, starts, 33, 32)
+    step = Work.decode("llama-13b", 1.0, held.tolist())
+    chunk = Work.of("llama-13b", Phase.PREFILL, 1.0, appends[32:], starts[32:], 1)
+    apart = one.seconds(step), one.seconds(chunk)
+    assert max(apart) < one.seconds(both) < sum(apart)
+    assert both.step == step
+    assert replace(both.prompts, tokens=128, drawn=1) == chunk
+
+
 def test_a_model_that_is_not_here() -> None:
     with pytest.raises(ConfigError, match=r"'gpt-9'; llama-7b, .* are known"):
         unit().seconds(Work.decode("gpt-9", 1.0, [1]))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from msgspec.structs import replace
 
 from kvloom.plan.cost.devices import DEVICES, find_device
 from kvloom.plan.cost.shapes import find_shape, read_shape, shape_of
@@ -51,6 +52,18 @@ def test_known_shapes_are_as_published() -> None:
         assert find_shape(name).parameters == pytest.approx(float(name[6:-1]) * 1e9, rel=0.09)
     assert find_shape("llama2-70b").parameters == pytest.approx(70e9, rel=0.03)
     assert find_shape("opt-13b").parameters == pytest.approx(13e9, rel=0.02)
+
+
+def test_k_and_v_may_have_a_format_of_their_own() -> None:
+    """The engine's own geometry says what they take."""
+    shape = find_shape("llama3-8b")
+    for kv_dtype, row in (("float32", 512), ("bfloat16", 256), ("int8", 132)):
+        kept = replace(shape, kv_dtype=kv_dtype)
+        assert kept.weight_bytes == shape.weight_bytes
+        assert kept.kv_bytes == 2 * 32 * 8 * row
+        geometry = kept.geometry(16384)
+        assert (geometry.row_bytes, geometry.tokens_per_block) == (row, 16384 // (2 * row))
+    assert shape.kv_bytes == replace(shape, kv_dtype="bfloat16").kv_bytes
 
 
 def test_the_part_that_speaks() -> None:

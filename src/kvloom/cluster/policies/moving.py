@@ -24,7 +24,7 @@ LONGEST_PAUSE: Final = 1.0  # seconds for which a stream may stand still while i
 
 @dataclass(frozen=True, slots=True)
 class MoveTerms:
-    """What decides. A rate or a speed of 0 is not known."""
+    """Holds what decides. A rate or a speed of 0 is not known."""
 
     token_bytes: float
     """Bytes of K and V that a token takes."""

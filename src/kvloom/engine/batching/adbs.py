@@ -2,20 +2,30 @@
 
 Prefills go first, one at a time, round-robin over the models. Decodes of all models that have room run beside
 them. Block quotas decide who gives way.
+
+Where a prefill would take the whole device and let its model's own decodes wait, both are one job, whose
+chunk of the prompt is bounded by what a decode step takes (Agrawal et al., "Taming Throughput-Latency
+Tradeoff in LLM Inference with Sarathi-Serve", OSDI 2024, section 4).
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 from kvloom.engine.batching.view import (
     LASTING,
     Action,
     Decode,
+    Mixed,
     ModelView,
     Order,
     Preempt,
     Prefill,
     UnitView,
 )
+
+LONGER: Final = 3  # times that a mixed job may take as long as its decode step alone, if one prompt waits
+WEIGHTS: Final = 16  # tokens whose products take as long on cores as reading the weights
 
 
 def adbs(view: UnitView) -> Action | None:
@@ -42,11 +52,34 @@ def _next_prefill(view: UnitView, prompts: list[ModelView]) -> tuple[Action | No
                 return Preempt(victim), False
             continue
         share, turn = _prefill_share(view, model)
-        if not turn:
+        mixed = _mixed(view, model, share, budget)
+        if not turn and mixed is None:
             return None, False
         fits = view.idle + view.overload >= share
-        return (Prefill(model.name, share, budget), False) if fits else (None, True)
+        return (mixed or Prefill(model.name, share, budget), False) if fits else (None, True)
     return None, False
+
+
+def _mixed(view: UnitView, model: ModelView, share: int, budget: int) -> Mixed | None:
+    """Returns the job that has the model's prefill, which takes `share` and at most `budget` blocks, and its
+    decodes; None where they are better apart: they run side by side, or another model's step is next.
+
+    A prompt's token costs what a sequence that decodes costs, and the weights, which are read once for all,
+    what `WEIGHTS` tokens cost. So the chunk that keeps a decode step within `LONGER` times its own length is
+    a number of tokens, whatever the model's size. Each prompt that queues behind the first one adds as many:
+    short chunks would leave more of the device to the decodes than those who wait can spare.
+    """
+    if not (view.mixes and model.mixes and share == view.compute and model.wants_decode):
+        return None
+    late = (other for other in view.models if other.wants_decode and other.last_decode < model.last_decode)
+    if view.last_was_prefill and any(late):
+        return None
+    blocks = min(budget, view.free(model) - model.decode_blocks)
+    if model.head_blocks > blocks:
+        return None
+    prompts = model.waiting + model.partial
+    tokens = (LONGER - 1) * (WEIGHTS + model.decodable) * prompts
+    return Mixed(model.name, share, blocks, tokens)
 
 
 def _prefill_share(view: UnitView, model: ModelView) -> tuple[int, bool]:

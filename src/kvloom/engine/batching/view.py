@@ -42,6 +42,7 @@ class ModelView:
     decode_share: int = 0
     outnumbered: bool = False  # whether a sequence of a tenant of whom more run is to give way to the head
     full: bool = False  # whether no more may run
+    mixes: bool = True  # whether its decodes may go with a prompt's chunk: none is offloaded
 
     @property
     def wants_prefill(self) -> bool:
@@ -73,10 +74,11 @@ class UnitView:
     compute: int  # parts of the device, in which shares are counted
     idle: int  # parts that no job has; less than 0 if shares overlap, which they may do by `overload`
     free_blocks: int
-    last_was_prefill: bool
+    last_was_prefill: bool  # whether a prompt was in the last job
     jobs: int  # started so far
     overload: int = 0
     walls: bool = False  # quotas do not bend
+    mixes: bool = False  # jobs may have a prompt's chunk and decodes
 
     def free(self, model: ModelView) -> int:
         """Returns the blocks that `model` may take without anybody giving way."""
@@ -125,6 +127,17 @@ class Decode:
 
 
 @dataclass(frozen=True, slots=True)
+class Mixed:
+    """Start a mixed batch of `model` on `share` units of compute: a decode step of all that is ready, and
+    beside it at most `tokens` tokens of prompts, which take at most `blocks` new blocks."""
+
+    model: str
+    share: int
+    blocks: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Preempt:
     """Take the blocks of one sequence of `model`: lowest priority first, then the tenant of whom most run,
     then the latest."""
@@ -132,14 +145,16 @@ class Preempt:
     model: str
 
 
-Action = Prefill | Decode | Preempt
+Action = Prefill | Decode | Mixed | Preempt
 
 
 def same_turn(one: Action | None, other: Action | None) -> bool:
-    """Returns whether both are for the same thing, whatever they take of compute and of blocks."""
+    """Returns whether both are for the same thing, whatever they take of compute and of blocks; a mixed batch
+    is for the same prompts as a prefill."""
     if one is None or other is None:
         return one is other
-    return type(one) is type(other) and one.model == other.model
+    prompts = isinstance(one, Prefill | Mixed) and isinstance(other, Prefill | Mixed)
+    return (prompts or type(one) is type(other)) and one.model == other.model
 
 
 def last_resort(view: UnitView) -> Action | None:

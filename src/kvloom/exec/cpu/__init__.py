@@ -1,1 +1,2 @@
-"""The CPU executor: models loaded in float32, with packed and fused layers, and their forwards."""
+"""The CPU executor: models that compute in float32, with packed and fused layers, and their
+forwards."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvloom.exec.attention import ForwardState, Scoring
+from kvloom.exec.attention import ForwardState, Scoring, runs_of
 from kvloom.exec.cpu.fuse import FusedRMSNorm
 from kvloom.exec.cpu.layer import (
     AttentionRecords,
@@ -22,16 +22,19 @@ from kvloom.exec.cpu.layer import (
     model_records,
     set_addresses,
 )
-from kvloom.exec.cpu.linear import GatedMLP, PackedLinear, TiedLinear
+from kvloom.exec.cpu.linear import GatedMLP, HalfEmbedding, Linear, TiedLinear
 from kvloom.exec.cpu.small_batch import SmallBatchDecode
 from kvloom.exec.fuse import MergedLinearPart
+from kvloom.exec.gguf.blocks import MappedEmbedding
 from kvloom.exec.loader import padded
 from kvloom.exec.parallel.slicing import Gathered, Summed
-from kvloom.kernels.cpu.attention import attend_all
+from kvloom.exec.widened import WidenedEmbedding
+from kvloom.kernels.cpu.attention.decode import attend_all
 from kvloom.types.geometry import I64, Geometry
 from kvloom.types.job import ForwardPlan
 
-Head = PackedLinear | TiedLinear | Gathered
+Head = Linear | TiedLinear | Gathered
+Embedding = nn.Embedding | HalfEmbedding | MappedEmbedding
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -39,7 +42,7 @@ Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class DecoderParts:
     """The parts of a decoder that are fused."""
 
-    embedding: nn.Embedding
+    embedding: Embedding
     rotary: Rotary  # transformers' own: x and positions [1, N] → cos and sin [1, N, R]
     layers: tuple[DecoderLayer, ...]
     norm: FusedRMSNorm
@@ -52,6 +55,8 @@ class FusedDecoder:
     def __init__(self, parts: DecoderParts) -> None:
         self._parts = parts
         self._records = model_records(parts.layers)
+        heads = parts.layers[0].heads
+        self._heads = heads.kv, heads.q // heads.kv
         self._small_batch = SmallBatchDecode.of(parts.embedding, parts.layers, parts.norm, parts.head)
 
     def __call__(self, tokens: I64, kept: I64, state: ForwardState) -> Tensor:
@@ -61,19 +66,21 @@ class FusedDecoder:
             split = state.polls.split if state.polls else None
             if split is not None:
                 split.begin(small_batch.limits(state.lengths, state.arena.shape[2], threads), threads)
-            records = forward_records(self._records, state, cos, sin, threads)
+            runs = runs_of(state.shared, *self._heads)
+            records = forward_records(self._records, state, cos, sin, threads, runs)
             logits = small_batch(tokens, kept, records, threads, split, state.remote)
             for layer in self._parts.layers:
                 state.send(layer.index)
             return logits
         if not state.decode or state.remote is not None or state.polls is not None:
             return self._layers(torch.from_numpy(tokens), padded(kept), cos, sin, state)
-        records = forward_records(self._records, state, cos, sin, threads)
+        runs = runs_of(state.shared, *self._heads)
+        records = forward_records(self._records, state, cos, sin, threads, runs)
         return self._decode(torch.from_numpy(tokens), padded(kept), records, threads, state)
 
     def _angles(self, state: ForwardState) -> tuple[Tensor, Tensor]:
         positions = torch.from_numpy(state.positions)[None]
-        cos, sin = self._parts.rotary(self._parts.embedding.weight, positions)
+        cos, sin = self._parts.rotary(self._parts.norm.weight, positions)  # whose format it takes
         return cos[0].contiguous(), sin[0].contiguous()
 
     def _layers(self, tokens: Tensor, kept: Tensor, cos: Tensor, sin: Tensor, state: ForwardState) -> Tensor:
@@ -109,6 +116,7 @@ class FusedDecoder:
 
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_EMBEDDINGS = (nn.Embedding, WidenedEmbedding, HalfEmbedding, MappedEmbedding)
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _PROMPT, _STEPS = 9, 3
 _AGREES = 1e-5
@@ -137,7 +145,7 @@ def _find(module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry
     if len(ends) != 2 or not isinstance(ends[1], Head):
         return None
     inner = list(_plain(ends[0]).values())
-    embeddings = [child for child in inner if type(child) is nn.Embedding]
+    embeddings = [child for child in inner if isinstance(child, Embedding) and type(child) in _EMBEDDINGS]
     rows = [child for child in inner if isinstance(child, nn.ModuleList)]
     norms = [child for child in inner if isinstance(child, FusedRMSNorm)]
     rotaries = [child for child in inner if type(child).__name__.endswith("RotaryEmbedding")]
@@ -169,9 +177,9 @@ def _layer(
         and isinstance(mlp, GatedMLP | Summed)
         and isinstance(getattr(mlp, "inner", mlp), GatedMLP)
         and isinstance(q, MergedLinearPart)
-        and isinstance(q.product, PackedLinear)
-        and isinstance(o, PackedLinear | Summed)
-        and isinstance(getattr(o, "inner", o), PackedLinear)
+        and isinstance(q.product, Linear)
+        and isinstance(o, Linear | Summed)
+        and isinstance(getattr(o, "inner", o), Linear)
     ):
         return None
     size, kv = geometry.head_dim, geometry.kv_heads
@@ -225,7 +233,7 @@ def _layer_agrees(module: nn.Module, parts: DecoderParts, index: int, geometry: 
     logits."""
     backbone = next(iter(_plain(module).values()))
     stock: Any = next(child for child in backbone.children() if isinstance(child, nn.ModuleList))[index]
-    x = 3 * torch.randn(1, _PROMPT, parts.embedding.embedding_dim, generator=torch.Generator().manual_seed(0))
+    x = 3 * torch.randn(1, _PROMPT, len(parts.norm.weight), generator=torch.Generator().manual_seed(0))
     probe = _Probe(geometry)
     with torch.inference_mode():
         turn = parts.rotary(x, torch.arange(_PROMPT)[None])

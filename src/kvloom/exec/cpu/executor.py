@@ -5,37 +5,54 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
 
 from kvloom.exec.attention import ForwardState, Scoring
 from kvloom.exec.cpu.decoder import fuse_decoder
-from kvloom.exec.cpu.fuse import fuse_on_cpu
-from kvloom.exec.cpu.memory import available_memory
+from kvloom.exec.cpu.formats import choose_format, own_format
+from kvloom.exec.cpu.fuse import fuse_on_cpu, round_inputs
+from kvloom.exec.cpu.memory import available_memory, return_free_memory
 from kvloom.exec.loader import Forward, LoadedModel, count_blocks, load_models
 from kvloom.exec.parallel.group import RankGroup
 from kvloom.exec.parallel.ranks import Member, Ranks, check
 from kvloom.exec.parallel.wire import StartRank, Step, ToldMap
 from kvloom.exec.sampler import prompt_logprobs, sample
+from kvloom.exec.widened import can_widen, widen
+from kvloom.kernels.cpu.draw import prepare as prepare_draws
+from kvloom.kernels.cpu.half import narrow_formats
 from kvloom.kv.arena import Arena, ArenaMemory, ArenaPart, map_arena
 from kvloom.offload.cpu.attention import CpuLoans
 from kvloom.types.errors import ConfigError
-from kvloom.types.geometry import I64, Geometry
+from kvloom.types.geometry import I64, Geometry, KVDtype
 from kvloom.types.job import Job, JobResult
 from kvloom.types.request import ModelCard
 from kvloom.types.spec import EngineSpec, ModelSpec
 
+_SMALL: Final = 1 << 20  # bytes of a weight that is not worth a mapping
+
 
 class CpuTarget:
-    """Serves float32, in oneDNN's layouts."""
+    """Computes in float32, over weights of 32 bits in oneDNN's layouts or of 16 bits in panels. A model that
+    cannot have the latter computes in the format of its weights."""
 
-    def dtype(self, config: Any) -> torch.dtype:
-        return torch.float32
+    def own_format(self, config: Any, matrices: Callable[[], Set[str]]) -> torch.dtype:
+        return own_format(config, matrices)
+
+    def choose_format(self, own: torch.dtype, outline: nn.Module, say: Callable[[str], None]) -> torch.dtype:
+        return choose_format(own, outline, say)
+
+    def widen(self, module: nn.Module) -> None:
+        if next(module.parameters()).dtype in narrow_formats() and can_widen(module):
+            widen(module)
+
+    def kv_dtype(self, wanted: KVDtype, dtype: torch.dtype) -> torch.dtype:
+        return dtype if wanted == "auto" else getattr(torch, wanted)
 
     def check_room(self, size: int) -> None:
         free = available_memory()
@@ -45,6 +62,9 @@ class CpuTarget:
                 "model, a half precision or a larger machine is right"
             )
 
+    def check_quantized(self) -> None:
+        """Does nothing: they are served."""
+
     def place(self, module: nn.Module) -> None:
         """Does nothing: weights are read from the mapped files."""
 
@@ -52,13 +72,18 @@ class CpuTarget:
         fuse_on_cpu(module)
 
     def settle(self, module: nn.Module) -> None:
-        for left in module.parameters():  # out of the mapped files, which would else stay in memory with them
-            left.data = left.data.clone()
+        """Copies what is small out of the mapped files. Large weights that are not packed stay in them."""
+        for left in module.parameters():
+            if left.nbytes < _SMALL or not left.is_contiguous():
+                left.data = left.data.clone()
 
     def fuse_decoder(
         self, module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry
     ) -> Forward | None:
         return fuse_decoder(module, scorings, geometry)
+
+    def round_inputs(self, module: nn.Module) -> None:
+        round_inputs(module)
 
 
 CPU = CpuTarget()
@@ -66,7 +91,7 @@ CPU = CpuTarget()
 
 def _views(models: Mapping[str, LoadedModel], arena: ArenaMemory) -> dict[str, Tensor]:
     """Returns the arena as each model sees it."""
-    return {name: arena.view(model.geometry.head_dim, model.dtype) for name, model in models.items()}
+    return {name: arena.view(model.geometry.head_dim, model.kv_dtype) for name, model in models.items()}
 
 
 class TorchExecutor:
@@ -87,6 +112,7 @@ class TorchExecutor:
         self.compute = threads
         self.max_steps, self.lookahead = 1, 0
         self.blocks = arena.blocks
+        prepare_draws()
 
     @classmethod
     def load(
@@ -101,6 +127,7 @@ class TorchExecutor:
         """Loads every model, then commits the arena. Raises ConfigError."""
         torch.set_num_threads(threads)
         loaded = load_models(models, block_bytes, CPU, progress)
+        return_free_memory()
         progress("reserving the KV arena")
         return cls(loaded, Arena(count_blocks(loaded, kv_bytes, block_bytes, 1), block_bytes), threads)
 

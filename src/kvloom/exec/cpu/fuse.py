@@ -1,14 +1,21 @@
-"""The CPU's replacements for a model's stock modules: packed products, and float32 kernels."""
+"""The CPU's replacements for a model's stock modules: packed products over weights of 32 or 16 bits, and
+float32 kernels."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from kvloom.exec.cpu.linear import GatedMLP, PackedLinear, TiedLinear, can_pack
-from kvloom.exec.fuse import Replacements, fuse
-from kvloom.exec.huggingface import children
+from kvloom.exec.cpu.linear import GatedMLP, HalfEmbedding, HalfLinear, TiedLinear, can_pack, packed
+from kvloom.exec.cpu.quantized import PackedQuantizedLinear, pack_quantized
+from kvloom.exec.fuse import STOCK, MergedLinearPart, Replacements, find_gated, fuse, put_merged
+from kvloom.exec.huggingface import GATED, QKV, children
+from kvloom.exec.quantized import QuantizedLinear
+from kvloom.exec.widened import WidenedEmbedding, WidenedLinear, computes_in_float32
 from kvloom.kernels.cpu import rms_norm, rotate
+from kvloom.kernels.cpu.half import HalfPanels
 
 
 class FusedRMSNorm(nn.Module):
@@ -34,20 +41,79 @@ def rotate_both(
     return q, k
 
 
-_OURS = Replacements(can_pack, PackedLinear.of, GatedMLP.of, FusedRMSNorm, rotate_both)
+_OURS = Replacements(can_pack, packed, GatedMLP.of, FusedRMSNorm, rotate_both)
 
 
 def fuse_on_cpu(model: nn.Module) -> None:
-    """Fuses a float32 model in place, and packs the products that are left; others stay as they are."""
-    if any(weight.dtype != torch.float32 for weight in model.parameters()):
+    """Fuses a model that computes in float32 in place, and packs the products that are left. Others stay as
+    they are, but for quantised layers, which are packed."""
+    wide = computes_in_float32(model)
+    if wide:
+        _fuse_quantized(model)
+    pack_quantized(model)
+    if not wide:
         return
+    _share_panels(model)  # first: it is the largest weight, and takes room for two
     fuse(model, _OURS)
     shared = {m.weight.data_ptr() for m in model.modules() if isinstance(m, nn.Embedding)}
-    for parent, name, child in list(children(model)):
-        if type(child) is not nn.Linear or not can_pack(child.weight):
+    for parent, name, child in children(model):
+        if not isinstance(child, nn.Linear) or type(child) not in STOCK or not can_pack(child.weight):
             continue
         weight = child.weight
         if weight.data_ptr() in shared and child.bias is None and isinstance(weight, nn.Parameter):
             setattr(parent, name, TiedLinear(weight))
         else:
-            setattr(parent, name, PackedLinear.of(child))
+            setattr(parent, name, packed(child))
+
+
+def _share_panels(model: nn.Module) -> None:
+    """Holds a weight of 16 bits that an embedding and linear layers share in panels for all of them."""
+    places = list(children(model))
+    for parent, name, child in places:
+        if not isinstance(child, WidenedEmbedding) or not can_pack(child.weight):
+            continue
+        tied = [
+            (owner, head, linear)
+            for owner, head, linear in places
+            if isinstance(linear, WidenedLinear) and linear.weight is child.weight
+        ]
+        if tied:
+            panels = HalfPanels(child.weight.detach())
+            setattr(parent, name, HalfEmbedding(panels))
+            for owner, head, linear in tied:
+                setattr(owner, head, HalfLinear(panels, linear.bias))
+
+
+def _fuse_quantized(model: nn.Module) -> None:
+    """Merges quantised layers over one input, and gates with their products."""
+    for parent, name, child in children(model):
+        if type(child).__name__.endswith("Attention") and (linears := _quantized(child, QKV)):
+            put_merged(child, QKV, PackedQuantizedLinear.of(linears))
+        elif (linears := _quantized(child, GATED)) and (gated := _gated(child, linears)):
+            setattr(parent, name, gated)
+
+
+def _quantized(module: nn.Module, names: tuple[str, ...]) -> list[QuantizedLinear]:
+    """Returns the module's layers of these names if all are quantised, else none."""
+    found = [getattr(module, name, None) for name in names]
+    linears = [linear for linear in found if type(linear) is QuantizedLinear]
+    return linears if len(linears) == len(names) else []
+
+
+def _gated(stock: nn.Module, linears: Sequence[QuantizedLinear]) -> nn.Module | None:
+    """Returns our gated MLP in the stock one's place; None if no activation makes them agree."""
+    gate, up, down = (PackedQuantizedLinear.of([linear]) for linear in linears)
+    x = torch.randn(4, linears[0].in_features, generator=torch.Generator().manual_seed(0))
+    found = find_gated(stock, lambda activation: GatedMLP(gate, up, down, activation), x)
+    return None if found is None else found[1]
+
+
+def round_inputs(model: nn.Module) -> None:
+    """Lets a model's products round what they multiply from now on: to 8 bits if their weights are quantised,
+    to bfloat16 if these are bfloat16 and the processor multiplies pairs of it."""
+    for module in model.modules():
+        product = module.product if isinstance(module, MergedLinearPart) else module
+        if isinstance(product, PackedQuantizedLinear):
+            product.exact = False
+        elif isinstance(product, HalfLinear):
+            product.panels.round_inputs()

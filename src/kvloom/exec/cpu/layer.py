@@ -13,10 +13,12 @@ from torch import Tensor
 
 from kvloom.exec.attention import ForwardState, Scoring
 from kvloom.exec.cpu.fuse import FusedRMSNorm
-from kvloom.exec.cpu.linear import Between, GatedMLP, PackedLinear, at_once
+from kvloom.exec.cpu.linear import Between, GatedMLP, Linear, at_once
 from kvloom.exec.parallel.slicing import Summed
 from kvloom.kernels.cpu import rotate
-from kvloom.kernels.cpu.attention import AttentionArguments, span_of
+from kvloom.kernels.cpu.attention.decode import AttentionArguments, addresses_of, span_of, span_of_runs
+from kvloom.kernels.cpu.attention.groups import RowRuns
+from kvloom.kernels.cpu.kv_rows import KINDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +52,10 @@ class DecoderLayer:
 
     index: int
     before: FusedRMSNorm
-    qkv: PackedLinear
+    qkv: Linear
     heads: Heads
     scoring: Scoring
-    o: PackedLinear | Summed
+    o: Linear | Summed
     between: FusedRMSNorm
     mlp: GatedMLP | Summed
 
@@ -102,6 +104,7 @@ class DecoderLayer:
 
 
 _RECORD = np.dtype(AttentionArguments)
+_SHARED = "order", "runs", "run_count", "segments", "longest"
 AttentionRecords = npt.NDArray[Any]
 
 
@@ -125,22 +128,32 @@ def model_records(layers: Sequence[DecoderLayer]) -> AttentionRecords:
 
 
 def forward_records(
-    fixed: AttentionRecords, state: ForwardState, cos: Tensor, sin: Tensor, threads: int
+    fixed: AttentionRecords,
+    state: ForwardState,
+    cos: Tensor,
+    sin: Tensor,
+    threads: int,
+    runs: RowRuns | None = None,
 ) -> AttentionRecords:
-    """Returns the records of one forward; cos, sin [N, R]. The caller adds the addresses of q, k, v and
-    out."""
+    """Returns the records of one forward; cos, sin [N, R]. The caller adds the addresses of q, k, v and out,
+    and keeps `runs`."""
     records = fixed.copy()
     arena = state.arena
-    records["arena"], records["block_bytes"] = arena.data_ptr(), arena.stride(0) * 4
-    records["page_tokens"] = arena.shape[2]
+    records["arena"], records["block_bytes"] = arena.data_ptr(), arena.stride(0) * arena.itemsize
+    records["page_tokens"], records["row_bytes"] = arena.shape[2], arena.shape[3] * arena.itemsize
+    records["kind"] = KINDS[arena.dtype]
     records["map"] += state.page_map.data_ptr()
     records["tables"], records["table_row"] = state.tables.data_ptr(), state.tables.stride(0) * 4
     records["lengths"], records["batch"] = state.lengths.data_ptr(), len(state.lengths)
     records["slot_page"], records["slot_offset"] = state.slot_page.data_ptr(), state.slot_offset.data_ptr()
     records["cos"], records["sin"] = cos.data_ptr(), sin.data_ptr()
     records["turned"], records["turn_row"] = cos.shape[1], cos.stride(0) * 4
-    kv_heads = int(fixed["kv_heads"][0])
+    kv_heads, group = int(fixed["kv_heads"][0]), int(fixed["group"][0])
     span = span_of(len(state.lengths), kv_heads, threads)
+    if runs is not None:
+        span = span_of_runs(runs, kv_heads, group, threads)
+        for name, value in zip(_SHARED, addresses_of(runs), strict=True):
+            records[name] = value
     records["span"], records["spans"] = span, -(-kv_heads // span)
     return records
 

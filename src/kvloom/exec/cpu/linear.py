@@ -1,16 +1,21 @@
-"""The forms in which a CPU holds weights, and its products over them: packed once in oneDNN's layout."""
+"""The forms in which a CPU holds weights, and its products over them: those of 32 bits packed once in
+oneDNN's layout, those of 16 bits in panels."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from kvloom.kernels.cpu.products import PANEL
+from kvloom.exec.cpu.quantized import PackedQuantizedLinear, ReadyRows
+from kvloom.kernels.cpu.half import BFLOAT16, FLOAT32, PANEL, HalfPanels, narrow_formats
+from kvloom.kernels.cpu.products import QUANTIZED, ItemArguments
 from kvloom.kernels.reference import Activation
 
 Between = Callable[[], None]
@@ -23,10 +28,11 @@ def at_once() -> None:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Returns True if oneDNN can hold this weight in its own layout."""
+    """Returns True if oneDNN can hold this weight in its own layout, or panels of 16 bits can."""
+    if weight.device.type != "cpu" or weight.dtype in narrow_formats():
+        return weight.device.type == "cpu"
     return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.float32
+        weight.dtype == torch.float32
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )
@@ -83,16 +89,14 @@ class GatedMLP(nn.Module):
     """Computes down(activation(gate(x)) ∘ up(x)), with the activation and the product done as gate and up are
     stored."""
 
-    def __init__(
-        self, gate: PackedLinear, up: PackedLinear, down: PackedLinear, activation: Activation
-    ) -> None:
+    def __init__(self, gate: Linear, up: Linear, down: Linear, activation: Activation) -> None:
         super().__init__()
         self.gate, self.up, self.down = gate, up, down
         self.activation = activation
 
     @classmethod
     def of(cls, linears: Sequence[nn.Linear], activation: Activation) -> Self:
-        gate, up, down = (PackedLinear.of(linear) for linear in linears)
+        gate, up, down = (packed(linear) for linear in linears)
         return cls(gate, up, down, activation)
 
     def forward(self, x: Tensor, between: Between = at_once) -> Tensor:
@@ -112,33 +116,139 @@ class GatedMLP(nn.Module):
         return inner
 
 
+class HalfLinear(nn.Module):
+    """Computes x [..., K] · weight [N, K]ᵀ + bias [N] in float32 over a weight of 16 bits in panels. It gives
+    a row the same, whatever rows are beside it."""
+
+    def __init__(self, panels: HalfPanels, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = panels.width, panels.depth
+        self.panels = panels
+        self.bias = wide_bias(bias, panels.count)  # with room for whole panels
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._product(x)
+
+    def activated(self, x: Tensor, activation: str, form: str = "") -> Tensor:
+        """Returns activation(x · weightᵀ + bias). activation, form: oneDNN's names."""
+        out = self._product(x)
+        return (
+            functional.silu(out, inplace=True)
+            if activation == "swish"
+            else functional.gelu(out, approximate=form)
+        )
+
+    def times(self, x: Tensor, factor: Tensor) -> Tensor:
+        """Returns (x · weightᵀ + bias) ∘ factor."""
+        return self._product(x).mul_(factor)
+
+    def onto(self, x: Tensor, base: Tensor) -> Tensor:
+        """Returns base + x · weightᵀ + bias, added as it is stored."""
+        return self._product(x, base.reshape(-1, self.out_features))
+
+    def _product(self, x: Tensor, base: Tensor | None = None) -> Tensor:
+        out = self.panels.product(x.reshape(-1, self.in_features), self.bias, base)
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+class HalfEmbedding(nn.Module):
+    """Returns rows of a weight [V, K] of 16 bits in float32, out of the panels that a tied head has."""
+
+    def __init__(self, panels: HalfPanels) -> None:
+        super().__init__()
+        self.panels = panels
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.panels.rows(ids.flatten().to(torch.int32))
+        return rows.view(*ids.shape, self.panels.depth)
+
+
+Linear = PackedLinear | HalfLinear | PackedQuantizedLinear
+
+
+def packed(linear: nn.Linear) -> Linear:
+    """Returns the layer with its weight packed."""
+    if linear.weight.dtype == torch.float32:
+        return PackedLinear.of(linear)
+    return HalfLinear(HalfPanels(linear.weight.detach()), linear.bias)
+
+
+def wide_bias(bias: Tensor | None, panels: int) -> Tensor:
+    """Returns the bias, zeros if there is none, with room for whole panels."""
+    wide = torch.zeros(panels * PANEL)
+    if bias is not None:
+        wide[: len(bias)] = bias
+    return wide
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Panels:
     """A packed weight's panels, and its bias with room for whole panels. It holds what its addresses need."""
 
-    def __init__(self, packed: Tensor, bias: Tensor | None) -> None:
-        self.width, self.depth = packed.shape
-        self.count = -(-self.width // PANEL)
-        self.stride = torch.ops.mkldnn._nbytes(packed) // self.count
-        self.address: int = torch.ops.mkldnn.data_ptr(packed)
-        self.bias = torch.zeros(self.count * PANEL)
-        if bias is not None:
-            self.bias[: self.width] = bias
-        self._packed = packed
+    form: int
+    address: int
+    count: int
+    stride: int
+    depth: int
+    bias: Tensor
+    held: object
+    rounds: int = 0
+    at: int = 0
 
     @property
-    def fields(self) -> tuple[int, int, int, int, int]:
-        """The values of a LinearArguments."""
-        return self.address, self.count, self.stride, self.depth, self.bias.data_ptr()
+    def fields(self) -> tuple[int, ...]:
+        """The values of a LinearArguments but for its stage's."""
+        form = self.form, self.address, self.count, self.stride, self.depth, self.bias.data_ptr()
+        return *form, self.rounds, self.at
 
 
-def panels_of(linear: PackedLinear) -> Panels | None:
-    """Returns None if this machine's oneDNN keeps the weight in another layout: every value is looked at."""
-    size = torch.ops.mkldnn._nbytes(linear.packed)
-    panels = Panels(linear.packed, linear.bias)
-    wide = panels.count * PANEL
-    if size % (wide * 4) or size < wide * panels.depth * 4:
+class Stage:
+    """The products of one input, in the one-kernel step."""
+
+    def __init__(self, panels: Sequence[Panels], ready: ReadyRows) -> None:
+        self.panels = panels
+        self.ready_bytes = ready.size
+        """What its products make of a row before they multiply, in bytes."""
+        self._parts = ready.parts()
+
+    @property
+    def fields(self) -> Iterator[tuple[int, ...]]:
+        """The values of the products' LinearArguments."""
+        parts = ctypes.addressof(self._parts), len(self._parts)
+        for panels in self.panels:
+            yield *panels.fields, *parts
+
+
+def stage_of(linears: Sequence[Linear]) -> Stage | None:
+    """Returns None if the kernel cannot read a weight."""
+    ready = ReadyRows()
+    panels = [found for linear in linears if (found := panels_of(linear, ready))]
+    return Stage(panels, ready) if len(panels) == len(linears) else None
+
+
+def panels_of(linear: Linear, ready: ReadyRows) -> Panels | None:
+    """Returns None if the kernel cannot read a quantised weight, or this machine's oneDNN keeps float32
+    in another layout: every value is looked at. ready: of all products of the same input."""
+    if isinstance(linear, PackedQuantizedLinear):
+        items = linear.items(ready)
+        if items is None:
+            return None
+        stride, kept = ctypes.sizeof(ItemArguments), (items, linear.panels)
+        wide = wide_bias(linear.bias, len(items))
+        return Panels(QUANTIZED, ctypes.addressof(items), len(items), stride, linear.in_features, wide, kept)
+    if isinstance(linear, HalfLinear):
+        one = linear.panels
+        rounded = (one.rounds_at, ready.place_rounded(one)) if one.form == BFLOAT16 else (0, 0)
+        return Panels(one.form, one.address, one.count, one.stride, one.depth, linear.bias, one, *rounded)
+    width, depth = linear.packed.shape
+    size, count = torch.ops.mkldnn._nbytes(linear.packed), -(-width // PANEL)
+    if size % (count * PANEL * 4) or size < count * PANEL * depth * 4:
         return None
-    memory = (ctypes.c_float * (size // 4)).from_address(panels.address)
-    held = torch.from_numpy(np.frombuffer(memory, np.float32)).view(panels.count, -1, PANEL)
-    rows = held[:, : panels.depth].transpose(1, 2).flatten(0, 1)[: panels.width]
-    return panels if rows.equal(linear.packed.to_dense()) else None
+    address: int = torch.ops.mkldnn.data_ptr(linear.packed)
+    memory = (ctypes.c_float * (size // 4)).from_address(address)
+    held = torch.from_numpy(np.frombuffer(memory, np.float32)).view(count, -1, PANEL)
+    rows = held[:, :depth].transpose(1, 2).flatten(0, 1)[:width]
+    if not rows.equal(linear.packed.to_dense()):
+        return None
+    bias = wide_bias(linear.bias, count)
+    return Panels(FLOAT32, address, count, size // count, depth, bias, linear.packed)

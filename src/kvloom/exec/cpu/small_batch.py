@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from kvloom.exec.cpu.fuse import FusedRMSNorm
 from kvloom.exec.cpu.layer import AttentionRecords, DecoderLayer, set_addresses
-from kvloom.exec.cpu.linear import GatedMLP, PackedLinear, Panels, TiedLinear, panels_of
+from kvloom.exec.cpu.linear import GatedMLP, HalfEmbedding, Linear, Stage, TiedLinear, stage_of
+from kvloom.exec.gguf.blocks import MappedEmbedding
 from kvloom.exec.parallel.slicing import Gathered, Summed
-from kvloom.kernels.cpu.attention import TILE
+from kvloom.kernels.cpu.attention.tile import TILE
 from kvloom.kernels.cpu.decode_step import COUNTERS, FIRST, STAGES, LayerArguments, StepArguments, step
-from kvloom.kernels.cpu.products import GELU, PANEL, SWISH
+from kvloom.kernels.cpu.half import FORMATS, PANEL
+from kvloom.kernels.cpu.products import GELU, SWISH
 from kvloom.offload.cpu.attention import RemoteAttention
 from kvloom.offload.cpu.attention_server import OperatorSplit
 from kvloom.types.geometry import I64
@@ -31,17 +33,20 @@ class SmallBatchDecode:
 
     def __init__(
         self,
-        embedding: nn.Embedding,
+        embedding: nn.Embedding | HalfEmbedding | MappedEmbedding,
         layers: Sequence[DecoderLayer],
         mlps: Sequence[GatedMLP],
         norm: FusedRMSNorm,
-        head: PackedLinear | TiedLinear,
-        panels: Sequence[Panels],
+        head: Linear | TiedLinear,
+        stages: Sequence[Stage],
     ) -> None:
-        """mlps: the layers' own. panels: five a layer, in the order of LayerArguments, and the head's if it
-        has some."""
-        self._alive = (embedding, layers, norm, head, panels)
-        self._size, first = embedding.weight.shape[1], layers[0]
+        """mlps: the layers' own. stages: four a layer, in the order of LayerArguments, and the head's if it
+        has panels."""
+        self._alive = (embedding, layers, norm, head, stages)
+        self._mapped = embedding if isinstance(embedding, MappedEmbedding) else None
+        panels = [one for stage in stages for one in stage.panels]
+        fields = [one for stage in stages for one in stage.fields]
+        self._size, first = len(norm.weight), layers[0]
         self._vocab = head.weight.shape[0] if isinstance(head, TiedLinear) else head.out_features
         self._widths = (panels[0].count * PANEL, first.heads.q * first.heads.size, panels[2].count * PANEL)
         self._panels = [
@@ -54,7 +59,7 @@ class SmallBatchDecode:
                 LayerArguments(
                     _norm(layer.before),
                     _norm(layer.between),
-                    *(one.fields for one in panels[5 * i : 5 * i + 5]),
+                    *fields[5 * i : 5 * i + 5],
                     _KINDS[mlp.activation],
                 )
                 for i, (layer, mlp) in enumerate(zip(layers, mlps, strict=True))
@@ -64,26 +69,27 @@ class SmallBatchDecode:
             layers=ctypes.addressof(self._layers),
             depth=len(layers),
             size=self._size,
-            embedding=embedding.weight.data_ptr(),
+            **_embedding(embedding),
             plain=head.weight.data_ptr() if isinstance(head, TiedLinear) else 0,
             vocab=self._vocab,
             norm=_norm(norm),
-            head=panels[-1].fields,
+            head=fields[-1],
+            ready_row=max(stage.ready_bytes for stage in stages),
         )
 
     @classmethod
     def of(
         cls,
-        embedding: nn.Embedding,
+        embedding: nn.Embedding | HalfEmbedding | MappedEmbedding,
         layers: Sequence[DecoderLayer],
         norm: FusedRMSNorm,
-        head: PackedLinear | TiedLinear | Gathered,
+        head: Linear | TiedLinear | Gathered,
     ) -> SmallBatchDecode | None:
         """Returns None if the kernel lacks the activation, cannot read the packed weights, or would have to
         wait for other ranks."""
         if isinstance(head, Gathered):
             return None
-        linears: list[PackedLinear] = []
+        inputs: list[tuple[Linear, ...]] = []
         mlps: list[GatedMLP] = []
         for layer in layers:
             if isinstance(layer.o, Summed) or isinstance(layer.mlp, Summed):
@@ -91,11 +97,12 @@ class SmallBatchDecode:
             if layer.mlp.activation not in _KINDS:
                 return None
             mlps.append(layer.mlp)
-            linears += (layer.qkv, layer.o, layer.mlp.gate, layer.mlp.up, layer.mlp.down)
-        if isinstance(head, PackedLinear):
-            linears.append(head)
-        panels = [found for linear in linears if (found := panels_of(linear))]
-        return cls(embedding, layers, mlps, norm, head, panels) if len(panels) == len(linears) else None
+            mlp = layer.mlp
+            inputs += ((layer.qkv,), (layer.o,), (mlp.gate, mlp.up), (mlp.down,))
+        if isinstance(head, Linear):
+            inputs.append((head,))
+        stages = [found for linears in inputs if (found := stage_of(linears))]
+        return cls(embedding, layers, mlps, norm, head, stages) if len(stages) == len(inputs) else None
 
     def takes(self, tokens: I64, kept: I64) -> bool:
         return max(tokens.size, kept.size) <= SMALL_BATCH_ROWS
@@ -130,6 +137,8 @@ class SmallBatchDecode:
         the last rows, which are not in `records`."""
         rows, wide = len(tokens), -(-self._size // PANEL) * PANEL
         x, qkv, mixed, inner = (torch.empty(rows, width) for width in (wide, *self._widths))
+        if self._mapped is not None:
+            x[:, : self._size] = self._mapped(torch.from_numpy(tokens))
         logits = torch.empty(len(kept), -(-self._vocab // PANEL) * PANEL)
         counters = np.zeros((2 + STAGES * len(records)) * COUNTERS, np.int64)
         set_addresses(records, qkv.data_ptr(), qkv.stride(0) * 4, mixed.data_ptr(), mixed.stride(0) * 4)
@@ -161,3 +170,14 @@ class SmallBatchDecode:
 
 def _norm(norm: FusedRMSNorm) -> tuple[int, float, float]:
     return norm.weight.data_ptr(), norm.eps, norm.offset
+
+
+def _embedding(embedding: nn.Embedding | HalfEmbedding | MappedEmbedding) -> dict[str, int]:
+    """Returns the fields of StepArguments that are of the embedding; none if the host looks rows up."""
+    if isinstance(embedding, MappedEmbedding):
+        return {}
+    if isinstance(embedding, HalfEmbedding):
+        panels = embedding.panels
+        return {"embedding": panels.address, "embedding_form": panels.form, "embedding_panel": panels.stride}
+    weight = embedding.weight
+    return {"embedding": weight.data_ptr(), "embedding_form": FORMATS[weight.dtype]}

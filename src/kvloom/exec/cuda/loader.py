@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, Final
 
 import torch
@@ -19,7 +19,7 @@ from kvloom.exec.loader import Forward, count_blocks, load_models
 from kvloom.exec.parallel.group import Team
 from kvloom.kv.arena import view_blocks
 from kvloom.types.errors import ConfigError
-from kvloom.types.geometry import Geometry
+from kvloom.types.geometry import Geometry, KVDtype
 from kvloom.types.spec import EngineSpec
 
 _HALVES: Final = ("bfloat16", "float16")
@@ -32,15 +32,37 @@ class DeviceTarget:
         self._device = device
         self._operations = operations
 
-    def dtype(self, config: Any) -> torch.dtype:
+    def own_format(self, config: Any, matrices: Callable[[], Set[str]]) -> torch.dtype:
         """Returns the checkpoint's own format if that is a half precision, else bfloat16."""
         if self._device.torch.type == "cpu":
             return torch.float32
         own = str(getattr(config, "dtype", None)).removeprefix("torch.")
         return getattr(torch, own) if own in _HALVES else torch.bfloat16
 
+    def choose_format(self, own: torch.dtype, outline: nn.Module, say: Callable[[str], None]) -> torch.dtype:
+        return own
+
+    def widen(self, module: nn.Module) -> None:
+        """Does nothing: a GPU multiplies in the format of its weights."""
+
+    def kv_dtype(self, wanted: KVDtype, dtype: torch.dtype) -> torch.dtype:
+        """Returns `dtype`, which is the only one that the kernels of GPUs attend over."""
+        own = str(dtype).removeprefix("torch.")
+        if wanted not in ("auto", own):
+            raise ConfigError(
+                f"kv_dtype: {wanted} on a GPU, where K and V have the format that the model computes in; "
+                f"`auto` or {own} is right"
+            )
+        return dtype
+
     def check_room(self, size: int) -> None:
         """Does nothing: weights lie in mapped files until `place` looks at the device's memory."""
+
+    def check_quantized(self) -> None:
+        raise ConfigError(
+            "its weights are quantised, or in a GGUF file, and GPUs serve neither; `device: cpu`, or a plain "
+            "checkpoint of safetensors, is right"
+        )
 
     def place(self, module: nn.Module) -> None:
         tensors = {id(one): one for one in (*module.parameters(), *module.buffers())}
@@ -65,6 +87,9 @@ class DeviceTarget:
     ) -> Forward | None:
         """Returns None: transformers' modules cost nothing in a recording."""
         return None
+
+    def round_inputs(self, module: nn.Module) -> None:
+        """Does nothing: there are no quantised layers here."""
 
 
 class DeviceArena:

@@ -186,7 +186,7 @@ class DeviceModel:
     def place(cls, loaded: LoadedModel, store: ArenaMemory, operations: Operations) -> DeviceModel:
         geometry, device = loaded.geometry, store.bytes.device
         pages = store.blocks // geometry.blocks_per_page
-        view = store.view(geometry.head_dim, loaded.dtype)
+        view = store.view(geometry.head_dim, loaded.kv_dtype)
         page_map = DevicePageMap(geometry, pages, device)
         form = geometry, loaded.card, loaded.heads
         return cls(loaded.module, *form, operations, store.bytes, view, page_map)

@@ -13,7 +13,8 @@ from torch import Tensor
 from kvloom.exec.cuda.device import GpuDevice
 from kvloom.exec.cuda.model import DeviceModel, Places, PrefillState
 from kvloom.exec.cuda.staging import Staging, widened
-from kvloom.exec.sampler import draw, sample, uniform
+from kvloom.exec.sampler import draw, sample
+from kvloom.kernels.draw_reference import streams
 from kvloom.types.geometry import AnyArray
 from kvloom.types.job import Job, PageCopy, SampleRow
 from kvloom.types.request import SamplingParams, TokenLogprob
@@ -26,7 +27,7 @@ class Draws:
     rows: tuple[SampleRow, ...]
     greedy: bool  # whether the largest logit is all that anybody wants
     arrays: dict[str, AnyArray]
-    """Arrays of [R] each, but uniform [steps, R], to be sent with the job's inputs. They are empty if the
+    """Arrays of [R] each, but stream [steps, R], to be sent with the job's inputs. They are empty if the
     draw is greedy, and if the host has a say in it (penalties, masks, log-probabilities)."""
 
     @classmethod
@@ -42,7 +43,7 @@ class Draws:
         arrays: dict[str, AnyArray] = {
             **{name: np.asarray(values, dtype=np.float32) for name, values in numbers.items()},
             "top_k": np.asarray([one.top_k for one in params], dtype=np.int64),
-            "uniform": uniform(keys, indices),
+            "stream": streams(keys, indices),
         }
         return cls(rows, False, arrays)
 
@@ -60,7 +61,7 @@ class Draws:
             ids = logits.argmax(-1)
             if self.arrays:
                 names = ("temperature", "top_k", "top_p", "min_p")
-                numbers = [*(sent[name] for name in names), sent["uniform"][step]]
+                numbers = [*(sent[name] for name in names), sent["stream"][step]]
                 drawn = draw(logits.float(), *numbers)
                 ids = torch.where(sent["temperature"] > 0, drawn, ids)
             return ids, ()

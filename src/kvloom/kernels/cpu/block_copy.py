@@ -13,9 +13,9 @@ from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
+from kvloom.kernels.cpu.lanes.floats import LANES, float32x16, load
 from kvloom.kernels.cpu.memory import prefetch, read_int
 from kvloom.kernels.cpu.parallel import kernel
-from kvloom.kernels.cpu.vector import LANES, float32x16, load
 from kvloom.types.geometry import I32, AnyArray
 
 _LINE = LANES * 4

@@ -17,8 +17,19 @@ import ctypes
 import numpy as np
 from numba import carray, njit
 
-from kvloom.kernels.cpu.attention import ALL, AttentionArguments, advance, begin, room_of, tokens_of, turn
+from kvloom.kernels.cpu.attention.decode import (
+    ALL,
+    AttentionArguments,
+    advance,
+    begin,
+    items_of,
+    room_of,
+    tokens_of,
+    turn,
+)
 from kvloom.kernels.cpu.elementwise import copy_row, norm_row
+from kvloom.kernels.cpu.half import FLOAT32, PANEL, widen_output, widen_row
+from kvloom.kernels.cpu.lanes.floats import LANES
 from kvloom.kernels.cpu.memory import (
     acquire,
     aligned,
@@ -33,8 +44,7 @@ from kvloom.kernels.cpu.memory import (
 )
 from kvloom.kernels.cpu.offload_serve import MASK, LookArguments, finish, look, nanoseconds, start
 from kvloom.kernels.cpu.parallel import kernel
-from kvloom.kernels.cpu.products import PANEL, gated, normalise, plain_head, product, wait
-from kvloom.kernels.cpu.vector import LANES
+from kvloom.kernels.cpu.products import gated, normalise, plain_head, product, wait
 from kvloom.kernels.mailbox import NOTE
 
 NOWHERE = -1
@@ -162,9 +172,15 @@ FIRST = 16  # byte of the first counters: threads that have come, if one of them
 
 class LinearArguments(ctypes.Structure):
     """A product of `count` panels of 64 columns over `depth` inputs, `stride` bytes each; bias has 64 · count
-    values."""
+    values. form: the number format of the panels, as in `half.FORMATS`; with QUANTIZED panels are
+    ItemArguments. rounds: the address of what is not 0 if inputs are rounded to bfloat16 first, and lie at
+    the byte `at` of a row that is ready; 0 if they never are. parts: `part_count` ReadyArguments of the
+    stage."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("panels", "count", "stride", "depth", "bias")]
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("form", "panels", "count", "stride", "depth", "bias")),
+        *((name, ctypes.c_int64) for name in ("rounds", "at", "parts", "part_count")),
+    ]
 
 
 class NormArguments(ctypes.Structure):
@@ -183,6 +199,10 @@ class StepArguments(ctypes.Structure):
     """The addresses and sizes of a step. Rows of x, qkv, mixed, inner and logits are their `_row` bytes
     apart, and all but mixed have room for whole panels. plain: the head's weight [V, K] if it is not in
     panels, else 0.
+    ready_row: bytes of what products make of a row of their inputs before they multiply, at most.
+    embedding: 0 if the tokens' rows are in x already.
+    embedding_form: the embedding's number format, as in `half.FORMATS`; embedding_panel: the bytes of a panel
+    if the embedding is in panels, as a tied head of 16 bits has them, else 0.
 
     ask: the AskArguments, or 0 if no row is offloaded; poll: the LookArguments, or 0 if no tasks come. For
     each stage, the last the head: parts [OPERATORS · depth + 1], and ends, as long, the pieces that there are
@@ -191,8 +211,10 @@ class StepArguments(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("counters", "layers", "attention", "depth", "rows", "size")),
-        *((name, ctypes.c_int64) for name in ("tokens", "embedding", "x", "x_row", "qkv", "qkv_row")),
+        *((name, ctypes.c_int64) for name in ("tokens", "embedding", "embedding_form", "embedding_panel")),
+        *((name, ctypes.c_int64) for name in ("x", "x_row", "qkv", "qkv_row")),
         *((name, ctypes.c_int64) for name in ("mixed", "mixed_row", "inner", "inner_row")),
+        ("ready_row", ctypes.c_int64),
         *((name, ctypes.c_int64) for name in ("kept", "kept_rows", "logits", "logits_row", "plain", "vocab")),
         *((name, ctypes.c_int64) for name in ("ask", "poll", "parts", "ends", "threads")),
         ("norm", NormArguments),
@@ -226,10 +248,18 @@ def _after(s, poll, stage):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def _embed(s, counters):  # type: ignore[no-untyped-def]
+    if s.embedding == 0:
+        return
     row = fetch_add(counters, 1)
     while row < s.rows:
         token = read_int(s.tokens + row * 4)
-        copy_row(s.x + row * s.x_row, s.embedding + token * s.size * 4, s.size * 4)
+        to, form = s.x + row * s.x_row, s.embedding_form
+        if s.embedding_panel != 0:
+            widen_output(to, s.embedding, s.embedding_panel, token, s.size, form)
+        elif form == FLOAT32:
+            copy_row(to, s.embedding + token * s.size * 4, s.size * 4)
+        else:
+            widen_row(to, s.embedding + token * s.size * 2, s.size, form)
         fetch_add(counters + 8, 1)
         row = fetch_add(counters, 1)
     wait(counters, s.rows)
@@ -245,19 +275,20 @@ def _attend(turn, counters, poll, parts):  # type: ignore[no-untyped-def]
     while advance(turn, counters, place, ALL if part >= parts else max(part, tokens * part // parts)):
         look(poll)
         part += 1
-    wait(counters, turn.batch * turn.spans)
+    wait(counters, items_of(turn))
     scratch[0] = 0
 
 
 @njit(inline="never")
-def _mix(s, layer, turn, next_token, counters, normal, sums, poll, stage):  # type: ignore[no-untyped-def]
+def _mix(s, layer, turn, next_token, counters, normal, scratch, poll, stage):  # type: ignore[no-untyped-def]
     """Runs a layer up to attention's output; returns False if the host has to wait for a part of that. stage:
     the number of the layer's first."""
     step, wide = COUNTERS * 8, s.x_row
     if observe(counters) < layer.qkv.count:
         normalise(normal, wide, s.x, wide, s.rows, s.size, layer.before)
     parts = _parts(s, poll, stage)
-    product(layer.qkv, layer.o, s.qkv, s.qkv_row, normal, wide, s.rows, False, counters, sums, poll, parts)
+    to, x = (s.qkv, s.qkv_row), (normal, wide)
+    product(layer.qkv, layer.o, to, x, s.rows, False, counters, scratch, poll, parts)
     _after(s, poll, stage)
     number = stage // OPERATORS
     if s.ask != 0:
@@ -268,42 +299,43 @@ def _mix(s, layer, turn, next_token, counters, normal, sums, poll, stage):  # ty
 
 
 @njit(inline="never")
-def _finish(s, layer, then, counters, normal, sums, poll, stage):  # type: ignore[no-untyped-def]
+def _finish(s, layer, then, counters, normal, scratch, poll, stage):  # type: ignore[no-untyped-def]
     """Runs the rest of a layer. `then` is the product after this layer's last."""
     step, wide = COUNTERS * 8, s.x_row
     counters += 3 * step
     parts = _parts(s, poll, stage + 2)
-    product(layer.o, layer.gate, s.x, wide, s.mixed, s.mixed_row, s.rows, True, counters, sums, poll, parts)
+    to, mixed, inner = (s.x, wide), (s.mixed, s.mixed_row), (s.inner, s.inner_row)
+    product(layer.o, layer.gate, to, mixed, s.rows, True, counters, scratch, poll, parts)
     _after(s, poll, stage + 2)
     counters += step
     if observe(counters) < layer.gate.count:
         normalise(normal, wide, s.x, wide, s.rows, s.size, layer.between)
     parts = _parts(s, poll, stage + 3)
-    gated(layer, s.inner, s.inner_row, normal, wide, s.rows, counters, sums, poll, parts)
+    gated(layer, inner, (normal, wide), s.rows, counters, scratch, poll, parts)
     _after(s, poll, stage + 3)
     counters += step
     parts = _parts(s, poll, stage + 4)
-    product(layer.down, then, s.x, wide, s.inner, s.inner_row, s.rows, True, counters, sums, poll, parts)
+    product(layer.down, then, to, inner, s.rows, True, counters, scratch, poll, parts)
     _after(s, poll, stage + 4)
 
 
 @njit(inline="never")
-def _head(s, normal, counters, sums, poll):  # type: ignore[no-untyped-def]
+def _head(s, normal, counters, scratch, poll):  # type: ignore[no-untyped-def]
     wide, stage = s.x_row, OPERATORS * s.depth
     for r in range(s.kept_rows):
         x = s.x + read_int(s.kept + r * 4) * wide
         norm_row(normal + r * wide, x, s.norm.weight, s.size, s.norm.eps, s.norm.offset)
     parts = _parts(s, poll, stage)
     if s.plain != 0:
-        plain_head(s, normal, wide, counters, sums, poll, parts)
+        plain_head(s, normal, wide, counters, scratch[0], poll, parts)
     else:
-        to, row = s.logits, s.logits_row
-        product(s.head, s.head, to, row, normal, wide, s.kept_rows, False, counters, sums, poll, parts)
+        to, x = (s.logits, s.logits_row), (normal, wide)
+        product(s.head, s.head, to, x, s.kept_rows, False, counters, scratch, poll, parts)
     _after(s, poll, stage)
 
 
 @njit(inline="never")
-def _layers(s, normal, sums, poll):  # type: ignore[no-untyped-def]
+def _layers(s, normal, scratch, poll):  # type: ignore[no-untyped-def]
     """Runs the layers. Returns False if the host has to wait for another unit first, and then begin anew with
     `resume`."""
     layers = carray(pointer_at(s.layers), s.depth, _LAYER)
@@ -312,10 +344,10 @@ def _layers(s, normal, sums, poll):  # type: ignore[no-untyped-def]
     for i in range(max(0, resume), s.depth):
         counters = s.counters + (1 + i * STAGES) * COUNTERS * 8
         turn, stage = s.attention + i * _ATTENTION_BYTES, i * OPERATORS
-        if i != resume and not _mix(s, layers[i], turns[i], turn, counters, normal, sums, poll, stage):
+        if i != resume and not _mix(s, layers[i], turns[i], turn, counters, normal, scratch, poll, stage):
             return False
         then = layers[i + 1].qkv if i + 1 < s.depth else s.head
-        _finish(s, layers[i], then, counters, normal, sums, poll, stage)
+        _finish(s, layers[i], then, counters, normal, scratch, poll, stage)
     return True
 
 
@@ -323,15 +355,16 @@ def _layers(s, normal, sums, poll):  # type: ignore[no-untyped-def]
 def step(pointer):  # type: ignore[no-untyped-def]
     s = carray(pointer, 1)[0]
     most = max(s.rows, s.kept_rows)
-    scratch = np.empty(most * s.x_row // 4 + 2 * (most + 3) * PANEL + LANES, np.float32)
-    normal = aligned(scratch)
-    sums = normal + most * s.x_row
+    room = np.empty(most * (s.x_row + s.ready_row) // 4 + 2 * (most + 3) * PANEL + LANES, np.float32)
+    normal = aligned(room)
+    ready = normal + most * s.x_row
+    scratch = ready + most * s.ready_row, ready, s.ready_row
     poll = s.poll if s.poll != 0 and fetch_add(s.counters + FIRST, 1) == 0 else 0
     if poll != 0:
         start(poll)
     _embed(s, s.counters)
-    if _layers(s, normal, sums, poll):
-        _head(s, normal, s.counters + (1 + s.depth * STAGES) * COUNTERS * 8, sums, poll)
+    if _layers(s, normal, scratch, poll):
+        _head(s, normal, s.counters + (1 + s.depth * STAGES) * COUNTERS * 8, scratch, poll)
     if poll != 0:
         finish(poll)
-    scratch[0] = 0  # see `aligned`
+    room[0] = 0  # see `aligned`

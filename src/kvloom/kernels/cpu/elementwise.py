@@ -13,10 +13,21 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
+from kvloom.kernels.cpu.kv_rows import FLOAT32, KINDS, narrow_row
+from kvloom.kernels.cpu.lanes.floats import (
+    LANES,
+    add,
+    load,
+    multiply,
+    multiply_add,
+    splat,
+    store,
+    subtract,
+    total,
+)
 from kvloom.kernels.cpu.memory import address_of, fetch_add, read, read_int, write
 from kvloom.kernels.cpu.parallel import kernel
-from kvloom.kernels.cpu.vector import LANES, add, load, multiply, multiply_add, splat, store, subtract, total
-from kvloom.kernels.reference import check
+from kvloom.kernels.reference import check, row_width
 
 
 @njit(inline="never")
@@ -80,9 +91,19 @@ def _team(rows: int, row_values: int) -> tuple[int, int]:
     return threads, max(1, rows // (threads * 4))
 
 
+@njit(inline="never")
+def put_row(to, source, dim, row, kind):  # type: ignore[no-untyped-def]
+    """Writes the `dim` float32 at `source` into the pool, as a row of `row` bytes in the format `kind`."""
+    if kind == FLOAT32:
+        copy_row(to, source, row)
+    else:
+        narrow_row(to, source, dim, row, kind)
+
+
 class _WriteArguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("next", "chunk", "rows", "kv_heads", "head_dim")),
+        *((name, ctypes.c_int64) for name in ("row_bytes", "kind")),
         *((name, ctypes.c_int64) for name in ("k", "k_row", "k_head", "v", "v_row", "v_head")),
         *((name, ctypes.c_int64) for name in ("arena", "block_bytes", "page_tokens", "map", "map_page")),
         *((name, ctypes.c_int64) for name in ("slot_page", "slot_offset")),
@@ -92,7 +113,7 @@ class _WriteArguments(ctypes.Structure):
 @kernel(_WriteArguments)
 def _write(pointer):  # type: ignore[no-untyped-def]
     a = carray(pointer, 1)[0]
-    size = a.head_dim * 4
+    size = a.row_bytes
     start = fetch_add(address_of(pointer), a.chunk)
     while start < a.rows:
         for i in range(start, min(start + a.chunk, a.rows)):
@@ -100,8 +121,9 @@ def _write(pointer):  # type: ignore[no-untyped-def]
             offset = read_int(a.slot_offset + i * 4) * size
             for head in range(a.kv_heads):
                 to = a.arena + read_int(blocks + head * 4) * a.block_bytes + offset
-                copy_row(to, a.k + i * a.k_row + head * a.k_head, size)
-                copy_row(to + a.page_tokens * size, a.v + i * a.v_row + head * a.v_head, size)
+                k, v = a.k + i * a.k_row + head * a.k_head, a.v + i * a.v_row + head * a.v_head
+                put_row(to, k, a.head_dim, size, a.kind)
+                put_row(to + a.page_tokens * size, v, a.head_dim, size, a.kind)
         start = fetch_add(address_of(pointer), a.chunk)
 
 
@@ -109,11 +131,13 @@ FLOAT, INT = (torch.float32,), (torch.int32,)
 
 
 def check_pages(arena: Tensor, page_map: Tensor, layer: int, head_dim: int) -> int:
-    """Returns the KV heads of page_map [pages, layers, kv_heads] int32, over arena [blocks, 2, T, D] float32.
-    Raises ValueError if they are not of these forms, or have no such layer."""
+    """Returns the KV heads of page_map [pages, layers, kv_heads] int32, over arena [blocks, 2, T, D], whose
+    last dimension is a row with its scale if it is of int8. Raises ValueError if they are not of these forms,
+    or have no such layer."""
     blocks, _, tokens, _ = arena.shape
     pages, layers, kv_heads = page_map.shape
-    check("arena", arena, blocks, 2, tokens, head_dim, dtypes=FLOAT)
+    width = row_width(head_dim, arena.dtype)
+    check("arena", arena, blocks, 2, tokens, width, dtypes=tuple(KINDS))
     check("page_map", page_map, pages, layers, kv_heads, dtypes=INT)
     if not 0 <= layer < layers or not page_map.is_contiguous():
         raise ValueError(f"page_map {tuple(page_map.shape)}: want layer {layer} in it, and all contiguous")
@@ -131,8 +155,9 @@ def write_kv(
 ) -> None:
     """Stores k, v [n, kv_heads, D] in arena [blocks, 2, T, D] at token slot_offset[i] of page slot_page[i].
 
-    arena, k and v are float32; page_map [pages, layers, kv_heads], slot_page [n] and slot_offset [n] int32.
-    Rows of k and v may lie anywhere. No two slots may be the same.
+    arena is float32, bfloat16 or int8 (see `check_pages`), k and v float32; page_map [pages, layers,
+    kv_heads], slot_page [n] and slot_offset [n] int32. Rows of k and v may lie anywhere. No two slots may be
+    the same.
     """
     rows, kv_heads, head_dim = k.shape
     map_heads, layers = check_pages(arena, page_map, layer, head_dim), page_map.shape[1]
@@ -143,9 +168,9 @@ def write_kv(
     (k_row, k_head, _), (v_row, v_head, _) = k.stride(), v.stride()
     threads, chunk = _team(rows, 2 * kv_heads * head_dim)
     arguments = _WriteArguments(
-        0, chunk, rows, kv_heads, head_dim,
+        0, chunk, rows, kv_heads, head_dim, arena.shape[3] * arena.itemsize, KINDS[arena.dtype],
         k.data_ptr(), k_row * 4, k_head * 4, v.data_ptr(), v_row * 4, v_head * 4,
-        arena.data_ptr(), arena.stride(0) * 4, arena.shape[2],
+        arena.data_ptr(), arena.stride(0) * arena.itemsize, arena.shape[2],
         page_map.data_ptr() + layer * kv_heads * 4, layers * kv_heads * 4,
         slot_page.data_ptr(), slot_offset.data_ptr(),
     )  # fmt: skip

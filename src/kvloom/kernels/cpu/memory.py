@@ -15,8 +15,8 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
+from kvloom.kernels.cpu.lanes.floats import call, operation, pointer
 from kvloom.kernels.cpu.parallel import kernel
-from kvloom.kernels.cpu.vector import call, operation, pointer
 
 LINE = 64  # bytes of a cache line
 _SPINS = 2000  # looks before the core is offered to others at each further one

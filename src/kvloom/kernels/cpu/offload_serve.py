@@ -11,7 +11,8 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
 
-from kvloom.kernels.cpu.attention import AttentionArguments, attend
+from kvloom.kernels.cpu.attention.decode import AttentionArguments, attend
+from kvloom.kernels.cpu.lanes.floats import operation, pointer
 from kvloom.kernels.cpu.memory import (
     acquire,
     exchange,
@@ -25,7 +26,6 @@ from kvloom.kernels.cpu.memory import (
     wake,
 )
 from kvloom.kernels.cpu.parallel import kernel
-from kvloom.kernels.cpu.vector import operation, pointer
 
 
 class DescriptorArguments(ctypes.Structure):

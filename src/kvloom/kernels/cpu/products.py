@@ -7,13 +7,24 @@ as even as items allow.
 
 from __future__ import annotations
 
-from numba import njit
+import ctypes
 
-from kvloom.kernels.cpu.attention import score
+import numpy as np
+from numba import carray, njit
+
+from kvloom.kernels.cpu.attention.tile import score
 from kvloom.kernels.cpu.elementwise import copy_row, norm_row
-from kvloom.kernels.cpu.memory import fetch_add, observe, prefetch, read, rest
-from kvloom.kernels.cpu.offload_serve import look_when_due
-from kvloom.kernels.cpu.vector import (
+from kvloom.kernels.cpu.half import (
+    FLOAT32,
+    PANEL,
+    ROUNDED,
+    any_rows,
+    fetch,
+    half_panel_product,
+    keep,
+    round_row,
+)
+from kvloom.kernels.cpu.lanes.floats import (
     LANES,
     add,
     divide,
@@ -25,42 +36,27 @@ from kvloom.kernels.cpu.vector import (
     store,
     subtract,
     tanh,
+    write_bfloat16,
 )
+from kvloom.kernels.cpu.memory import fetch_add, observe, pointer_at, read, rest
+from kvloom.kernels.cpu.offload_serve import look_when_due
+from kvloom.kernels.cpu.quantized import SUMS_ROW, make_row_ready, rows_by_panel, weight_at
 
-PANEL = 64  # columns
 _BYTES = PANEL * 4
 _STEP = LANES * 4
-_AHEAD = 24  # inputs whose weights are on their way
-
-
-@njit(inline="always")
-def _fetch(w, step, depth, soon):  # type: ignore[no-untyped-def]
-    """Fetches the weights of the input that is `_AHEAD` of this one."""
-    ahead = step + _AHEAD
-    at = w + ahead * _BYTES if ahead < depth else soon + (ahead - depth) * _BYTES
-    for line in range(0, _BYTES, _STEP):
-        prefetch(at + line)
-
-
-@njit(inline="always")
-def _keep(to, s0, s1, s2, s3):  # type: ignore[no-untyped-def]
-    store(to, s0)
-    store(to + _STEP, s1)
-    store(to + 2 * _STEP, s2)
-    store(to + 3 * _STEP, s3)
 
 
 @njit(inline="never")
 def _one(to, x, w, depth, soon):  # type: ignore[no-untyped-def]
     s0 = s1 = s2 = s3 = splat(0.0)
     for k in range(depth):
-        _fetch(w, k, depth, soon)
+        fetch(w, k, depth, soon)
         at, value = w + k * _BYTES, splat(read(x + k * 4))
         s0 = multiply_add(value, load(at), s0)
         s1 = multiply_add(value, load(at + _STEP), s1)
         s2 = multiply_add(value, load(at + 2 * _STEP), s2)
         s3 = multiply_add(value, load(at + 3 * _STEP), s3)
-    _keep(to, s0, s1, s2, s3)
+    keep(to, s0, s1, s2, s3)
 
 
 @njit(inline="never")
@@ -70,7 +66,7 @@ def _four(to, x0, x1, x2, x3, w, depth, soon):  # type: ignore[no-untyped-def]
     c0 = c1 = c2 = c3 = splat(0.0)
     d0 = d1 = d2 = d3 = splat(0.0)
     for k in range(depth):
-        _fetch(w, k, depth, soon)
+        fetch(w, k, depth, soon)
         at, i = w + k * _BYTES, k * 4
         w0, w1, w2, w3 = load(at), load(at + _STEP), load(at + 2 * _STEP), load(at + 3 * _STEP)
         a, b, c, d = splat(read(x0 + i)), splat(read(x1 + i)), splat(read(x2 + i)), splat(read(x3 + i))
@@ -82,23 +78,76 @@ def _four(to, x0, x1, x2, x3, w, depth, soon):  # type: ignore[no-untyped-def]
         c2, c3 = multiply_add(c, w2, c2), multiply_add(c, w3, c3)
         d0, d1 = multiply_add(d, w0, d0), multiply_add(d, w1, d1)
         d2, d3 = multiply_add(d, w2, d2), multiply_add(d, w3, d3)
-    _keep(to, a0, a1, a2, a3)
-    _keep(to + _BYTES, b0, b1, b2, b3)
-    _keep(to + 2 * _BYTES, c0, c1, c2, c3)
-    _keep(to + 3 * _BYTES, d0, d1, d2, d3)
+    keep(to, a0, a1, a2, a3)
+    keep(to + _BYTES, b0, b1, b2, b3)
+    keep(to + 2 * _BYTES, c0, c1, c2, c3)
+    keep(to + 3 * _BYTES, d0, d1, d2, d3)
+
+
+panel_product = any_rows(_one, _four)
+
+
+class ItemArguments(ctypes.Structure):
+    """Up to 64 neighbouring outputs of a quantised weight: one panel or two of it, their address, and the
+    byte at which a row that is ready has what they read."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("weight", "panels", "count", "at")]
+
+
+class ReadyArguments(ctypes.Structure):
+    """What a stage makes of its inputs, at the byte `at` of a row: codes for a quantised weight; if that is
+    0, `depth` bfloat16, but only if there is no 0 at the address `rounds`."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("weight", "at", "rounds", "depth")]
+
+
+_ITEM, _PART = np.dtype(ItemArguments), np.dtype(ReadyArguments)
+QUANTIZED = 3  # a number format of panels, after those of `half.FORMATS`
 
 
 @njit(inline="never")
-def panel_product(to, x, x_row, rows, w, depth, soon):  # type: ignore[no-untyped-def]
-    """Computes to [rows up to fours, 64] = x [rows, K] · w [K, 64]. The last of four rows may be repeated."""
-    last = x + (rows - 1) * x_row
-    if rows == 1:
-        _one(to, x, w, depth, soon)
+def make_ready(linear, x, x_row, rows, ready, ready_row):  # type: ignore[no-untyped-def]
+    """Makes of rows of float32 what the products of the stage that `linear` is of read in their place."""
+    for one in carray(pointer_at(linear.parts), linear.part_count, _PART):
+        if one.weight != 0:
+            weight = weight_at(one.weight)
+            for r in range(rows):
+                make_row_ready(weight, x + r * x_row, ready + r * ready_row + one.at)
+        elif observe(one.rounds) != 0:
+            for r in range(rows):
+                round_row(ready + r * ready_row + one.at, x + r * x_row, one.depth)
+                if one.depth % 2:
+                    write_bfloat16(ready + r * ready_row + one.at + one.depth * 2, np.float32(0))
+
+
+@njit(inline="never")
+def _item_product(item, to, x, x_row, ready, ready_row, rows, soon):  # type: ignore[no-untyped-def]
+    """Computes it over an item, zeros past its panel if it has one. item: the address of ItemArguments."""
+    one = carray(pointer_at(item), 1, _ITEM)[0]
+    a, ready = weight_at(one.weight), ready + one.at
+    if one.count == 1:
+        rows_by_panel(a, one.panels, x, x_row, ready, ready_row, rows, to, soon)
+        for r in range(rows):
+            store(to + r * SUMS_ROW + 2 * _STEP, splat(0.0))
+            store(to + r * SUMS_ROW + 3 * _STEP, splat(0.0))
     else:
-        for r in range(0, rows, 4):
-            x0 = x + r * x_row
-            x1, x2, x3 = min(x0 + x_row, last), min(x0 + 2 * x_row, last), min(x0 + 3 * x_row, last)
-            _four(to + r * _BYTES, x0, x1, x2, x3, w, depth, soon if r + 4 >= rows else w)
+        then = one.panels + a.stride
+        rows_by_panel(a, one.panels, x, x_row, ready, ready_row, rows, to, then)
+        rows_by_panel(a, then, x, x_row, ready, ready_row, rows, to + 2 * _STEP, soon)
+
+
+@njit(inline="never")
+def _panel(linear, item, to, x, x_row, ready, ready_row, rows, soon):  # type: ignore[no-untyped-def]
+    """Computes to [rows up to fours, 64] = x [rows, K] · w [K, 64] of an item of any format."""
+    form, w = linear.form, linear.panels + item * linear.stride
+    if form == FLOAT32:
+        panel_product(to, x, x_row, rows, w, linear.depth, soon)
+    elif form == QUANTIZED:
+        _item_product(w, to, x, x_row, ready, ready_row, rows, soon)
+    elif linear.rounds != 0 and observe(linear.rounds) != 0:
+        half_panel_product(ROUNDED, to, ready + linear.at, ready_row, rows, w, linear.depth, soon)
+    else:
+        half_panel_product(form, to, x, x_row, rows, w, linear.depth, soon)
 
 
 SWISH, GELU = 0, 1
@@ -129,22 +178,31 @@ def _put(to, to_row, sums, bias, rows, onto):  # type: ignore[no-untyped-def]
             store(at, add(load(at), value) if onto else value)
 
 
+@njit(inline="never")
+def _weights(linear, item):  # type: ignore[no-untyped-def]
+    """Returns the address of an item's weights; of the last one's past the end."""
+    at = linear.panels + min(item, linear.count - 1) * linear.stride
+    return carray(pointer_at(at), 1, _ITEM)[0].panels if linear.form == QUANTIZED else at
+
+
 @njit(inline="always")
 def _from(linear, item, then):  # type: ignore[no-untyped-def]
     """Returns the address of an item's weights; past the last item, that of the next stage's."""
-    if item < linear.count:
-        return linear.panels + item * linear.stride
-    return then.panels + (item - linear.count) * then.stride
+    return _weights(linear, item) if item < linear.count else _weights(then, item - linear.count)
 
 
 @njit(inline="never")
-def product(linear, then, to, to_row, x, x_row, rows, onto, counters, sums, poll, parts):  # type: ignore[no-untyped-def]
-    """A stage: to = [to +] x · weightᵀ + bias."""
+def product(linear, then, out, inputs, rows, onto, counters, scratch, poll, parts):  # type: ignore[no-untyped-def]
+    """A stage: out = [out +] inputs · weightᵀ + bias. out, inputs: an address, and the bytes between rows.
+    scratch: the address of sums, and that and the bytes of rows that are ready."""
+    (to, to_row), (x, x_row), (sums, ready, ready_row) = out, inputs, scratch
     item, taken = fetch_add(counters, 1), 0
+    if item < linear.count:
+        make_ready(linear, x, x_row, rows, ready, ready_row)
     while item < linear.count:
         coming = fetch_add(counters, 1)
-        w = linear.panels + item * linear.stride
-        panel_product(sums, x, x_row, rows, w, linear.depth, _from(linear, coming, then))
+        soon = _from(linear, coming, then)
+        _panel(linear, item, sums, x, x_row, ready, ready_row, rows, soon)
         _put(to + item * _BYTES, to_row, sums, linear.bias + item * _BYTES, rows, onto)
         fetch_add(counters + 8, 1)
         taken += 1
@@ -169,15 +227,18 @@ def _activate(to, to_row, gates, ups, rows, kind):  # type: ignore[no-untyped-de
 
 
 @njit(inline="never")
-def gated(layer, to, to_row, x, x_row, rows, counters, sums, poll, parts):  # type: ignore[no-untyped-def]
-    """A stage: to = activation(gate(x)) ∘ up(x)."""
+def gated(layer, out, inputs, rows, counters, scratch, poll, parts):  # type: ignore[no-untyped-def]
+    """A stage: out = activation(gate(inputs)) ∘ up(inputs)."""
+    (to, to_row), (x, x_row), (sums, ready, ready_row) = out, inputs, scratch
     gate, up, ups = layer.gate, layer.up, sums + (rows + 3) * _BYTES
     item, taken = fetch_add(counters, 1), 0
+    if item < gate.count:
+        make_ready(gate, x, x_row, rows, ready, ready_row)
     while item < gate.count:
         coming = fetch_add(counters, 1)
-        w, bias = up.panels + item * up.stride, item * _BYTES
-        panel_product(sums, x, x_row, rows, gate.panels + item * gate.stride, gate.depth, w)
-        panel_product(ups, x, x_row, rows, w, up.depth, _from(gate, coming, layer.down))
+        bias, soon = item * _BYTES, _from(gate, coming, layer.down)
+        _panel(gate, item, sums, x, x_row, ready, ready_row, rows, _weights(up, item))
+        _panel(up, item, ups, x, x_row, ready, ready_row, rows, soon)
         _put(sums, _BYTES, sums, gate.bias + bias, rows, False)
         _put(ups, _BYTES, ups, up.bias + bias, rows, False)
         _activate(to + bias, to_row, sums, ups, rows, layer.activation)

@@ -5,10 +5,20 @@ numba notices a change in a kernel's own file only, so what is cached from older
 
 from pathlib import Path
 
-from kvloom.kernels.cpu import attention, block_copy, decode_step, elementwise, memory, offload_serve
+from kvloom.kernels.cpu import (
+    block_copy,
+    decode_step,
+    draw,
+    elementwise,
+    half,
+    memory,
+    offload_serve,
+    quantized,
+)
+from kvloom.kernels.cpu.attention import decode, prefill
 from kvloom.kernels.cpu.parallel import Kernel
 
-MODULES = block_copy, attention, elementwise, decode_step, memory, offload_serve
+MODULES = block_copy, decode, prefill, elementwise, decode_step, draw, half, memory, offload_serve, quantized
 
 
 def kernels() -> list[Kernel]:
@@ -19,7 +29,7 @@ def kernels() -> list[Kernel]:
 
 def warm() -> int:
     """Returns the number of kernels compiled."""
-    for stale in (Path(__file__).parent / "__pycache__").glob("*.nb?"):
+    for stale in Path(__file__).parent.rglob("__pycache__/*.nb?"):
         stale.unlink()
     compiled = kernels()
     for kernel in compiled:

@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 
 from kvloom.kernels.cuda.copy import copy_blocks, copy_pages
 from kvloom.kernels.cuda.decode import Workspace, decode_attention
+from kvloom.kernels.cuda.draw import draw_launch
 from kvloom.kernels.cuda.elementwise import advance, gated_launch, norm_launch, rotate, write_kv
 from kvloom.kernels.cuda.launch import Launch
 from kvloom.kernels.cuda.offload_ask import collect, post
@@ -106,6 +107,9 @@ def _others() -> Iterator[Named]:
         yield f"copy {name}", copy_blocks.launch(memory, memory, ids, ids, ids, ids, **layout)
         yield f"copy pages {name}", copy_pages.launch(memory, _empty(1024, 8, 4), ids, ids, ids, **layout)
     wide = _empty(256, dtype=torch.int64)
+    scale = _empty(256, dtype=torch.float64)
+    logits = _empty(256, 151_936, dtype=torch.float32)
+    yield "draw", draw_launch.launch(wide, logits, scale, wide, scale, scale, wide)
     yield "advance", advance.launch(wide, wide, wide, ids, ids, ids, _empty(256, 64), 32)
 
 

@@ -14,7 +14,7 @@ from kvloom.lab.faults.journal import Journal
 from kvloom.lab.sim.processes import Crashed, EngineProcess, ProcessTasks
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
-from kvloom.types.errors import ConnectionLost, KvloomError, Unavailable
+from kvloom.types.errors import ConnectionLost, HostAway, KvloomError, Unavailable
 from kvloom.types.request import Event, StartGenerate
 from kvloom.types.verbs import Answer, Body, RemoteEngine, Verb
 
@@ -149,10 +149,10 @@ class FaultyWire(FaultyCalls, RemoteEngine):
         return outcome(served)
 
     async def _reached(self) -> None:
-        """Waits while the engine's node is cut off. Raises ConnectionLost if it is given up."""
+        """Waits while the engine's node is cut off. Raises HostAway if it is given up."""
         while (outage := self._host.outage) is not None:
             if not await asyncio.shield(outage.over):
-                raise ConnectionLost("the connection broke: the engine's node does not answer")
+                raise HostAway("the engine's node does not answer")
 
     async def _once_more(self, name: str, about: str, verb: Asking[T], after: float) -> None:
         """Nobody waits for what the second copy is answered."""
@@ -216,11 +216,7 @@ class FaultyWire(FaultyCalls, RemoteEngine):
 
     async def _arrive(self, fault: CallFault) -> EngineProcess:
         await self._go(fault)
-        if self._host.outage is not None:
-            try:
-                await self._reached()
-            except ConnectionLost as error:
-                raise Unavailable("the node does not answer") from error
+        await self._reached()
         if self._host.process is None:
             raise Unavailable("nobody answers there")
         return self._host.process

@@ -23,8 +23,9 @@ from kvloom.lab.profile.serving import measure_serving, serving_loads
 from kvloom.lab.profile.session import QUICK, Effort, measure, this_computer
 from kvloom.plan.cost.measured import Measured, cross_validate
 from kvloom.plan.cost.profile import Computer, HostedSeconds, Profile, write_profile
-from kvloom.plan.cost.shapes import CONFIG, ModelShape, read_shape
+from kvloom.plan.cost.shapes import CONFIG, ModelShape, itemsize_of, read_shape
 from kvloom.serve.engine import require_hub
+from kvloom.types.errors import ConfigError
 from kvloom.types.spec import EngineSpec, ModelSpec
 
 POOL = 2 << 30  # bytes at most; more would measure longer contexts, and take longer
@@ -133,11 +134,18 @@ def whole_machine(config: Config) -> EngineSpec:
 def shape_of(executor: WatchedExecutor, model: ModelSpec) -> ModelShape:
     """Returns what the checkpoint's config says, and what attention was seen to keep."""
     geometry, folder = executor.geometries[model.name], Path(model.path)
+    if folder.is_file():
+        raise ConfigError(
+            f"models.{model.name}: {folder}: a GGUF file has several number formats, and a shape has "
+            "one; the directory of a checkpoint is right"
+        )
+    card = executor.cards[model.name]
     if not folder.is_dir():
         config = try_to_load_from_cache(model.path, CONFIG, revision=model.revision)
         folder = Path(config).parent if isinstance(config, str) else folder
     return replace(
-        read_shape(folder, geometry.itemsize),
+        read_shape(folder, itemsize_of(card.dtype)),
+        kv_dtype=None if card.kv_dtype == card.dtype else card.kv_dtype,
         layers=geometry.layers,
         kv_heads=geometry.kv_heads,
         head_dim=geometry.head_dim,

@@ -257,7 +257,7 @@ async def measure_steps(
             engine = Engine(executor, transport, spec, WallClock())
             group.create_task(engine.run())
             await asyncio.gather(*[_call(engine, model, i, steps) for i in range(sequences)])
-            await engine.stop()
+            engine.stop()
     finally:
         transport.close_all()
     whole = [one for one in executor.seen if one.phase is Phase.DECODE and one.batch == sequences][1:]

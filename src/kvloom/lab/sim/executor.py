@@ -146,7 +146,7 @@ class ModelledExecutor:
     def _work(self, job: Job) -> Work:
         """Counts of offloaded rows only what is done here: all but their attention."""
         plan, share = job.plan, min(1.0, job.share / self.compute)
-        work = Work.of(job.model, job.phase, share, plan.appends, plan.starts, len(job.samples))
+        work = Work.of(job.model, job.phase, share, plan.appends, plan.starts, len(job.samples), job.rows)
         rows = len(job.offloaded.plan.sequences) if job.offloaded else 0
         return replace(work, batch=work.batch + rows, tokens=work.tokens + rows) if rows else work
 
@@ -273,7 +273,7 @@ class Evenly:
         return self._seconds
 
     def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
-        tokens = work.tokens if work.phase is Phase.PREFILL else work.batch
+        tokens = work.batch if work.phase is Phase.DECODE else work.tokens
         return self._seconds * (10 + tokens / work.share + work.context / 50) * (1 + len(beside) / 4)
 
 

@@ -161,7 +161,7 @@ class UnitHost:
         """Ends the process as a request does: what it has ends with an error, and it takes no more."""
         gone = self.process
         if gone is not None:
-            await gone.engine.stop()
+            gone.engine.stop()
             await asyncio.wait([gone.running])
             if self.process is gone:
                 self._out(gone)

@@ -99,6 +99,7 @@ def simulated_card(name: str, shape: ModelShape, context: int) -> ModelCard:
         architecture="",
         parameters=shape.parameters,
         dtype=DTYPES[shape.itemsize],
+        kv_dtype=shape.kv_dtype,
     )
 
 

@@ -16,7 +16,7 @@ from statistics import fmean
 import numpy as np
 import torch
 
-from kvloom.kernels.cpu.attention import attend_all
+from kvloom.kernels.cpu.attention.decode import attend_all
 from kvloom.kernels.cpu.offload_serve import LookArguments
 from kvloom.kernels.mailbox import End
 from kvloom.kv.arena import Arena
@@ -116,7 +116,8 @@ class AttentionServer:
         self._terms = borrow
         self._ended = ended
         self._process = os.pidfd_open(borrow.pid)
-        self._polling = Polling(self._mailbox, arena, self._receiver, self._check)
+        dtype: torch.dtype = getattr(torch, borrow.form.dtype)
+        self._polling = Polling(self._mailbox, arena, self._receiver, dtype, self._check)
         self._over = False  # set with the polling's lock
         self._lively = self._seen = 0
         self._counting = threading.Lock()

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvloom.kernels.cpu.attention import AttentionArguments, span_of
+from kvloom.kernels.cpu.attention.decode import AttentionArguments, span_of
+from kvloom.kernels.cpu.kv_rows import KINDS
 from kvloom.kernels.cpu.offload_serve import (
     AWAITED,
     DescriptorArguments,
@@ -49,12 +50,18 @@ class Polling:
     lock."""
 
     def __init__(
-        self, mailbox: OffloadMailbox, arena: Arena, receiver: TaskReceiver, check: Callable[[], int]
+        self,
+        mailbox: OffloadMailbox,
+        arena: Arena,
+        receiver: TaskReceiver,
+        dtype: torch.dtype,
+        check: Callable[[], int],
     ) -> None:
-        """check: called with the lock if a task is not one that a kernel takes; it returns 0 once it has
-        called `prepare`, and raises nothing."""
+        """dtype: the number format of K and V in the arena. check: called with the lock if a task is not one
+        that a kernel takes; it returns 0 once it has called `prepare`, and raises nothing."""
         self._mailbox = mailbox
         self._arena = arena
+        self._dtype = dtype
         self._host = _Host(check)
         self._words = np.zeros(9, np.int64)  # the lock; three clocks; how long to sleep
         self._words[7:] = divmod(int(_SLICE * 1e9), 10**9)
@@ -181,7 +188,7 @@ class Polling:
     def _over(self, told: TaskDescriptor, layer: int, threads: int) -> AttentionArguments:
         """Returns those of any task over `told`, but for its q, k, v, output and scoring."""
         form, size = self._mailbox.form, self._mailbox.form.head_dim * 4
-        view = self._arena.view(form.head_dim, torch.float32)
+        view = self._arena.view(form.head_dim, self._dtype)
         rows, span = len(told.lengths), span_of(len(told.lengths), form.kv_heads, threads)
         return AttentionArguments(
             out_row=self._mailbox.out.strides[1],
@@ -192,6 +199,8 @@ class Polling:
             block_bytes=self._arena.block_bytes,
             page_tokens=view.shape[2],
             head_dim=form.head_dim,
+            row_bytes=view.shape[3] * view.itemsize,
+            kind=KINDS[self._dtype],
             map=told.map.ctypes.data + layer * form.kv_heads * 4,
             map_page=told.map.strides[0],
             tables=told.tables.ctypes.data,

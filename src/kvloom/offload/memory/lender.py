@@ -24,6 +24,7 @@ from kvloom.types.transfer import Transport
 
 MOST = 64 << 20  # bytes of a mailbox beyond what is lent
 SLOTS = 2  # a task is posted when the one before it is collected; one more costs nothing
+_DTYPES = "float32", "bfloat16", "int8"  # of K and V, that the kernels attend over
 _LONGEST = 10.0  # seconds that are believed of anything
 
 
@@ -55,8 +56,8 @@ class Lending:
         BadRequest if `borrow` makes no sense, QueueFull if the ledger is full, ConfigError if there is no
         memory for the mailbox."""
         form = borrow.form
-        if form.dtype != "float32":
-            raise BadRequest(f"borrow: {form.dtype}; want float32")
+        if form.dtype not in _DTYPES:
+            raise BadRequest(f"borrow: K and V in {form.dtype}; {', '.join(_DTYPES)} are right")
         self.blocks = blocks
         self.mailbox = LenderMailbox(mailbox_form(borrow, blocks, slots, FLOATS), start)
         self.receiver = TaskReceiver(self.mailbox.memory, blocks, form.tokens_per_block)

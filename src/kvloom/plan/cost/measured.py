@@ -149,9 +149,10 @@ class Measured:
     """Satisfies `Operated`. cores: that the unit has; all of the profile's by default.
 
     A prefill takes f(tokens) + a · pairs + b · context + c · sequences, a decode step f(sequences) + a ·
-    context, fitted for each model and number of cores to what was measured. Beside others a job takes as many
-    times longer as pairs of such jobs did, in proportion to the others' shares, and where all shares are
-    more than the whole, as many times more.
+    context, fitted for each model and number of cores to what was measured. A mixed job takes what a prefill
+    of its prompts with so many more tokens takes, and the attention of its decodes. Beside others a job takes
+    as many times longer as pairs of such jobs did, in proportion to the others' shares, and where all shares
+    are more than the whole, as many times more.
 
     Operators were not measured. Attention is what a job takes longer for its pairs and its context; the rest
     is spread over the products by the weights that they read. Starts and polls are in it, or nothing.
@@ -169,11 +170,7 @@ class Measured:
 
     def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
         kind = work.model, work.phase is Phase.DECODE
-        shares = self._shares.get(kind)
-        if shares is None:
-            known = sorted({model for model, _ in self._shares})
-            raise ConfigError(f"model {work.model!r} was not measured; {', '.join(known)} were")
-        alone = shares.seconds(work.share * self._cores, work)
+        alone = self._alone(work)
         if not beside:
             return alone
         together, slower = work.share, 1.0
@@ -183,12 +180,22 @@ class Measured:
             slower += rate * other.share
         return alone * slower * max(1.0, together)
 
+    def _alone(self, work: Work) -> float:
+        if work.phase is Phase.MIXED:
+            step = work.step  # its products are in the prefill's, whose weights are read once for both
+            return self._alone(work.prompts) + self._alone(step) - self._alone(but(step, context=0))
+        shares = self._shares.get((work.model, work.phase is Phase.DECODE))
+        if shares is None:
+            known = sorted({model for model, _ in self._shares})
+            raise ConfigError(f"model {work.model!r} was not measured; {', '.join(known)} were")
+        return shares.seconds(work.share * self._cores, work)
+
     def shape(self, model: str) -> ModelShape:
         return self._shapes[model]
 
     def operators(self, work: Work) -> tuple[Operator, ...]:
         shape, whole = self._shapes[work.model], self.seconds(work)
-        products = self.seconds(but(work, pairs=0, context=0))
+        products = self.seconds(but(work, pairs=0, context=0, held=0))
         read = [part for part in layer_parts(shape, shape.experts) if part.read]
         head = shape.vocab * shape.hidden
         each = products / (shape.layers * sum(part.read for part in read) + head)

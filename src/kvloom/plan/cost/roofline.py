@@ -142,8 +142,7 @@ class Roofline:
         if costs.experts:
             weights += costs.expert * costs.experts * (1.0 - costs.missed**tokens)
         held: float = work.context + tokens
-        if decode:
-            held += work.batch * self._sequence
+        held += (work.batch if decode else work.rows) * self._sequence
         return _Parts(
             products=tokens * costs.token + work.drawn * costs.drawn,
             attention=work.pairs * costs.pair,

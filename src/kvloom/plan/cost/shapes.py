@@ -10,15 +10,17 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvloom.types.errors import ConfigError
-from kvloom.types.geometry import Geometry
+from kvloom.types.geometry import SCALED, Geometry, row_bytes
 
+_KV_ITEMSIZES: Final = {"float32": 4, "bfloat16": 2, "int8": 1}
 _Count = Annotated[int, Meta(ge=1, lt=2**31)]
 
 
 class ModelShape(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A decoder of `layers` like layers. gated: the MLP has three matrices, not two. tied: the head is the
-    embedding. itemsize: bytes of a weight, and of a number in the KV cache. experts: MLPs of a layer, each
-    `ffn` wide, of which a token goes through `active`."""
+    embedding. itemsize: bytes of a weight. kv_dtype: the format of the numbers in the KV cache; None for
+    numbers of `itemsize` bytes. experts: MLPs of a layer, each `ffn` wide, of which a token goes through
+    `active`."""
 
     layers: Annotated[int, Meta(ge=1, lt=4096)]
     hidden: _Count
@@ -28,6 +30,7 @@ class ModelShape(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ffn: _Count
     vocab: _Count
     itemsize: Literal[1, 2, 4] = 2
+    kv_dtype: Literal["float32", "bfloat16", "int8"] | None = None
     gated: bool = True
     tied: bool = False
     experts: _Count = 1
@@ -66,15 +69,24 @@ class ModelShape(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def kv_bytes(self) -> int:
         """Returns the bytes of one token's K and V."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
+        return 2 * self.layers * self.kv_heads * row_bytes(self.head_dim, *self._row)
+
+    @property
+    def _row(self) -> tuple[int, bool]:
+        """Returns the bytes of a number in the KV cache, and whether rows have scales."""
+        if self.kv_dtype is None:
+            return self.itemsize, False
+        return _KV_ITEMSIZES[self.kv_dtype], self.kv_dtype in SCALED
 
     def geometry(self, block_bytes: int) -> Geometry:
+        itemsize, scaled = self._row
         return Geometry(
             layers=self.layers,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
-            itemsize=self.itemsize,
+            itemsize=itemsize,
             block_bytes=block_bytes,
+            scaled=scaled,
         )
 
 
@@ -248,6 +260,11 @@ def _maybe(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
 
 def _itemsize(config: Mapping[str, Any]) -> int:
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    return itemsize_of(dtype)
+
+
+def itemsize_of(dtype: str) -> int:
+    """Returns the bytes of a number in this format. Raises ConfigError."""
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype: {dtype[:40]!r}; {', '.join(_DTYPES)} are right")
     return _DTYPES[dtype]

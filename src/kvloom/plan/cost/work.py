@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import hypot
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
@@ -30,14 +30,41 @@ class Work:
     """(query, key) pairs that attention looks at."""
     context: int
     """Cached tokens that the job reads, over all sequences."""
+    rows: int = 0
+    """Sequences of a mixed job that decode."""
+    held: int = 0
+    """Cached tokens that those read."""
 
     @staticmethod
-    def of(model: str, phase: Phase, share: float, appends: I64, starts: I64, drawn: int) -> Work:
+    def of(
+        model: str, phase: Phase, share: float, appends: I64, starts: I64, drawn: int, rows: int = 0
+    ) -> Work:
         """Returns the work of a batch. appends, starts: [B] tokens that each sequence computes, and has
-        already."""
+        already. rows: as in `Job`."""
         tokens, context = int(appends.sum()), int(starts.sum())
         pairs = int(appends @ starts) + int(appends @ (appends + 1)) // 2
-        return Work(model, phase, share, appends.size, tokens, drawn, pairs, context)
+        held = int(starts[:rows].sum())
+        return Work(model, phase, share, appends.size, tokens, drawn, pairs, context, rows, held)
+
+    @property
+    def prompts(self) -> Work:
+        """Returns the prefill that has a mixed job's prompts, and computes the tokens of its decodes too, but
+        not their attention."""
+        return replace(
+            self,
+            phase=Phase.PREFILL,
+            batch=self.batch - self.rows,
+            pairs=max(0, self.pairs - self.held - self.rows),
+            context=self.context - self.held,
+            rows=0,
+            held=0,
+        )
+
+    @property
+    def step(self) -> Work:
+        """Returns the decode step that a mixed job has in it."""
+        decodes = Work.decode(self.model, self.share, (0,) * self.rows)
+        return replace(decodes, pairs=self.held + self.rows, context=self.held)
 
     def next(self) -> Work:
         """Returns the step that follows this decode step."""

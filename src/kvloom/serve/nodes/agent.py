@@ -12,12 +12,13 @@ import msgspec
 from msgspec import Struct
 
 from kvloom.config.machine import Machine
-from kvloom.serve.nodes.detached import environment_of_ray, find_or_start
+from kvloom.serve.nodes.detached import end, environment_of_ray, find_or_start
 from kvloom.serve.nodes.home import state_folder
 from kvloom.serve.processes.identity import FleetIdentity
 from kvloom.types.errors import Unavailable
 
 KEEPER_MODULE: Final = "kvloom.serve.nodes.keeper_process"
+KEEPER_SECONDS: Final = 10.0  # for a keeper to end
 
 
 class KeeperOrder(Struct, frozen=True, kw_only=True):
@@ -37,11 +38,15 @@ class NodeAgent:
     def keeper(self, order: bytes) -> str:
         """Returns the address of this node's keeper, which is started if none runs. order: a `KeeperOrder` as
         JSON. Raises RuntimeError if it does not start."""
-        place = keeper_lock(msgspec.json.decode(order, type=KeeperOrder).fleet)
+        lock = keeper_lock(msgspec.json.decode(order, type=KeeperOrder).fleet)
         try:
-            return find_or_start(place, KEEPER_MODULE, order, keeper_log(place), environment_of_ray())
+            return find_or_start(lock, KEEPER_MODULE, order, keeper_log(lock), environment_of_ray())
         except Unavailable as error:
             raise RuntimeError(f"the node's keeper has ended as it started: {error.message}") from error
+
+    def end(self, fleet: str) -> None:
+        """Ends this node's keeper of a fleet, also one that this agent has just started."""
+        end(keeper_lock(fleet), KEEPER_SECONDS)
 
     def lacking(self, paths: Mapping[str, str]) -> dict[str, str]:
         """Returns those files and folders that this node does not have, or that cannot be read. paths: by

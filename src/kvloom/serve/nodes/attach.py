@@ -41,6 +41,13 @@ class Looked(Struct, frozen=True, tag="looked"):
     """All nodes that Ray has were told."""
 
 
+class SignOfLife(Struct, frozen=True, tag="alive"):
+    """Asks the controller for one, and is its answer."""
+
+    lease: float = 0.0
+    """In the answer, the seconds for which a node's lease holds."""
+
+
 class AttachView(Struct, frozen=True, tag="view"):
     """The first words of who shows the fleet."""
 
@@ -109,9 +116,9 @@ class Over(Struct, frozen=True, tag="over"):
     why: str
 
 
-FromActor = AttachActor | NodeFound | NodeGone | NodeProblem | Looked
+FromActor = AttachActor | NodeFound | NodeGone | NodeProblem | Looked | SignOfLife
 FromView = AttachView | EndFleet
-ToActor = KeeperMissed | ResourceBundles | SpecCopy | Over
+ToActor = KeeperMissed | ResourceBundles | SpecCopy | SignOfLife | Over
 ToView = Step | Done | Line | FleetReady | Over
 
 

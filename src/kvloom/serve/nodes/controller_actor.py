@@ -10,13 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import msgspec
 import ray
+from ray.exceptions import RayError
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 from kvloom.serve.nodes.attach import (
@@ -28,20 +31,27 @@ from kvloom.serve.nodes.attach import (
     NodeProblem,
     Over,
     ResourceBundles,
+    SignOfLife,
     SpecCopy,
     ToActor,
     attach,
 )
-from kvloom.serve.nodes.detached import environment_of_ray, find_or_start
+from kvloom.serve.nodes.detached import end, environment_of_ray, find_or_start
 from kvloom.serve.nodes.home import FleetHome, FleetOrder
 from kvloom.serve.nodes.ray_nodes import NAMESPACE, RayNodes
-from kvloom.serve.nodes.wire import Wire
+from kvloom.serve.nodes.wire import Message, Wire
 from kvloom.types.clock import Clock, WallClock, together
 from kvloom.types.errors import KvloomError
 
 CONTROLLER_MODULE: Final = "kvloom.serve.nodes.controller_process"
-_log = logging.getLogger(__name__)
 PAUSE_SECONDS: Final = 1.0  # before a controller that has died is started again
+STUCK_PART: Final = 0.5  # of a node's lease, for which a controller may give no sign of life, but at least
+LEAST_SECONDS: Final = 5.0
+FIRST_SECONDS: Final = 30.0  # for its first one
+LATE_SECONDS: Final = 1.0  # for what this process has not read yet, because it stood still itself
+SIGN_SECONDS: Final = 1.0  # between two times that it is asked for one
+LACKING_SECONDS: Final = 30.0  # before what Ray has not set apart is tried again
+_log = logging.getLogger(__name__)
 
 
 class ControllerActor:
@@ -120,23 +130,26 @@ class KeptController:
         """Follows one life of the process. Returns whether the fleet is ended."""
         self._nodes.forget()
         wire.send(AttachActor())
-        told, wanted = _Told(wire), asyncio.Queue[ResourceBundles]()
+        told, signs = _Told(wire), asyncio.Queue[SignOfLife]()
+        wanted, copies = asyncio.Queue[ResourceBundles](), asyncio.Queue[SpecCopy]()
         async with together() as tasks:
             beside = [
                 tasks.create_task(self._nodes.follow(told, lambda: wire.send(Looked()))),
                 tasks.create_task(self._reserve(wire, wanted)),
+                tasks.create_task(self._copy(copies)),
+                tasks.create_task(self._watch(wire, signs)),
             ]
             try:
                 async for message in wire.messages():
                     match message:
-                        case SpecCopy(content):
-                            await asyncio.to_thread(
-                                _internal_kv_put, self._key, content, overwrite=True, namespace=NAMESPACE
-                            )
+                        case SpecCopy():
+                            copies.put_nowait(message)
                         case ResourceBundles():
                             wanted.put_nowait(message)
                         case KeeperMissed(name):
                             self._nodes.again(name)
+                        case SignOfLife():
+                            signs.put_nowait(message)
                         case Over():
                             return True
             finally:
@@ -145,14 +158,51 @@ class KeptController:
                     task.cancel()
         return False
 
-    async def _reserve(self, wire: Wire[ToActor], wanted: asyncio.Queue[ResourceBundles]) -> None:
-        """Sets apart in Ray what was wanted last, which may take long."""
+    async def _watch(self, wire: Wire[ToActor], signs: asyncio.Queue[SignOfLife]) -> None:
+        """Kills the process once it gives no sign of life, because it hangs or was stopped, in time for the
+        next one to renew the nodes' leases."""
+        patience = FIRST_SECONDS
         while True:
-            latest = await wanted.get()
-            while not wanted.empty():
-                latest = wanted.get_nowait()
+            wire.send(SignOfLife())
+            try:
+                async with asyncio.timeout(patience):
+                    sign = await signs.get()
+            except TimeoutError:
+                await self._clock.sleep(LATE_SECONDS)
+                if signs.empty():
+                    _log.warning("the fleet's controller hangs, and is killed")
+                    await asyncio.to_thread(end, self._home.lock, 0.0, signal.SIGKILL)
+                    return
+                sign = signs.get_nowait()
+            patience = max(LEAST_SECONDS, STUCK_PART * sign.lease)
+            await self._clock.sleep(SIGN_SECONDS)
+
+    async def _copy(self, copies: asyncio.Queue[SpecCopy]) -> None:
+        """Gives Ray what came last, which takes as long as Ray's head is away."""
+        while True:
+            content = (await _latest(copies)).content
+            with suppress(RayError, RuntimeError):  # The next one tells it all again.
+                await asyncio.to_thread(
+                    _internal_kv_put, self._key, content, overwrite=True, namespace=NAMESPACE
+                )
+
+    async def _reserve(self, wire: Wire[ToActor], wanted: asyncio.Queue[ResourceBundles]) -> None:
+        """Sets apart in Ray what was wanted last, which may take long, and tries again what Ray lacks."""
+        latest = ResourceBundles({})
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LACKING_SECONDS if self._nodes.lacks else None):
+                    latest = await _latest(wanted)
             for problem in await self._nodes.reserve(latest.units):
                 wire.send(problem)
+
+
+async def _latest(queue: asyncio.Queue[Message]) -> Message:
+    """Returns what was put there last, once something was."""
+    latest = await queue.get()
+    while not queue.empty():
+        latest = queue.get_nowait()
+    return latest
 
 
 class _Told:

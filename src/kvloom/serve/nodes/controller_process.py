@@ -41,6 +41,7 @@ from kvloom.serve.nodes.attach import (
     Over,
     ResourceBundle,
     ResourceBundles,
+    SignOfLife,
     SpecCopy,
     Step,
     ToActor,
@@ -247,6 +248,8 @@ class ClusterHosts:
                 self._screen.warn(name, problem)
             case Looked():
                 self._looked.set()
+            case SignOfLife():
+                wire.send(SignOfLife(self._lease))
             case AttachView():
                 self._screen.attach(wire)
             case EndFleet(why):

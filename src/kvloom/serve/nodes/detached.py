@@ -26,8 +26,8 @@ def address_at(lock: Path) -> str:
     return _told(lock)[0]
 
 
-def end(lock: Path, seconds: float) -> bool:
-    """Tells the process that has locked `lock` to end, and waits for that. Returns whether none runs."""
+def end(lock: Path, seconds: float, by: signal.Signals = signal.SIGTERM) -> bool:
+    """Ends the process that has locked `lock` by a signal, and waits for that. Returns whether none runs."""
     _, pid = _told(lock)
     if not pid:
         return True
@@ -36,7 +36,7 @@ def end(lock: Path, seconds: float) -> bool:
     except ProcessLookupError:
         return True
     try:
-        signal.pidfd_send_signal(process, signal.SIGTERM)
+        signal.pidfd_send_signal(process, by)
         ended, _, _ = select.select([process], [], [], seconds)
         return bool(ended)
     finally:

@@ -22,6 +22,7 @@ from msgspec import Struct
 from kvloom.config.config import Config
 from kvloom.config.file import Settings
 from kvloom.config.machine import Machine
+from kvloom.config.tls import TlsFiles
 from kvloom.serve.nodes.detached import address_at
 from kvloom.serve.processes.identity import FleetIdentity
 from kvloom.types.errors import ConfigError
@@ -97,9 +98,16 @@ class FleetHome:
         finally:
             os.close(file)
 
-    def order(self, settings: Settings, machines: Sequence[Machine], node: str) -> FleetOrder:
+    def order(
+        self,
+        settings: Settings,
+        machines: Sequence[Machine],
+        node: str,
+        tls: TlsFiles | None = None,
+    ) -> FleetOrder:
         """Returns the order of the fleet that was begun with these settings and has not been ended, or that
-        of a new one. Raises ConfigError if a fleet with others is served, or nothing can be kept."""
+        of a new one. tls: the certificate of a new one and its key; left out, they are made. Raises
+        ConfigError if a fleet with others is served, or nothing can be kept."""
         kept = self.kept()
         if kept is not None and kept.node == node and _same(kept.settings, settings):
             return kept
@@ -114,7 +122,7 @@ class FleetHome:
             node=node,
             folder=str(self.folder),
             secret=secrets.token_urlsafe(32),
-            identity=FleetIdentity.make(),
+            identity=FleetIdentity.make() if tls is None else FleetIdentity.read(tls),
         )
         self.end()
         self.begin(order)

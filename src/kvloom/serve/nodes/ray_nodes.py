@@ -7,8 +7,11 @@ goes through Ray: neither orders to keepers, nor requests, tokens, K and V.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -34,8 +37,10 @@ NAMESPACE: Final = "kvloom"
 FIRST_SECONDS: Final = 10.0  # for all nodes to answer first
 LOOK_SECONDS: Final = 1.0  # between two looks at which nodes there are
 AGENT_SECONDS: Final = 60.0  # for an agent to start the node's keeper
+MOST_ASKED: Final = 32  # nodes, at the same time
+END_SECONDS: Final = 15.0  # for agents to end what keepers are left
 RESERVE_SECONDS: Final = 5.0  # for Ray to set apart what a unit takes
-_ON: Final = 0.001  # of a node's own resource, by which a group is bound to it
+_ON: Final = 0.001  # of a node's own resource, by which an actor or a group is bound to it
 
 
 @contextmanager
@@ -44,6 +49,8 @@ def connected(address: str) -> Iterator[None]:
     `auto` for the cluster that runs on this host. Raises ConfigError with one line if that cannot be done."""
     if address != "auto":
         require_head(address, f"--cluster {address}")
+    # Ray would say each time that it uses its token, which is as it should be.
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     try:
         ray.init(address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     except ConnectionError as error:
@@ -53,7 +60,6 @@ def connected(address: str) -> Iterator[None]:
         ) from error
     except (RuntimeError, ValueError, RayError) as error:
         raise ConfigError(f"--cluster {address}: {' '.join(str(error).split())[:400]}") from error
-
     try:
         yield
     finally:
@@ -71,15 +77,16 @@ def machines() -> list[Machine]:
 
 
 def require(models: Mapping[str, str], gateways: Collection[str], needs: Mapping[str, str]) -> None:
-    """Raises ConfigError if a node lacks a model's folder, or one of those with a gateway what gateways need.
-    models: paths of folders by name; gateways: nodes; needs: paths by key."""
+    """Raises ConfigError if a node lacks a model's folder or file, or one of those with a gateway what
+    gateways need. models: paths by name; gateways: nodes; needs: paths by key."""
     alive = _alive()
-    folders = {f"models.{name}": path for name, path in models.items()}
-    wanted = [folders | dict(needs if node in gateways else {}) for node in alive.values()]
+    checkpoints = {f"models.{name}": path for name, path in models.items()}
+    wanted = [checkpoints | dict(needs if node in gateways else {}) for node in alive.values()]
     told = _asked([_agent(one).lacking.remote(paths) for one, paths in zip(alive, wanted, strict=True)])
     for node, lacking in zip(alive.values(), told, strict=True):
         for key, path in lacking.items():
-            what, which = ("folder ", "all nodes") if key in folders else ("", "each node with a gateway")
+            kind = "file " if Path(path).is_file() else "folder "
+            what, which = (kind, "all nodes") if key in checkpoints else ("", "each node with a gateway")
             raise ConfigError(f"{key}: node {node} has no {what}{path}; the same path on {which} is right")
 
 
@@ -89,22 +96,11 @@ def own_address() -> str:
 
 
 def keep_controller(order: FleetOrder, actor: type) -> str:
-    """Lets an actor on this host keep the fleet's controller alive, and returns the path of the socket at
-    which that is attached to. Raises ConfigError if it does not start."""
-    kept: Any = (
-        ray.remote(actor)
-        .options(
-            name=f"controller-{order.fleet}",
-            namespace=NAMESPACE,
-            lifetime="detached",
-            get_if_exists=True,
-            max_restarts=-1,
-            max_task_retries=-1,
-            num_cpus=0,
-            resources={f"node:{order.node}": 0.001},  # Ray gives each node one of these.
-        )
-        .remote(msgspec.json.encode(order))
-    )
+    """Lets an actor on this host keep the fleet's controller alive, and returns the path of the controller's
+    socket. Raises ConfigError if it does not start."""
+    # Ray gives each node a resource of its own, by which this actor comes to its host again.
+    there = {"resources": {f"node:{order.node}": _ON}}
+    kept = _detached(f"controller-{order.fleet}", actor, there).remote(msgspec.json.encode(order))
     try:
         return str(ray.get(kept.address.remote(), timeout=AGENT_SECONDS))
     except (RayError, RuntimeError) as error:
@@ -120,8 +116,11 @@ class RayNodes:
         self._clock = clock
         self._known: dict[str, str] = {}  # node's name by Ray's id of it
         self._problems: dict[str, str] = {}  # what was told of nodes without a keeper
+        # A node that is lost takes a thread for long.
+        self._asking = ThreadPoolExecutor(MOST_ASKED, "keepers")
+        self._tried: set[str] = set()  # units for which something may be set apart
         self._reserved: dict[str, ResourceBundle] = {}
-        self._reserving = asyncio.Lock()  # so that reservations follow each other as they were asked for
+        self._lacking: dict[str, NodeProblem] = {}  # by the unit for which Ray sets nothing apart
 
     async def follow(self, joins: Joins, looked: Callable[[], None]) -> None:
         """Tells of the nodes that come and go, and once of each problem, until it is cancelled. looked: is
@@ -147,7 +146,8 @@ class RayNodes:
 
     async def _ask(self, identifier: str, name: str, joins: Joins) -> None:
         """Asks a node for its keeper."""
-        address, problem = await asyncio.to_thread(self._keeper, identifier, name)
+        loop = asyncio.get_running_loop()
+        address, problem = await loop.run_in_executor(self._asking, self._keeper, identifier, name)
         if address:
             self._known[identifier] = name
             self._problems.pop(name, None)
@@ -160,6 +160,7 @@ class RayNodes:
         """Tells of all nodes anew: another controller is to hear of them."""
         self._known.clear()
         self._problems.clear()
+        self._lacking.clear()
 
     def again(self, name: str) -> None:
         """Asks a node for its keeper again with the next look."""
@@ -168,17 +169,27 @@ class RayNodes:
     async def reserve(self, units: Mapping[str, ResourceBundle]) -> list[NodeProblem]:
         """Sets apart in Ray what units take of their nodes, so that no other job of the cluster is given it,
         and gives back what was set apart for units that are not there any more. Returns what cannot be set
-        apart, and why. The units run either way."""
-        async with self._reserving:
-            before, self._reserved = self._reserved, dict(units)
-            for unit in before.keys() - units.keys():
-                await asyncio.to_thread(_release, self._group(unit))
-            problems = []
-            for unit, wanted in units.items():
-                if before.get(unit) != wanted:
-                    problem = await asyncio.to_thread(self._reserve, self._group(unit), wanted)
-                    problems += [NodeProblem(wanted.node, f"{unit}: {problem}")] if problem else []
-            return problems
+        apart, and why, if that was not returned before. The units run either way. It is called once at a
+        time."""
+        for unit in self._tried - units.keys():
+            await asyncio.to_thread(_release, self._group(unit))
+            self._tried.discard(unit)
+            self._reserved.pop(unit, None)
+        told, self._lacking = self._lacking, {}
+        wanted = [unit for unit, bundle in units.items() if self._reserved.get(unit) != bundle]
+        for unit in sorted(wanted, key=lambda unit: unit in told):  # Each that Ray lacks takes a while.
+            self._tried.add(unit)
+            self._reserved.pop(unit, None)
+            if problem := await asyncio.to_thread(self._reserve, self._group(unit), units[unit]):
+                self._lacking[unit] = NodeProblem(units[unit].node, f"{unit}: {problem}")
+            else:
+                self._reserved[unit] = units[unit]
+        return [problem for unit, problem in self._lacking.items() if told.get(unit) != problem]
+
+    @property
+    def lacks(self) -> bool:
+        """Returns whether Ray has not set apart all that was wanted."""
+        return bool(self._lacking)
 
     def _group(self, unit: str) -> str:
         return f"{self._order.fleet}-{unit}"
@@ -210,10 +221,16 @@ class RayNodes:
             return "", _why(error)
 
     def end(self) -> None:
-        """Ends the agents, and gives back what was set apart. Agents of another fleet start again when they
-        are asked for."""
+        """Ends the agents, with keepers that are still there, and gives back what was set apart. Agents of
+        another fleet start again when they are asked for."""
+        agents = []
         for identifier in _alive():
-            ray.kill(_agent(identifier))
+            with suppress(ValueError):  # There is none.
+                agents.append(ray.get_actor(_agent_name(identifier), NAMESPACE))
+        with suppress(RayError):  # A keeper ends by itself once nobody gives it a lease.
+            ray.get([agent.end.remote(self._order.fleet) for agent in agents], timeout=END_SECONDS)
+        for agent in agents:
+            ray.kill(agent)
         for group in placement_group_table().values():
             if group["name"].startswith(self._group("")) and group["state"] != "REMOVED":
                 _release(group["name"])
@@ -221,19 +238,26 @@ class RayNodes:
 
 def _agent(identifier: str) -> Any:
     """Returns the agent on a node, which is started if there is none."""
-    return (
-        ray.remote(NodeAgent)
-        .options(
-            name=f"agent-{identifier}",
-            namespace=NAMESPACE,
-            lifetime="detached",
-            get_if_exists=True,
-            max_restarts=-1,
-            max_task_retries=-1,
-            num_cpus=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(identifier, soft=False),
-        )
-        .remote()
+    there = {"scheduling_strategy": NodeAffinitySchedulingStrategy(identifier, soft=False)}
+    return _detached(_agent_name(identifier), NodeAgent, there).remote()
+
+
+def _agent_name(identifier: str) -> str:
+    return f"agent-{identifier}"
+
+
+def _detached(name: str, actor: type, there: Mapping[str, Any]) -> Any:
+    """Returns what starts an actor, or finds it: it outlives who has started it, and Ray starts it again when
+    it dies. there: the options that say on which node."""
+    return ray.remote(actor).options(
+        name=name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=-1,
+        max_task_retries=-1,
+        num_cpus=0,
+        **there,
     )
 
 
@@ -252,10 +276,8 @@ def _why(error: Exception) -> str:
 
 
 def _release(group: str) -> None:
-    try:
+    with suppress(ValueError):  # There is none.
         remove_placement_group(get_placement_group(group))
-    except ValueError:  # There is none.
-        return
 
 
 def _alive() -> dict[str, str]:

@@ -35,8 +35,8 @@ PAUSE_SECONDS: Final = 0.5  # between two looks whether it has
 
 
 def serve_over(cluster: str, settings: Settings) -> Outcome:
-    """Lets a cluster serve a fleet, and shows it until it ends. cluster: as `connect` has it. Returns how it
-    ended. Raises ConfigError."""
+    """Lets a cluster serve a fleet, and shows it until it ends. cluster: as `connected` has it. Returns how
+    it ended. Raises ConfigError."""
     signal.signal(signal.SIGTERM, _interrupt)  # until the view heeds it
     with ray_nodes.connected(cluster):  # and no longer, so that Ray's end is not this process's
         home, order, address = _begun(settings, ray_nodes.machines(), ray_nodes.own_address())
@@ -54,11 +54,12 @@ def _begun(settings: Settings, machines: Sequence[Machine], node: str) -> tuple[
     """Returns the fleet's folder and its order, and the path of its controller's socket. A fleet that was
     there before is found. Raises ConfigError."""
     config = settings.config(Machine.together(machines))
-    folders = {name: model.path for name, model in config.models.items() if Path(model.path).is_dir()}
-    ray_nodes.require(folders, config.gateways or (node,), gateway_paths(config))
+    here = {name: model.path for name, model in config.models.items() if Path(model.path).exists()}
+    ray_nodes.require(here, config.gateways or (node,), gateway_paths(config))
     home = FleetHome.of(config.port)
     with home.beginning():
-        kept, order = home.kept(), home.order(settings, machines, node)
+        tls = None if config.node_tls is None else config.node_tls.files
+        kept, order = home.kept(), home.order(settings, machines, node, tls)
         try:
             return home, order, ray_nodes.keep_controller(order, ControllerActor)
         except BaseException:
@@ -84,7 +85,7 @@ class View:
         self._end: EndFleet | None = None  # what the controller is to be told
 
     async def run(self, address: str) -> Outcome:
-        """Shows the fleet until it ends. address: where its controller is attached to. A signal to end ends
+        """Shows the fleet until it ends. address: the path of its controller's socket. A signal to end ends
         the fleet."""
         for number in heeded():
             asyncio.get_running_loop().add_signal_handler(number, partial(self._order_end, number.name))
@@ -142,8 +143,8 @@ class View:
         return None
 
     async def _again(self, before: str) -> str:
-        """Returns where the controller is attached to once it has come again; nothing if it does not.
-        before: where it was."""
+        """Returns the path of the controller's socket once it has come again; nothing if it does not. before:
+        the path that it had."""
         until = self._clock.now() + AGAIN_SECONDS
         while (address := address_at(self._home.lock)) in ("", before):
             if self._gives_up or self._clock.now() >= until:

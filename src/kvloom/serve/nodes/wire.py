@@ -14,7 +14,6 @@ import msgspec
 from msgspec import Struct
 
 from kvloom.cluster.launcher import Answered, Ended, FoundProcess, Missed, Started
-from kvloom.serve.processes.identity import NAME
 from kvloom.serve.processes.messages import GatewayNews, GatewaySpec, Said, StartProgress
 from kvloom.types.errors import Unavailable
 from kvloom.types.spec import EngineSpec
@@ -187,7 +186,7 @@ async def connect(address: str, context: ssl.SSLContext) -> Wire[FromKeeper]:
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(CONNECT_SECONDS):
-            reader, writer = await asyncio.open_connection(host, int(port), ssl=context, server_hostname=NAME)
+            reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
     except (OSError, TimeoutError) as error:
         reason = str(error) or f"no answer in {CONNECT_SECONDS:g} s"
         raise Unavailable(f"{address} cannot be reached: {reason}") from error

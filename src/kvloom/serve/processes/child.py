@@ -20,7 +20,7 @@ from kvloom.types.clock import ending
 
 _log = logging.getLogger(__name__)
 LONGEST_LINE: Final = 1 << 16
-LONGEST_REPORT: Final = 1 << 22  # of a unit that an admin has described in as many bytes as may be
+LONGEST_REPORT: Final = 1 << 23  # of a unit that an admin has described in as many bytes as may be
 LINE_END: Final = re.compile(rb"\r\n|\n|\r")  # a lone return ends a state of a progress bar
 REST_SECONDS: Final = 1.0  # for what a process that has ended has said
 

@@ -9,7 +9,6 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from kvloom.serve.processes.identity import NAME
 from kvloom.types.errors import Unavailable
 from kvloom.types.request import ModelCard
 from kvloom.types.service import FleetState, Pairs, Steps
@@ -70,7 +69,7 @@ class FleetClient:
         if not self._where.startswith(HTTPS):
             return await asyncio.open_unix_connection(self._where)
         host, _, port = self._where.removeprefix(HTTPS).rpartition(":")
-        return await asyncio.open_connection(host, int(port), ssl=self._tls, server_hostname=NAME)
+        return await asyncio.open_connection(host, int(port), ssl=self._tls)
 
 
 def _read(answer: bytes, kind: type[Answer]) -> Answer:

@@ -7,19 +7,22 @@ key. Who shows it is of the fleet; who does not is cut off during the handshake,
 from __future__ import annotations
 
 import os
+import re
 import ssl
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 from msgspec import Struct
 
-from kvloom.config.tls import TlsFiles
+from kvloom.config.tls import TlsFiles, server_context, shake_hands
+from kvloom.types.errors import ConfigError
 
-NAME: Final = "kvloom-fleet"
-"""The name in the certificate. It stands for the fleet, and for no host."""
+_NAME: Final = "kvloom-fleet"  # in a certificate that is made; nobody compares it with a host's
 _LATE: Final = timedelta(days=1)  # by which hosts' clocks may differ
 _LIFE: Final = timedelta(days=3650)
+_FIRST: Final = re.compile(rb"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----\n?", re.DOTALL)
 
 
 class FleetIdentity(Struct, frozen=True):
@@ -27,6 +30,27 @@ class FleetIdentity(Struct, frozen=True):
 
     certificate: bytes
     key: bytes
+
+    @staticmethod
+    def read(files: TlsFiles) -> FleetIdentity:
+        """Returns the one that a fleet is given: the first certificate of the file, and its key. Raises
+        ConfigError if the fleet's processes would refuse it."""
+        try:
+            server_context(files)
+            first = _FIRST.search(Path(files.certificate).read_bytes())
+            identity = FleetIdentity(first[0] if first else b"", Path(files.key).read_bytes())
+            with TemporaryDirectory() as folder:
+                kept = identity.keep(Path(folder))
+                shake_hands(calling_context(kept), serving_context(kept))
+        except ssl.SSLError as error:
+            why = getattr(error, "verify_message", None) or error.reason or error
+            raise ConfigError(
+                f"node_tls: {files.certificate} cannot be used: {why}; a certificate that is valid for "
+                "servers and for clients is right"
+            ) from error
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"node_tls: {error}") from error
+        return identity
 
     @staticmethod
     def make() -> FleetIdentity:
@@ -38,7 +62,7 @@ class FleetIdentity(Struct, frozen=True):
         from cryptography.x509.oid import NameOID  # noqa: PLC0415
 
         key = ec.generate_private_key(ec.SECP256R1())
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, NAME)])
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, _NAME)])
         now = datetime.now(UTC)
         certificate = (
             x509.CertificateBuilder()
@@ -48,8 +72,7 @@ class FleetIdentity(Struct, frozen=True):
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - _LATE)
             .not_valid_after(now + _LIFE)
-            .add_extension(x509.SubjectAlternativeName([x509.DNSName(NAME)]), critical=False)
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .sign(key, hashes.SHA256())
         )
         return FleetIdentity(
@@ -77,8 +100,10 @@ def serving_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def calling_context(files: TlsFiles) -> ssl.SSLContext:
-    """Returns the context in which a process of the fleet calls another one, by `NAME`, at any address."""
-    return _context(ssl.PROTOCOL_TLS_CLIENT, files)
+    """Returns the context in which a process of the fleet calls another one, at any address."""
+    context = _context(ssl.PROTOCOL_TLS_CLIENT, files)
+    context.check_hostname = False  # It trusts this one certificate, whatever its names are.
+    return context
 
 
 def _context(side: int, files: TlsFiles) -> ssl.SSLContext:
@@ -86,5 +111,6 @@ def _context(side: int, files: TlsFiles) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_cert_chain(files.certificate, files.key)
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # It is trusted, and not who has signed it.
     context.load_verify_locations(files.certificate)
     return context

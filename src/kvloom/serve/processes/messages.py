@@ -43,7 +43,7 @@ class EngineOrder(Struct, frozen=True, kw_only=True):
 
 
 class GatewaySpec(Struct, frozen=True, kw_only=True):
-    """What every gateway of a fleet is to be, on whichever host."""
+    """Tells what every gateway of a fleet is to be, on whichever host."""
 
     host: str = ""
     """The address at which clients connect."""

@@ -9,11 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import Parameter, Signature
-from typing import Any
+from typing import Any, Final
 
+import llvmlite.binding as llvm
 from llvmlite import ir
-from numba import types
+from numba import config, njit, types
 from numba.extending import intrinsic, models, register_model
+
+
+def has(feature: str) -> bool:
+    """Returns whether numba compiles for processors with this feature."""
+    if config.CPU_FEATURES is not None:
+        return f"+{feature}" in str(config.CPU_FEATURES).split(",")
+    return bool(llvm.get_host_cpu_features().get(feature, False))
+
+
+HAS_HALF: Final = not llvm.get_process_triple().startswith(("x86_64", "i")) or has("f16c")
+"""Whether a float16 becomes a float32 by an instruction, as it does on all but old x86."""
 
 
 def operation(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -31,7 +43,21 @@ def operation(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], An
         names = ["context", *(f"a{i}" for i in range(len(arguments)))]
         parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
         vars(typing)["__signature__"] = Signature(parameters)
+        typing.__name__ = typing.__qualname__ = emit.__name__
         return intrinsic(typing)
+
+    return decorate
+
+
+def variant(*parts: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Compiles a function that is made several times, with other parts each time, under a name that says
+    which. numba tells functions of one name apart by the order in which a process has made them, and the
+    linker takes the first of a name: kernels that two processes have compiled would call each other's."""
+
+    def decorate(body: Callable[..., Any]) -> Any:
+        names = [str(getattr(part, "__qualname__", part)) for part in parts]
+        body.__qualname__ = "_".join([body.__qualname__, *names])
+        return njit(inline="never")(body)
 
     return decorate
 
@@ -74,6 +100,81 @@ def load(builder: Any, address: Any) -> Any:
     return builder.load(pointer(builder, address, _lanes), align=4)
 
 
+_half_lanes, _short_lanes = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(ir.IntType(16), LANES)
+_high_half = ir.Constant(_int_lanes, [16] * LANES)
+
+
+@operation(float32x16, types.int64)
+def load_bfloat16(builder: Any, address: Any) -> Any:
+    """Loads 16 neighbours."""
+    words = builder.zext(builder.load(pointer(builder, address, _short_lanes), align=2), _int_lanes)
+    return builder.bitcast(builder.shl(words, _high_half), _lanes)
+
+
+@operation(float32x16, types.int64)
+def load_even_bfloat16(builder: Any, address: Any) -> Any:
+    """Loads those of 32 neighbours whose number is even."""
+    words = builder.load(pointer(builder, address, _int_lanes), align=4)
+    return builder.bitcast(builder.shl(words, _high_half), _lanes)
+
+
+@operation(float32x16, types.int64)
+def load_odd_bfloat16(builder: Any, address: Any) -> Any:
+    words = builder.load(pointer(builder, address, _int_lanes), align=4)
+    return builder.bitcast(builder.and_(words, ir.Constant(_int_lanes, [0xFFFF0000] * LANES)), _lanes)
+
+
+@operation(float32x16, types.int64)
+def load_float16(builder: Any, address: Any) -> Any:
+    """Loads 16 neighbours. Where HAS_HALF is False it is compiled, and must not be called: it loads zeros, as
+    LLVM would call a function that nobody links."""
+    if not HAS_HALF:
+        return _constant(0.0)
+    return builder.fpext(builder.load(pointer(builder, address, _half_lanes), align=2), _lanes)
+
+
+@operation(types.float32, types.int64)
+def read_bfloat16(builder: Any, address: Any) -> Any:
+    word = builder.zext(builder.load(pointer(builder, address, ir.IntType(16)), align=2), _i32)
+    return builder.bitcast(builder.shl(word, ir.Constant(_i32, 16)), _f32)
+
+
+@operation(types.float32, types.int64)
+def read_float16(builder: Any, address: Any) -> Any:
+    """Loads one, under the same condition."""
+    if not HAS_HALF:
+        return ir.Constant(_f32, 0.0)
+    return builder.fpext(builder.load(pointer(builder, address, ir.HalfType()), align=2), _f32)
+
+
+_QUIET: Final = 0x7FC0  # a bfloat16 that is no number
+
+
+def _rounded(builder: Any, value: Any, ints: Any, shorts: Any) -> Any:
+    """Emits the rounding of float32 to bfloat16, to nearest, ties to even."""
+
+    def constant(number: int) -> Any:
+        return ir.Constant(ints, [number] * LANES) if isinstance(ints, ir.VectorType) else ints(number)
+
+    bits = builder.bitcast(value, ints)
+    odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+    half = builder.lshr(builder.add(bits, builder.add(odd, constant(0x7FFF))), constant(16))
+    number = builder.fcmp_ordered("==", value, value)
+    return builder.trunc(builder.select(number, half, constant(_QUIET)), shorts)
+
+
+@operation(types.void, types.int64, float32x16)
+def store_bfloat16(builder: Any, address: Any, value: Any) -> Any:
+    short = _rounded(builder, value, _int_lanes, _short_lanes)
+    builder.store(short, pointer(builder, address, _short_lanes), align=2)
+
+
+@operation(types.void, types.int64, types.float32)
+def write_bfloat16(builder: Any, address: Any, value: Any) -> Any:
+    short = _rounded(builder, value, _i32, ir.IntType(16))
+    builder.store(short, pointer(builder, address, short.type), align=2)
+
+
 @operation(types.void, types.int64, float32x16)
 def store(builder: Any, address: Any, value: Any) -> Any:
     builder.store(value, pointer(builder, address, _lanes), align=4)
@@ -113,6 +214,11 @@ def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
 @operation(float32x16, float32x16, float32x16)
 def maximum(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+@operation(float32x16, float32x16)
+def magnitudes(builder: Any, a: Any) -> Any:
+    return call(builder, f"llvm.fabs.v{LANES}f32", _lanes, a)
 
 
 def _halves(builder: Any, a: Any) -> tuple[Any, Any]:

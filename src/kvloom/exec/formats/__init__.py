@@ -1,0 +1,1 @@
+"""Readers of quantised checkpoints of safetensors: compressed-tensors, GPTQ and AWQ."""

@@ -1,0 +1,1 @@
+"""Models in one GGUF file: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md."""

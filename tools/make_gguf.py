@@ -1,0 +1,106 @@
+"""Make a GGUF file of a checkpoint of tools/make_checkpoint.py, in the number format of its weights.
+
+python tools/make_gguf.py --checkpoint DIR --out FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import gguf
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from torch import Tensor
+
+ARCHITECTURES: Final = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3": gguf.MODEL_ARCH.QWEN3}
+"""By `model_type` of the checkpoint."""
+_MERGED: Final = ("Ġ", "Ġ")
+"""llama.cpp wants at least one merge, and these tokenizers have none."""
+
+
+def make_gguf(checkpoint: Path, out: Path) -> Path:
+    """Writes the checkpoint, one of Llama's or Qwen3's architecture, as a GGUF file."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    kind = config["model_type"]
+    architecture = ARCHITECTURES[kind]
+    writer = gguf.GGUFWriter(out, gguf.MODEL_ARCH_NAMES[architecture])
+    _add_shape(writer, config)
+    _add_tokenizer(writer, checkpoint)
+    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    for name, weight in load_file(checkpoint / "model.safetensors").items():
+        stored = names.get_name(name, try_suffixes=(".weight",))
+        assert stored is not None, name
+        heads = _permuted_heads(stored, config) if kind == "llama" else None
+        _add_tensor(writer, stored, weight if heads is None else _permuted(weight, heads))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+def _add_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(float(config["rope_parameters"]["rope_theta"]))
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path) -> None:
+    read = json.loads((checkpoint / "tokenizer.json").read_text())
+    special = {one["content"] for one in read["added_tokens"]}
+    ids: dict[str, int] = read["model"]["vocab"] | {one["content"]: one["id"] for one in read["added_tokens"]}
+    tokens = sorted(ids, key=lambda token: ids[token])
+    tokens[-1] = "".join(_MERGED)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
+    writer.add_token_types([control if token in special else normal for token in tokens])
+    writer.add_token_merges([" ".join(_MERGED)])
+    writer.add_eos_token_id(ids["</s>"])
+    writer.add_chat_template((checkpoint / "chat_template.jinja").read_text())
+
+
+def _permuted_heads(stored: str, config: dict[str, Any]) -> int | None:
+    """Returns how many heads the rows of this tensor have if llama.cpp wants them in another order."""
+    wanted = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    return next((heads for part, heads in wanted.items() if f".{part}." in stored), None)
+
+
+def _permuted(weight: Tensor, heads: int) -> Tensor:
+    """Returns the rows of each head as 0, D/2, 1, D/2 + 1, …, since llama.cpp rotates neighbours."""
+    return weight.view(heads, 2, -1, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
+
+
+def _add_tensor(writer: gguf.GGUFWriter, name: str, weight: Tensor) -> None:
+    """llama.cpp wants vectors in float32."""
+    if weight.dtype == torch.bfloat16 and weight.dim() > 1:
+        numbers: NDArray[Any] = weight.contiguous().view(torch.uint8).numpy()
+        writer.add_tensor(name, numbers, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    else:
+        writer.add_tensor(name, weight.float().contiguous().numpy())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="make a GGUF file of a random checkpoint")
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    print(make_gguf(options.checkpoint, options.out))
+
+
+if __name__ == "__main__":
+    main()
