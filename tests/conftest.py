@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
+import tempfile
+from functools import partial
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import interpreter
@@ -23,6 +27,15 @@ interpreter.watch()
 
 # What is imported for hundreds of tests stays, and no collection need look at it.
 gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests keep sockets in their folders, and a socket's path has at most 107 bytes. pytest's own folders are
+    counted for as long as the machine lives, and their paths grow with the count."""
+    if config.option.basetemp is None:
+        config.option.basetemp = folder = tempfile.mkdtemp(prefix="kvt-")
+        config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
 
 
 def pytest_collection_finish() -> None:
