@@ -90,6 +90,7 @@ class ForwardState:
     lengths: Tensor = field(init=False)
     slot_page: Tensor = field(init=False)
     slot_offset: Tensor = field(init=False)
+    _runs: list[RowRuns | None] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -185,11 +186,13 @@ class ForwardState:
         wide = out if q.dtype == torch.float32 else q.float()  # kernels may overwrite their queries
         q = q if wide is out else wide
         form, kv_heads = (scoring.scale, scoring.window, scoring.softcap), self.page_map.shape[2]
-        for part in self.parts:
+        if not self._runs:
+            group = q.shape[1] // kv_heads
+            self._runs = [runs_of(part.shared, kv_heads, group) for part in self.parts]
+        for part, runs in zip(self.parts, self._runs, strict=True):
             of, to, rows = part.sequences, wide[part.rows], q[part.rows]
             pool = self.arena, self.page_map, layer, self.tables[of]
             if part.decode:
-                runs = runs_of(part.shared, kv_heads, q.shape[1] // kv_heads)
                 cpu.decode_attention(to, rows, *pool, self.lengths[of], *form, runs)
             else:
                 cpu.prefill_attention(to, rows, *pool, self.starts[of], part.begins, *form)
