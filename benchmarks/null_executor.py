@@ -74,6 +74,7 @@ class NullExecutor:
         self.blocks = blocks
         self.compute = compute
         self.max_steps, self.lookahead = 1, 0
+        self.weights = None
         self._clockwork = clockwork or Clockwork()
         self._period = period
         self._due = 0.0

@@ -16,6 +16,7 @@ from kvloom.engine.requests import Requests
 from kvloom.engine.reservations import MOST_RESERVATIONS, Arrivals, Reservations
 from kvloom.engine.scheduler import Scheduler
 from kvloom.engine.transfers import Transfers
+from kvloom.engine.weights import WeightResidency
 from kvloom.offload.loans import Borrower, Lender
 from kvloom.offload.terms import Borrow, Loan, OffloadBackend
 from kvloom.types.clock import Clock
@@ -68,7 +69,9 @@ class Engine:
         # The requests, and what is kept for them.
         requests = self._requests = Requests(queues)
         self._guides = Guides({name: queue.card for name, queue in queues.items()}, trial)
-        promises = Promises(queues, self.pool.total)
+        weights = executor.weights
+        largest = 0 if weights is None else max(weights.blocks.values())
+        promises = Promises(queues, self.pool.total - largest)
         self._pins = Pins(queues, promises, clock, spec.lease)
         self._reservations = Reservations(
             queues, promises, transport, clock, spec.lease, new_id=requests.new_id
@@ -77,10 +80,16 @@ class Engine:
 
         # What runs next.
         pool = self.pool
-        self._tuner = QuotaTuner(queues, spec, pool.total, clock)
+        self._tuner = QuotaTuner(queues, spec, pool, clock)
         self._scheduler = Scheduler(
             queues, pool, executor, requests, self._tuner, self._arrivals, spec, wake=self._wake.set
         )
+        self._residency: WeightResidency | None = None
+        if weights is not None:
+            self._residency = WeightResidency(
+                *(weights, queues, pool, self._scheduler, requests, self._tuner, spec, clock),
+                wake=self._wake.set,
+            )
 
         # What leaves the unit, and what it lends and borrows.
         self._transport = transport
@@ -106,9 +115,13 @@ class Engine:
             self._tuner.adapt()
             if not self._stopping:
                 self._review_loans()
+                if self._residency is not None:
+                    self._residency.review()
                 self._start_jobs()
             await self._rest()
         self.borrower.give_back_all()
+        if self._residency is not None:
+            self._residency.sleep_all()
 
     @property
     def _has_stopped(self) -> bool:
@@ -135,9 +148,16 @@ class Engine:
                 self._transfers.give_way()
                 self.lender.give_way()
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._leases.left):
+                async with asyncio.timeout(self._longest_rest):
                     await self._wake.wait()
         self._wake.clear()
+
+    @property
+    def _longest_rest(self) -> float | None:
+        """Seconds until a lease runs out, or a model's turn to be in memory is over."""
+        turn = None if self._residency is None else self._residency.left
+        lefts = [left for left in (self._leases.left, turn) if left is not None]
+        return min(lefts, default=None)
 
     def _interrupt(self) -> None:
         """Ends running jobs after the steps that are under way, because something is to be decided."""

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from kvloom.engine.batching.fair_queue import INPUT_COST, OUTPUT_COST, FairQueue
 from kvloom.engine.batching.view import ModelView
-from kvloom.engine.sequence import Sequence, Status
+from kvloom.engine.sequence import Sequence, Status, StreamId
 from kvloom.kv.cache import ModelCache
 from kvloom.offload.planner import DecodePlanner
 from kvloom.types.address import KVForm
@@ -77,6 +77,7 @@ class ModelStats:
         self.received_tokens = 0
         self.output_tokens = 0
         self.preemptions = 0
+        self.ended = 0  # sequences
         self.displaced = 0  # requests that gave their place in a full queue to another
         self.unread = 0  # times that a sequence stood still because nobody read its stream
         self.unread_blocks = 0  # blocks that those gave back
@@ -131,6 +132,8 @@ class ModelQueue:
         cache.pages.on_change = self.changed
         self.cache = cache
         self.quota = 0  # set by the tuner
+        self.awake = True
+        """Its weights are in memory, so that jobs may run."""
         self.max_running = max_running
         self.max_waiting = max_waiting
         self.shares = shares
@@ -147,10 +150,41 @@ class ModelQueue:
         for watcher in self.watchers:
             watcher.add(self)
 
+    def wake(self) -> None:
+        """Lets jobs run."""
+        self.awake = True
+        self.changed()
+
+    def sleep(self) -> None:
+        """Lets no job begin. Sequences that run keep their K and V."""
+        self.awake = False
+        self.changed()
+
     @property
     def is_busy(self) -> bool:
         """True while a sequence waits or runs."""
         return bool(self.waiting or self.running)
+
+    @property
+    def in_job(self) -> bool:
+        """True while a job of the model is under way."""
+        return any(self.stats.active.values())
+
+    @property
+    def last_job(self) -> int:
+        """The unit's count of jobs when one of the model last began or ended."""
+        return max(self.stats.last.values())
+
+    @property
+    def priority(self) -> int:
+        """The priority of the most urgent sequence; 0 if there is none."""
+        first = self.waiting.first
+        orders = [s.order for s in self.running] + ([first.order] if first else [])
+        return min(orders, default=_NOBODY)[0]
+
+    def requests(self) -> set[StreamId]:
+        """Returns the requests of all sequences that wait or run."""
+        return {sequence.request for some in (self.waiting, self.running) for sequence in some}
 
     @property
     def full(self) -> bool:
@@ -200,6 +234,7 @@ class ModelQueue:
             sequence.computed = 0
         else:
             self.waiting.discard(sequence)  # a sibling that has not forked does not wait here
+        self.stats.ended += status is Status.ENDED
         sequence.become(status)
 
     def stand_still(self, sequence: Sequence) -> None:
@@ -381,4 +416,5 @@ def model_view(queue: ModelQueue) -> ModelView:
         prefill_share=queue.shares[0],
         decode_share=queue.shares[1],
         mixes=queue.planner.mixes,
+        awake=queue.awake,
     )

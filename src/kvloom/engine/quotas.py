@@ -22,9 +22,10 @@ _PERIOD = 8.0  # seconds, MuxServe's
 class QuotaTuner:
     """Measures how models use their quotas, and adapts them."""
 
-    def __init__(self, queues: Mapping[str, ModelQueue], spec: EngineSpec, total: int, clock: Clock) -> None:
+    def __init__(self, queues: Mapping[str, ModelQueue], spec: EngineSpec, pool: Pool, clock: Clock) -> None:
         self._queues = queues
-        self._total = total
+        self._pool = pool
+        self._room = total = pool.room
         self._clock = clock
         self._moves = spec.quotas == "adaptive"
         self._changed = set(queues.values())
@@ -62,8 +63,13 @@ class QuotaTuner:
             name: QuotaUsage(self._used(queue) / self._jobs, queue.blocks(queue.waiting, to_end=True))
             for name, queue in self._queues.items()
         }
-        self._set(adapt_quotas(self._total, {n: q.quota for n, q in self._queues.items()}, usage))
+        self._set(adapt_quotas(self._room, {n: q.quota for n, q in self._queues.items()}, usage))
         self._begin()
+
+    def resize(self) -> None:
+        """Makes quotas as much larger or smaller as the room that weights leave to K and V."""
+        before, self._room = self._room, self._pool.room
+        self._set({name: queue.quota * self._room // max(before, 1) for name, queue in self._queues.items()})
 
     def _used(self, queue: ModelQueue) -> int:
         """Returns the blocks that the jobs of this period have seen, summed over them."""
@@ -83,8 +89,9 @@ def fit(executor: Executor, spec: EngineSpec, *, reserved: int) -> tuple[Pool, d
     """Returns a pool over the executor's blocks, and a queue for each model. reserved: a cache's rows beyond
     those of sequences that run."""
     _tell_waste(executor.geometries)
+    weights = {} if executor.weights is None else executor.weights.blocks
     cards = {
-        name: fitted(card, executor.geometries[name], executor.blocks)
+        name: fitted(card, executor.geometries[name], executor.blocks - weights.get(name, 0))
         for name, card in executor.cards.items()
     }
     pool = Pool(

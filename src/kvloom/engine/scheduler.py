@@ -93,6 +93,15 @@ class Scheduler:
         richer = replace(view, free_blocks=view.free_blocks + blocks)
         return not same_turn(self._policy(view), self._policy(richer))
 
+    @property
+    def starving(self) -> str | None:
+        """The model of which a prompt lacks blocks, and has for too long or stands still for that."""
+        view = self._view()
+        prompts = (model for model in view.models if model.wants_prefill)
+        alone = min(prompts, key=lambda m: m.head, default=None) if self.is_idle else None
+        first = view.urgent or alone
+        return first.name if first and first.head_blocks > view.free_blocks else None
+
     def start_next(self, *, watched: bool = False) -> bool:
         """Does what the policy says. Returns False if nothing began: the policy says nothing, what it says
         needs a running job's end first, or the decode step waits for a sequence that is about to arrive.

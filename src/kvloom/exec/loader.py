@@ -231,12 +231,15 @@ def load_models(
     target: LoadTarget,
     progress: Callable[[str], None] = lambda _: None,
     team: Team | None = None,
+    finish: Callable[[str, LoadedModel], None] = lambda name, model: None,
 ) -> dict[str, LoadedModel]:
-    """Loads each model as `load_model` does. Returns them by name."""
+    """Loads each model as `load_model` does, and calls `finish` with it before the next one is loaded.
+    Returns them by name."""
     loaded: dict[str, LoadedModel] = {}
     for i, spec in enumerate(models):
         progress(f"loading model {spec.name} ({i + 1}/{len(models)})")
         loaded[spec.name] = load_model(spec, block_bytes, target, team, progress)
+        finish(spec.name, loaded[spec.name])
     return loaded
 
 

@@ -9,11 +9,12 @@ import os
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvloom.types.errors import ConfigError
-from kvloom.types.geometry import SCALED, row_bytes
+from kvloom.types.geometry import I32, SCALED, row_bytes
 
 
 def create_memfd(what: str) -> int:
@@ -73,17 +74,19 @@ class ArenaPart:
 class Arena:
     """`blocks` × `block_bytes` bytes of anonymous POSIX shared memory (a memfd): peers on the host map it by
     descriptor, and it vanishes with its last holder, however that one dies. A full /dev/shm does not
-    touch it. All pages are committed here, so that a job can never fault for want of memory. The ranks of a
-    unit have one arena together, each a part of it (`ArenaPart`), so that peers need to know of one memory.
+    touch it. The ranks of a unit have one arena together, each a part of it (`ArenaPart`), so that peers need
+    to know of one memory.
     """
 
-    def __init__(self, blocks: int, block_bytes: int) -> None:
+    def __init__(self, blocks: int, block_bytes: int, *, committed: bool = True) -> None:
+        """committed: all pages have memory from the start, so that a job can never fault for want of it.
+        Otherwise they get it as they are written, because weights have the same memory at other times."""
         self.blocks = blocks
         self.block_bytes = block_bytes
         size = blocks * block_bytes
         self.fd = create_memfd("arena")
         try:
-            os.posix_fallocate(self.fd, 0, size)
+            os.posix_fallocate(self.fd, 0, size) if committed else os.ftruncate(self.fd, size)
         except OSError as error:
             os.close(self.fd)
             name = errno.errorcode.get(error.errno or 0, str(error.errno))
@@ -99,6 +102,16 @@ class Arena:
         """The file by which the unit's other processes map it (`map_arena`), for as long as this one
         lives."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
+
+    def discard(self, blocks: I32) -> None:
+        """Gives the memory of these blocks, which are in ascending order, back to the system, as far as they
+        are whole pages of its memory."""
+        edges = np.flatnonzero(np.diff(blocks) != 1) + 1
+        for run in np.split(blocks, edges) if blocks.size else ():
+            begin = -(-int(run[0]) * self.block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            end = (int(run[-1]) + 1) * self.block_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+            if begin < end:
+                self._map.madvise(mmap.MADV_REMOVE, begin, end - begin)
 
     def view(self, head_dim: int, dtype: torch.dtype) -> Tensor:
         """Returns the arena as one model sees it: [blocks, 2, tokens, head_dim]; see `view_blocks`."""

@@ -25,6 +25,7 @@ class Pool:
         max_tokens: Mapping[str, int],
     ) -> None:
         self.lent = 0  # blocks that another unit has
+        self.weights = 0  # blocks whose memory weights have
         self._recency = Recency()
         self._allocator = BlockAllocator(total_blocks, self._recency)
         self.caches = {
@@ -75,9 +76,25 @@ class Pool:
         self._allocator.give(blocks)
         self.lent -= blocks.size
 
+    @property
+    def room(self) -> int:
+        """Blocks that K and V may have: all but those whose memory weights have."""
+        return self.total - self.weights
+
+    def yield_to_weights(self, count: int) -> I32:
+        """Takes blocks whose memory weights are to have. Raises OutOfBlocks, with none taken."""
+        blocks = self._allocator.take(count)
+        self.weights += count
+        return blocks
+
+    def take_from_weights(self, blocks: I32) -> None:
+        """Undoes `yield_to_weights` for these blocks."""
+        self._allocator.give(blocks)
+        self.weights -= blocks.size
+
     def check(self) -> None:
         """Checks law 1, conservation. Raises AssertionError with the numbers if it does not hold."""
-        used = self.lent + sum(cache.used_blocks for cache in self.caches.values())
+        used = self.lent + self.weights + sum(cache.used_blocks for cache in self.caches.values())
         assert self.free + used + self.cached == self.total, (
             f"free {self.free} + used {used} + cached {self.cached} != total {self.total}"
         )
@@ -96,7 +113,7 @@ class Pool:
             assert idle == pages.idle, f"{cache.model}: {pages.idle} idle pages, not {idle}"
             blocks += pages.map[list(refs)].ravel().tolist()
             nodes += len(tree)
-        assert len(set(blocks)) == len(blocks) == used + self.cached - self.lent, (
+        assert len(set(blocks)) == len(blocks) == used + self.cached - self.lent - self.weights, (
             "a block has two pages, or none"
         )
         ordered = len(self._recency.nodes)

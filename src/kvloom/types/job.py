@@ -4,7 +4,7 @@ the memory plan of its forward, which the accounting makes once and every layer 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -154,6 +154,27 @@ class JobResult:
     lost: str | None = None  # why the offloaded rows have no output; their tokens mean nothing then
 
 
+class WeightMemory(Protocol):
+    """The weights of a unit's models, which share one budget with its pool. Each model's are asleep at first:
+    they take disk or page cache only."""
+
+    @property
+    def blocks(self) -> Mapping[str, int]:
+        """The blocks of the pool that each model's weights take the place of while they are awake."""
+
+    def make_room(self, blocks: I32) -> None:
+        """Gives the memory of these blocks of the arena back to the system. What they hold is lost; whoever
+        writes to them later gets memory again."""
+
+    def wake(self, model: str) -> asyncio.Future[bool]:
+        """Reads the next part of a model's weights, its first layers first, beside running jobs. Returns
+        whether that was the last part; jobs of the model may run from the first one on. Raises OSError from
+        the future if they cannot be read."""
+
+    def sleep(self, model: str) -> None:
+        """Lets go of a model's weights, of which no job runs. The next `wake` reads the first part."""
+
+
 class Executor(Protocol):
     """A device that runs jobs.
 
@@ -187,6 +208,10 @@ class Executor(Protocol):
         passes the tokens of each step to `Job.on_step`, so that one of them may end a sequence; the rows
         drawn after that mean nothing. At 0, all tokens come with the result.
         """
+
+    @property
+    def weights(self) -> WeightMemory | None:
+        """The weights that can sleep; None if all stay."""
 
     def launch(self, job: Job) -> asyncio.Future[JobResult]:
         """Starts a job and returns its result's future."""

@@ -88,7 +88,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     """One unit: its models, its pool, and how they are scheduled."""
 
     models: tuple[ModelSpec, ...]
-    kv_bytes: int  # of the pool; 0 on a GPU: what the weights leave
+    kv_bytes: int  # of the pool, or of pool and weights if those can sleep; 0 on a GPU: what weights leave
     block_bytes: int
     policy: Policy
     max_running: int
@@ -106,6 +106,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     device: str = "cpu"  # or `cuda:N`; of several ranks N is the first one's GPU, and the others follow it
     weave: WeaveSpec | None = None  # the loan that this unit asks for
     memory: int = 0  # bytes of the host's memory that its processes take besides models and pool
+    sleep_dir: str = ""  # the folder in which weights lie while they sleep; empty: they stay in memory
 
     @property
     def abilities(self) -> UnitAbilities:

@@ -43,10 +43,11 @@ class ModelView:
     outnumbered: bool = False  # whether a sequence of a tenant of whom more run is to give way to the head
     full: bool = False  # whether no more may run
     mixes: bool = True  # whether its decodes may go with a prompt's chunk: none is offloaded
+    awake: bool = True  # whether its weights are in memory
 
     @property
     def wants_prefill(self) -> bool:
-        return bool(self.waiting or self.partial) and not self.prefilling
+        return self.awake and bool(self.waiting or self.partial) and not self.prefilling
 
     @property
     def growth(self) -> int:
@@ -57,7 +58,7 @@ class ModelView:
 
     @property
     def wants_decode(self) -> bool:
-        return self.decodable > 0 and not self.decoding
+        return self.awake and self.decodable > 0 and not self.decoding
 
     @property
     def excess(self) -> int:

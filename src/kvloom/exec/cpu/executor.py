@@ -18,6 +18,7 @@ from kvloom.exec.cpu.decoder import fuse_decoder
 from kvloom.exec.cpu.formats import choose_format, own_format
 from kvloom.exec.cpu.fuse import fuse_on_cpu, round_inputs
 from kvloom.exec.cpu.memory import available_memory, return_free_memory
+from kvloom.exec.cpu.weights import CpuWeights, SleepingModel, put_to_sleep
 from kvloom.exec.loader import Forward, LoadedModel, count_blocks, load_models
 from kvloom.exec.parallel.group import RankGroup
 from kvloom.exec.parallel.ranks import Member, Ranks, check
@@ -34,6 +35,8 @@ from kvloom.types.job import Job, JobResult
 from kvloom.types.request import ModelCard
 from kvloom.types.spec import EngineSpec, ModelSpec
 
+RESERVE: Final = 20
+"""One part in so many of a budget for weights and pool stays free for what jobs need while they run."""
 _SMALL: Final = 1 << 20  # bytes of a weight that is not worth a mapping
 
 
@@ -102,9 +105,16 @@ class TorchExecutor:
     stays warm.
     """
 
-    def __init__(self, models: dict[str, LoadedModel], arena: Arena, threads: int) -> None:
+    def __init__(
+        self,
+        models: dict[str, LoadedModel],
+        arena: Arena,
+        threads: int,
+        weights: CpuWeights | None = None,
+    ) -> None:
         self._models = models
         self.arena = arena
+        self.weights = weights
         self._views = _views(models, arena)
         self._slots = [ThreadPoolExecutor(1, f"job-{i}") for i in range(threads)]
         self._free = list(range(threads))
@@ -130,6 +140,30 @@ class TorchExecutor:
         return_free_memory()
         progress("reserving the KV arena")
         return cls(loaded, Arena(count_blocks(loaded, kv_bytes, block_bytes, 1), block_bytes), threads)
+
+    @classmethod
+    def within_budget(cls, spec: EngineSpec, progress: Callable[[str], None] = lambda _: None) -> Self:
+        """Loads every model and puts it to sleep before the next one is loaded. Weights and pool share the
+        arena's blocks from then on. Raises ConfigError."""
+        torch.set_num_threads(spec.threads)
+        asleep: dict[str, SleepingModel] = {}
+
+        def finish(name: str, model: LoadedModel) -> None:
+            asleep[name] = put_to_sleep(name, (model.module, model.forward), Path(spec.sleep_dir))
+            return_free_memory()
+
+        loaded = load_models(spec.models, spec.block_bytes, CPU, progress, finish=finish)
+        blocks = (spec.kv_bytes - spec.kv_bytes // RESERVE) // spec.block_bytes
+        for name, model in asleep.items():
+            needed = -(-model.bytes // spec.block_bytes) + loaded[name].geometry.blocks_per_page
+            if needed > blocks:
+                least = needed * spec.block_bytes * RESERVE // (RESERVE - 1)
+                raise ConfigError(
+                    f"memory: {spec.kv_bytes:,} bytes hold neither {name}, whose weights take "
+                    f"{model.bytes:,}, nor a page of its K and V beside them; at least {least:,} are needed"
+                )
+        arena = Arena(blocks, spec.block_bytes, committed=False)
+        return cls(loaded, arena, spec.threads, CpuWeights(asleep, arena))
 
     @property
     def cards(self) -> dict[str, ModelCard]:
@@ -165,6 +199,8 @@ class TorchExecutor:
         """Waits for running jobs and ends the threads."""
         for slot in self._slots:
             slot.shutdown()
+        if self.weights is not None:
+            self.weights.close()
 
     def _run(self, slot: int, job: Job) -> JobResult:
         started = time.perf_counter()
@@ -282,6 +318,8 @@ def load_executor(
     """Returns the executor that the unit needs. Raises as the executors do."""
     if spec.tensor_parallel > 1:
         return ParallelExecutor.over(spec, folder, progress)
+    if spec.sleep_dir:
+        return TorchExecutor.within_budget(spec, progress)
     return TorchExecutor.load(
         spec.models,
         kv_bytes=spec.kv_bytes,

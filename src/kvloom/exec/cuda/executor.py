@@ -67,6 +67,7 @@ class GpuExecutor:
         self.blocks = arena.blocks
         self.compute = device.compute
         self.max_steps, self.lookahead = STRIDE, 1
+        self.weights = None  # all stay
         self._models = models
         self._device = device
         self._slots = Slots(device)

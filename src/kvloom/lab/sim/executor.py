@@ -10,7 +10,7 @@ from typing import Protocol
 from kvloom.lab.sim.hosting import HostedUnit
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import CostModel, Operator, Work
-from kvloom.types.geometry import Geometry
+from kvloom.types.geometry import I32, Geometry
 from kvloom.types.job import Job, JobResult, Phase
 from kvloom.types.request import ModelCard, TokenLogprob
 
@@ -91,6 +91,32 @@ class _Running:
         return int(self.job.plan.page_map.shape[1])
 
 
+class ModelledWeights:
+    """Satisfies `WeightMemory`: a model's weights come in `PARTS` parts, at so many bytes a second."""
+
+    PARTS = 4
+
+    def __init__(self, sizes: Mapping[str, int], block_bytes: int, bandwidth: float) -> None:
+        """sizes: bytes of each model's weights."""
+        self.blocks = {name: -(-size // block_bytes) for name, size in sizes.items()}
+        self._seconds = {name: size / bandwidth / self.PARTS for name, size in sizes.items()}
+        self._parts = dict.fromkeys(sizes, 0)
+
+    def make_room(self, blocks: I32) -> None:
+        """Does nothing: blocks have no memory here."""
+
+    def wake(self, model: str) -> asyncio.Future[bool]:
+        loop = asyncio.get_running_loop()
+        read: asyncio.Future[bool] = loop.create_future()
+        self._parts[model] += 1
+        over = self._parts[model] == self.PARTS
+        loop.call_later(self._seconds[model], lambda: read.done() or read.set_result(over))
+        return read
+
+    def sleep(self, model: str) -> None:
+        self._parts[model] = 0
+
+
 class ModelledExecutor:
     """Satisfies `Executor`. Jobs that run at the same time slow each other down as the cost model says,
     each for as long as they do. A job whose plan has sends puts each layer when it is computed.
@@ -112,6 +138,7 @@ class ModelledExecutor:
         overhead: Callable[[int], float] | None = None,
         stride: int = 4096,
         host: HostedUnit | None = None,
+        weights: ModelledWeights | None = None,
     ) -> None:
         self.cards = cards
         self.geometries = geometries
@@ -124,6 +151,7 @@ class ModelledExecutor:
         self._running: list[_Running] = []
         self._host = host
         self.loans: Loans | None = None
+        self.weights = weights
         if host is not None:
             host.join(self.pace)
 

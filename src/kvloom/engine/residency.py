@@ -1,0 +1,154 @@
+"""Whose weights are in memory: a pure policy over a frozen view, as batching policies are.
+
+Models share one budget with the pool. Whoever is wanted and asleep is woken, one after the other, the one of
+the most urgent request first, then the one that has waited longest. Room is made in this order: free blocks
+and cached prefixes; weights that nobody wants, the least recently used first; K and V beyond quotas; weights
+of those who have been awake for a turn, the longest first; in the end all K and V that can be had.
+
+Switching between models token by token follows Aegaeon (Xiang et al., SOSP 2025, section 4), waking ahead into
+idle blocks follows WarmServe (Lou et al., 2025).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+TURN: Final = 1.0  # seconds that a wanted model stays awake at least
+PART: Final = 10  # times that its turn is at least as long as its waking, so that little is lost to waking
+AGED: Final = 30.0  # seconds of waiting after which priorities hold a model back no longer
+MARGIN: Final = 8  # one part in so many of the budget stays free when a model is woken that nobody wants
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """One model's weights."""
+
+    name: str
+    blocks: int  # that they take the place of while they are awake
+    awake: bool  # jobs of the model may run
+    wanted: bool  # a request of the model waits or runs
+    priority: int  # of the most urgent of those; the smaller goes first
+    since: float  # seconds: when they were woken if they are awake, else when they came to be wanted
+    turn: float  # seconds that they stay awake at least if they are wanted
+    used: int = 0  # jobs that the unit had started when one of the model last began or ended
+    rate: float = 0.0  # requests a second, as planned
+    gathered: int = 0  # blocks that are kept for them, as they are about to be woken
+    excess: int = 0  # blocks of K and V that may be preempted, as they are beyond the model's quota
+    held: int = 0  # blocks of K and V that can be preempted
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyView:
+    """The weights of a unit's models at one moment."""
+
+    models: tuple[Residency, ...]
+    total: int  # blocks that weights and pool have together
+    free: int  # blocks that nobody holds
+    available: int  # blocks that are free or cached
+    now: float  # seconds
+    moving: bool = False  # a model is being woken, or falls asleep as soon as its job has ended
+    short: bool = False  # K and V lack blocks which the weights that nobody wants have
+    starving: str | None = None  # a model that is awake, and of which a request has lacked blocks for long
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Wake a model, for which there is room."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """Let a model's weights go as soon as no job of it runs. Their blocks are kept for the weights of
+    `heir`, if that is a name."""
+
+    model: str
+    heir: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GiveWay:
+    """Preempt a sequence of a model. Its blocks are kept for the weights of `heir`."""
+
+    model: str
+    heir: str
+
+
+Move = Wake | Sleep | GiveWay
+
+
+def turn_of(wake: float, lost: int) -> float:
+    """Returns the seconds that a model stays awake at least. wake: seconds that waking takes; lost: how often
+    its K and V have given way to weights since a request of it last ended. Each time doubles the turn, so
+    that the longest request comes to its end once."""
+    return max(TURN, PART * wake) * 2.0 ** min(lost, 10)
+
+
+def next_move(view: ResidencyView) -> Move | None:
+    """Returns what is to be done next about weights; None if nothing is, for now."""
+    if view.moving:
+        return None
+    first = _first(view)
+    if first is None:
+        return _with_time(view)
+    if first.blocks - first.gathered <= view.available:
+        return Wake(first.name)
+    awake = [model for model in view.models if model.awake]
+    unwanted = [model for model in awake if not model.wanted]
+    if unwanted:
+        return Sleep(min(unwanted, key=lambda model: model.used).name, first.name)
+    beyond = [model for model in view.models if model.excess > 0 and model is not first]
+    if beyond:
+        return GiveWay(max(beyond, key=lambda model: model.excess).name, first.name)
+    if awake:
+        over = [model for model in awake if _is_over(view, model, first)]
+        return Sleep(min(over, key=lambda model: model.since).name, first.name) if over else None
+    holding = [model for model in view.models if model.held > 0]
+    if not holding:
+        return None
+    return GiveWay(max(holding, key=lambda model: (model is not first, model.held)).name, first.name)
+
+
+def next_due(view: ResidencyView) -> float | None:
+    """Returns the time at which the next turn is over, if a model waits for that."""
+    if _first(view) is None and view.starving is None:
+        return None
+    return min((model.since + model.turn for model in view.models if model.awake), default=None)
+
+
+def _first(view: ResidencyView) -> Residency | None:
+    """Returns the model that is woken next: the one for which room is being made, or the one of the most
+    urgent request, or the one that has waited longest."""
+    wanting = [model for model in view.models if model.wanted and not model.awake]
+    return min(wanting, key=lambda m: (not m.gathered, _priority(view, m), m.since), default=None)
+
+
+def _priority(view: ResidencyView, model: Residency) -> float:
+    """Returns the model's priority; one that has waited for long goes before all."""
+    aged = not model.awake and view.now - model.since >= AGED
+    return float("-inf") if aged else model.priority
+
+
+def _is_over(view: ResidencyView, model: Residency, waiting: Residency) -> bool:
+    """Returns whether a wanted model has to make room for one that waits: once its turn is over, if it is no
+    more urgent than that one."""
+    return _priority(view, waiting) <= model.priority and view.now >= model.since + model.turn
+
+
+def _with_time(view: ResidencyView) -> Move | None:
+    """Returns what is done while no model waits: weights give way to K and V, those that nobody wants first,
+    or are there before they are wanted."""
+    awake = [model for model in view.models if model.awake]
+    unwanted = [model for model in awake if not model.wanted]
+    if view.short and unwanted:
+        return Sleep(min(unwanted, key=lambda model: model.used).name)
+    if view.starving is not None:
+        over = [m for m in awake if m.name != view.starving and view.now >= m.since + m.turn]
+        return Sleep(min(over, key=lambda model: model.since).name) if over else None
+    spare = view.free - view.total // MARGIN
+    ahead = [m for m in view.models if not m.awake and m.blocks <= spare]
+    if view.short or not ahead:
+        return None
+    return Wake(max(ahead, key=lambda model: (model.used, model.rate)).name)

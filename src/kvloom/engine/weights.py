@@ -1,0 +1,249 @@
+"""The weights of a unit's models that sleep and wake: what each is about, and the blocks whose memory it has."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+
+import numpy as np
+
+from kvloom.engine.batching.view import LASTING
+from kvloom.engine.model_queue import ModelQueue
+from kvloom.engine.quotas import QuotaTuner
+from kvloom.engine.requests import Requests
+from kvloom.engine.residency import (
+    GiveWay,
+    Move,
+    Residency,
+    ResidencyView,
+    Sleep,
+    Wake,
+    next_due,
+    next_move,
+    turn_of,
+)
+from kvloom.engine.scheduler import Scheduler
+from kvloom.kv.pool import Pool
+from kvloom.types.clock import Clock
+from kvloom.types.geometry import I32
+from kvloom.types.job import WeightMemory
+from kvloom.types.spec import EngineSpec
+
+_log = logging.getLogger(__name__)
+
+
+class Phase(StrEnum):
+    """What a model's weights are about."""
+
+    ASLEEP = "asleep"  # blocks may be kept for them already
+    WAKING = "waking"  # the first part is being read; no job may run yet
+    AWAKE = "awake"  # jobs may run; the rest may still be read
+    LEAVING = "leaving"  # no new job; asleep as soon as none runs and nothing is being read
+
+
+@dataclass(slots=True, eq=False)
+class _Weights:
+    """One model's weights."""
+
+    queue: ModelQueue
+    size: int  # blocks
+    rate: float
+    phase: Phase = Phase.ASLEEP
+    blocks: list[I32] = field(default_factory=list)
+    """Whose memory they have, or are about to have."""
+    since: float = 0.0
+    """When they were woken, or came to be wanted."""
+    waiting: bool = False
+    """They are wanted, and asleep, since `since`."""
+    wake_seconds: float = 0.0  # of the last time; 0 if there was none
+    lost: int = 0
+    """Sequences that have given way to weights since a request of the model last ended."""
+    ended: int = 0
+    heir: str | None = None
+    reading: bool = False
+
+    @property
+    def gathered(self) -> int:
+        return sum(blocks.size for blocks in self.blocks)
+
+
+class WeightResidency:
+    """Carries out what the policy (`residency.py`) says about whose weights are in memory."""
+
+    def __init__(
+        self,
+        memory: WeightMemory,
+        queues: Mapping[str, ModelQueue],
+        pool: Pool,
+        scheduler: Scheduler,
+        requests: Requests,
+        tuner: QuotaTuner,
+        spec: EngineSpec,
+        clock: Clock,
+        *,
+        wake: Callable[[], None],
+    ) -> None:
+        """wake: called when a part has been read, so that `review` is due."""
+        rates = {model.name: model.rate for model in spec.models}
+        self._memory = memory
+        self._models = {
+            name: _Weights(queue, memory.blocks[name], rates.get(name) or 0.0)
+            for name, queue in queues.items()
+        }
+        self._pool = pool
+        self._scheduler = scheduler
+        self._requests = requests
+        self._tuner = tuner
+        self._clock = clock
+        self._wake = wake
+        self._due: float | None = None
+        for queue in queues.values():
+            queue.sleep()
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until `review` is due, if nothing happens before; None if it is not."""
+        return None if self._due is None else max(0.0, self._due - self._clock.now())
+
+    def review(self) -> None:
+        """Does what the policy says, until it says nothing more."""
+        for one in self._models.values():
+            self._let_leave(one)
+        moves = True
+        while moves:
+            view = self._view()
+            move = next_move(view)
+            moves = move is not None and self._do(move)
+        self._due = next_due(view)
+
+    def sleep_all(self) -> None:
+        """Gives all blocks back, when no job runs any more."""
+        for one in self._models.values():
+            self._fall_asleep(one)
+
+    # -- moves ----------------------------------------------------------------------------------------
+
+    def _do(self, move: Move) -> bool:
+        """Does a move. Returns False if it needs a running job's end first."""
+        one = self._models[move.model]
+        if isinstance(move, Wake):
+            self._gather(one)
+            self._begin_to_wake(one)
+            return True
+        if isinstance(move, Sleep):
+            one.phase, one.heir = Phase.LEAVING, move.heir
+            one.queue.sleep()
+            self._scheduler.cut()
+            self._let_leave(one)
+            return True
+        given = one.queue.preempt(self._scheduler.jobs)
+        one.lost += given
+        self._gather(self._models[move.heir])
+        return given
+
+    def _gather(self, one: _Weights) -> None:
+        """Takes as many blocks as there are for weights that are to be woken."""
+        count = min(one.size - one.gathered, self._pool.available)
+        if count > 0:
+            one.blocks.append(self._pool.yield_to_weights(count))
+            self._memory.make_room(one.blocks[-1])
+            self._tuner.resize()
+
+    def _begin_to_wake(self, one: _Weights) -> None:
+        one.phase, one.since, one.waiting = Phase.WAKING, self._clock.now(), False
+        self._read(one)
+
+    def _read(self, one: _Weights) -> None:
+        one.reading = True
+        self._memory.wake(one.queue.card.name).add_done_callback(partial(self._on_read, one))
+
+    def _on_read(self, one: _Weights, future: asyncio.Future[bool]) -> None:
+        one.reading = False
+        if future.cancelled() or (error := future.exception()) is not None:
+            self._on_unreadable(one, "cancelled" if future.cancelled() else str(error))
+            return
+        if one.phase is Phase.WAKING:
+            one.phase = Phase.AWAKE
+            one.queue.wake()
+        if future.result():
+            one.wake_seconds = self._clock.now() - one.since
+        elif one.phase is Phase.AWAKE:
+            self._read(one)
+        self._wake()
+
+    def _on_unreadable(self, one: _Weights, reason: str) -> None:
+        """Ends the model's requests; the next one tries again. All other models serve on."""
+        name = one.queue.card.name
+        _log.error("the weights of %s cannot be read: %s", name, reason)
+        one.queue.sleep()
+        one.phase = Phase.LEAVING
+        for request in one.queue.requests():
+            self._requests.cancel(request, "error", f"the weights of {name} cannot be read: {reason}")
+        self._wake()
+
+    def _let_leave(self, one: _Weights) -> None:
+        """Lets weights that are to leave fall asleep, if no job runs and nothing is being read. Blocks that
+        are kept for weights which nobody wants any more are given back."""
+        left = one.phase is Phase.LEAVING and not one.reading and not one.queue.in_job
+        unwanted = one.phase is Phase.ASLEEP and one.blocks and not one.queue.is_busy
+        if left or unwanted:
+            heir, one.heir = one.heir, None
+            self._fall_asleep(one)
+            if heir is not None and self._models[heir].queue.is_busy:
+                self._gather(self._models[heir])
+
+    def _fall_asleep(self, one: _Weights) -> None:
+        if one.phase is not Phase.ASLEEP:
+            self._memory.sleep(one.queue.card.name)
+        one.phase = Phase.ASLEEP
+        if one.blocks:
+            self._pool.take_from_weights(np.concatenate(one.blocks))
+            one.blocks = []
+            self._tuner.resize()
+
+    # -- what the policy sees -------------------------------------------------------------------------
+
+    def _view(self) -> ResidencyView:
+        unwanted = sum(
+            one.gathered for one in self._models.values() if one.phase is Phase.AWAKE and not one.queue.is_busy
+        )
+        return ResidencyView(
+            models=tuple(map(self._residency, self._models.values())),
+            total=self._pool.total,
+            free=self._pool.free,
+            available=self._pool.available,
+            now=self._clock.now(),
+            moving=any(one.phase in (Phase.WAKING, Phase.LEAVING) for one in self._models.values()),
+            short=unwanted > 0 and self._scheduler.lacks(unwanted),
+            starving=self._scheduler.starving,
+        )
+
+    def _residency(self, one: _Weights) -> Residency:
+        queue = one.queue
+        wanted, awake = queue.is_busy, one.phase is Phase.AWAKE
+        if wanted and not awake and not one.waiting:
+            one.since, one.waiting = self._clock.now(), True
+        one.waiting = one.waiting and wanted and not awake
+        if queue.stats.ended != one.ended:
+            one.ended, one.lost = queue.stats.ended, 0
+        can_give = wanted and queue.victim() is not None
+        lasts = len(queue.running) > 1 or self._scheduler.jobs - queue.last_job > LASTING
+        used = queue.cache.used_blocks
+        return Residency(
+            name=queue.card.name,
+            blocks=one.size,
+            awake=awake,
+            wanted=wanted,
+            priority=queue.priority,
+            since=one.since,
+            turn=turn_of(one.wake_seconds, one.lost),
+            used=queue.last_job,
+            rate=one.rate,
+            gathered=0 if awake else one.gathered,
+            excess=max(0, used - queue.quota) if can_give and lasts else 0,
+            held=used if can_give else 0,
+        )
