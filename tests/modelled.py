@@ -14,7 +14,7 @@ from kvloom.engine.engine import Engine
 from kvloom.lab.faults.invariants import InvariantChecker, digest, lone_answer
 from kvloom.offload.terms import OffloadBackend
 from kvloom.types.clock import Clock
-from kvloom.types.geometry import Geometry
+from kvloom.types.geometry import I32, Geometry
 from kvloom.types.job import Job, JobResult
 from kvloom.types.request import Level, ModelCard, StartGenerate, TokenLogprob
 from kvloom.types.spec import EngineSpec, ModelSpec, Policy, Quotas
@@ -60,6 +60,45 @@ def card(model: str, context: int = CONTEXT) -> ModelCard:
     )
 
 
+class ModelledWeights:
+    """Satisfies `WeightMemory`. A model's weights come in parts, each after a few turns of the event loop.
+    Blocks whose memory weights take lose what they hold."""
+
+    def __init__(self, executor: ModelledExecutor, blocks: Mapping[str, int], parts: int = 3) -> None:
+        self.blocks = dict(blocks)
+        self.awake: set[str] = set()
+        self.wakes: list[str] = []
+        self.unreadable: set[str] = set()
+        self._executor = executor
+        self._parts = parts
+        self._read = dict.fromkeys(blocks, 0)
+
+    def make_room(self, blocks: I32) -> None:
+        self._executor.arena[blocks] = -1
+
+    def wake(self, model: str) -> asyncio.Future[bool]:
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._after(2, model, future)
+        return future
+
+    def _after(self, turns: int, model: str, future: asyncio.Future[bool]) -> None:
+        if turns:
+            asyncio.get_running_loop().call_soon(self._after, turns - 1, model, future)
+        elif model in self.unreadable:
+            future.set_exception(OSError(5, "Input/output error"))
+        else:
+            self.wakes += [model] if model not in self.awake else []
+            self.awake.add(model)
+            self._read[model] += 1
+            future.set_result(self._read[model] == self._parts)
+
+    def sleep(self, model: str) -> None:
+        if any(job.model == model for job in self._executor.running):
+            self._executor.wrong.append(f"{model} falls asleep in a job")
+        self.awake.discard(model)
+        self._read[model] = 0
+
+
 class ModelledExecutor:
     """An arena of numbers, each of which says whose layer, head, position and token it is.
 
@@ -90,6 +129,8 @@ class ModelledExecutor:
         self.witness = InvariantChecker(self.geometries, blocks, VOCAB)
         self.arena = self.witness.arena
         self.wrong = self.witness.wrong
+        self.running: list[Job] = []
+        self.weights: ModelledWeights | None = None
 
     def steps_begun(self, job: Job) -> int:
         return job.steps
@@ -103,7 +144,10 @@ class ModelledExecutor:
         self.jobs.append(job)
         if not 1 <= job.share <= self.idle:
             self.wrong.append(f"job {number} on {job.share} of {self.idle} idle units")
+        if self.weights is not None and job.model not in self.weights.awake:
+            self.wrong.append(f"job {number} of {job.model}, which is asleep")
         self.idle -= job.share
+        self.running.append(job)
         early = self._random.random() < 0.5
         if early:
             self._write(job)
@@ -117,6 +161,7 @@ class ModelledExecutor:
             asyncio.get_running_loop().call_soon(self._after, turns - 1, number, job, early, future)
             return
         self.idle += job.share
+        self.running.remove(self.jobs[number])
         if number in self.failing:
             future.set_exception(Broken(f"job {number}"))
             return

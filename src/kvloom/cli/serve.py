@@ -28,6 +28,8 @@ CONFIG.yaml, with the defaults:
   host: 127.0.0.1
   port: 8000
   kv_memory: auto        # the pool: `512MiB`, `2GB`, or a third of free memory
+  memory: 8GiB           # instead of kv_memory: for weights and pool together
+  sleep_dir: /var/tmp    # where weights that sleep lie, on a disk
   block_bytes: 16KiB     # a power of two
   policy: adbs           # or fcfs, round-robin, partitioned
   max_running: 256       # sequences a model decodes together
@@ -85,6 +87,10 @@ def serve(
     kv_memory: Annotated[
         str | None, Parameter(metavar="SIZE", help="the KV pool's size, as 512MiB or 2GB (auto)")
     ] = None,
+    memory: Annotated[
+        str | None,
+        Parameter(metavar="SIZE", help="for weights and pool together: models that do not fit sleep"),
+    ] = None,
     policy: Annotated[str | None, Parameter(help="adbs, fcfs, round-robin, partitioned (adbs)")] = None,
     api_key_file: Annotated[
         Path | None, Parameter(help="serve only who knows one of its keys, one a line")
@@ -101,7 +107,7 @@ def serve(
 
     With neither CONFIG nor --model it serves the demo fleet: three tiny models that came with kvloom. Flags
     override what CONFIG says."""
-    given = {"host": host, "port": port, "kv_memory": kv_memory, "policy": policy}
+    given = {"host": host, "port": port, "kv_memory": kv_memory, "memory": memory, "policy": policy}
     flags: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     for key, file in (("api_key_file", api_key_file), ("admin_key_file", admin_key_file)):
         if file is not None:

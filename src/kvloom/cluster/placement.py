@@ -42,9 +42,10 @@ class Needs:
 
 def needs(unit: UnitSpec) -> Needs:
     """Returns what a unit takes of its node: its pool, its models and its processes. What a unit on GPUs has
-    in their memory does not count."""
+    in their memory does not count, and models that can sleep are within the pool."""
     engine = unit.engine
-    on_gpus, models = engine.device.startswith(_GPU), sum(model.memory for model in engine.models)
+    on_gpus = engine.device.startswith(_GPU)
+    models = 0 if engine.sleep_dir else sum(model.memory for model in engine.models)
     return Needs(
         memory=engine.memory + (0 if on_gpus else engine.kv_bytes + models),
         threads=engine.threads,

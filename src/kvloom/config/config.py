@@ -5,6 +5,7 @@ Each error in it is a ConfigError of one line, which names the key and says what
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from ipaddress import ip_address
 from pathlib import Path
@@ -23,6 +24,7 @@ from pydantic import (
 from kvloom.cluster.reconcile import TIMING
 from kvloom.config.fields import (
     BlockSize,
+    Budget,
     ConfigSection,
     Count,
     LoadSeconds,
@@ -111,6 +113,8 @@ class Config(ConfigSection):
     port: Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=65535)] = 8000
     block_bytes: BlockSize = 16 << 10
     kv_memory: Memory = "auto"
+    memory: Budget | None = None
+    sleep_dir: Path = Path("/var/tmp")
     policy: Policy = "adbs"
     max_running: Count = 256
     max_waiting: Count = 1024
@@ -161,6 +165,23 @@ class Config(ConfigSection):
                 f"{show_size(value)} is less than one block; at least {show_size(block)} is right"
             )
         return value
+
+    @field_validator("memory")
+    @classmethod
+    def _alone(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and info.data.get("kv_memory", "auto") != "auto":
+            raise ValueError(
+                "it is for weights and pool together, of which kv_memory is a part; one of both is right"
+            )
+        return value
+
+    @field_validator("sleep_dir")
+    @classmethod
+    def _can_hold(cls, value: Path, info: ValidationInfo) -> Path:
+        path = Surroundings.of(info).folder / value.expanduser()
+        if not os.access(path, os.W_OK) or not path.is_dir():
+            raise ValueError(f"{path}; a folder in which this user may write, on a disk, is right")
+        return path
 
     @field_validator("transport_host")
     @classmethod
@@ -227,7 +248,8 @@ class Config(ConfigSection):
                 f"transport: shm reaches units of one host, and the cluster has {len(here.machine.nodes)}; "
                 "auto, or one that reaches all, is right"
             )
-        pools = share_pools(engines, devices, self.kv_memory, self.block_bytes, here.machine)
+        total = self.kv_memory if self.memory is None else self.memory
+        pools = share_pools(engines, devices, total, self.block_bytes, here.machine)
         cores = share_threads(engines, self.threads, here.machine)
         check_ranks(engines, cores)
         self._groups, self._first = groups(engines), first(engines)
@@ -281,7 +303,12 @@ class Config(ConfigSection):
             device=device,
             weave=weave,
             memory=PROCESS_BYTES * unit.tensor_parallel,
+            sleep_dir=str(self.sleep_dir) if self._sleeps(unit) else "",
         )
+
+    def _sleeps(self, unit: UnitConfig) -> bool:
+        """Returns whether the unit's weights and pool have one budget."""
+        return unit.memory is not None or (self.memory is not None and unit.kv_memory == "auto")
 
     @property
     def folder(self) -> Path:

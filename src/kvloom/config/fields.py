@@ -220,6 +220,13 @@ def _memory(value: Any, info: ValidationInfo) -> int | Auto:
     return size
 
 
+def _budget(value: Any, info: ValidationInfo) -> int:
+    size = _memory(value, info)
+    if size == "auto":
+        raise ValueError("'auto'; a size for weights and pool together, as `8GiB`, is right")
+    return size
+
+
 def _power_of_two(size: int) -> int:
     if size < 64 or size & (size - 1):
         raise ValueError(f"{size} bytes; a power of two and at least 64 is right, as `16KiB`")
@@ -368,6 +375,7 @@ BlockSize = Annotated[Size, AfterValidator(_power_of_two)]
 Count = Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=1 << 20)]
 Part = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1)]
 Memory = Annotated[int | Auto, PlainValidator(_memory)]
+Budget = Annotated[int, PlainValidator(_budget)]
 Threads = Annotated[int | Auto, PlainValidator(_threads)]
 Seconds = Annotated[float, _seconds(1, 3600)]
 LoadSeconds = Annotated[float, _seconds(1, 86400)]  # a download of the weights may be in it

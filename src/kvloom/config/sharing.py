@@ -109,7 +109,7 @@ def share_pools(
     pools = iter(share_memory(hosted, total, block, machine) if hosted else [])
     found: list[int] = []
     for engine, device in pairs:
-        own = engine.unit.kv_memory
+        own = engine.unit.pool
         if device == CPU or total != "auto":
             found.append(next(pools))
         elif own != "auto" and own < block:
@@ -132,7 +132,7 @@ def share_memory(
 ) -> list[int]:
     """Returns the bytes of each engine's pool: its own size, or an equal share of what the others leave of
     `total`. If `total` is open, the share is one that any node of a cluster has. Raises ValueError."""
-    fixed = [engine.unit.kv_memory for engine in engines if engine.unit.kv_memory != "auto"]
+    fixed = [engine.unit.pool for engine in engines if engine.unit.pool != "auto"]
     most, whose = (machine.memory, "available here") if total == "auto" else (total, "of `kv_memory`")
     if sum(fixed) > most:
         raise ValueError(
@@ -145,12 +145,12 @@ def share_memory(
     if total == "auto":
         share = max(share if machine.least is None else min(share, machine.least.memory // 3), block)
     for engine in engines:
-        own = engine.unit.kv_memory
+        own = engine.unit.pool
         got, key = (share, "kv_memory") if own == "auto" else (own, f"{engine.key}.kv_memory")
         if got < block:
             what = f"{show_size(got)} for {engine.name}" if takers > 1 or fixed else show_size(got)
             raise ValueError(f"{key}: {what} is less than one block; at least {show_size(block)} is right")
-    return [share if engine.unit.kv_memory == "auto" else engine.unit.kv_memory for engine in engines]
+    return [share if engine.unit.pool == "auto" else engine.unit.pool for engine in engines]
 
 
 def share_threads(engines: Sequence[ConfiguredEngine], total: int | Auto, machine: Machine) -> list[int]:

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, fie
 
 from kvloom.config.fields import (
     Auto,
+    Budget,
     ConfigSection,
     Count,
     Memory,
@@ -178,10 +179,16 @@ class UnitConfig(ConfigSection):
     node: Annotated[str, Field(min_length=1)] | None = None
     device: Annotated[str, PlainValidator(_device)] | None = None
     kv_memory: Memory = "auto"
+    memory: Budget | None = None
     threads: Threads = "auto"
     policy: Policy | None = None
     tensor_parallel: Annotated[int, BeforeValidator(no_bool), Field(ge=1)] = 1
     shares: dict[str, SharesConfig] | None = None
+
+    @property
+    def pool(self) -> int | Auto:
+        """Returns the bytes of its pool, with its weights if they have one budget."""
+        return self.kv_memory if self.memory is None else self.memory
 
     def spec(self, name: str, model: ModelConfig) -> ModelSpec:
         """Returns one of its models, with the settings that the model has on all units."""
@@ -227,6 +234,21 @@ def check_abilities(specs: Sequence[EngineSpec], engines: Sequence[ConfiguredEng
     does not do."""
     for spec, engine in zip(specs, engines, strict=True):
         refuse_moves(f"{engine.key}.tensor_parallel", spec, program)
+        if engine.unit.memory is not None and engine.unit.kv_memory != "auto":
+            raise ValueError(
+                f"{engine.key}.memory: it is for weights and pool together, of which kv_memory is a part; "
+                "one of both is right"
+            )
+        if spec.sleep_dir and not spec.abilities.sleeps:
+            raise ValueError(
+                f"memory: {engine.name} has {spec.tensor_parallel} ranks on {spec.device}, and weights sleep "
+                "on units of one rank on `cpu`; kv_memory, the size of the pool alone, is right there"
+            )
+        if spec.sleep_dir and spec.weave is not None:
+            raise ValueError(
+                f"memory: {engine.name} borrows blocks, for which its pool must keep its size; "
+                "kv_memory is right there"
+            )
         for model in spec.models:
             if model.kv_dtype not in spec.abilities.kv_dtypes:
                 raise ValueError(

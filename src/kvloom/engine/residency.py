@@ -5,8 +5,8 @@ the most urgent request first, then the one that has waited longest. Room is mad
 and cached prefixes; weights that nobody wants, the least recently used first; K and V beyond quotas; weights
 of those who have been awake for a turn, the longest first; in the end all K and V that can be had.
 
-Switching between models token by token follows Aegaeon (Xiang et al., SOSP 2025, section 4), waking ahead into
-idle blocks follows WarmServe (Lou et al., 2025).
+Switching between models token by token follows Aegaeon (Xiang et al., SOSP 2025, section 4), and waking ahead
+into idle blocks follows WarmServe (Lou et al., 2025).
 """
 
 from __future__ import annotations
@@ -93,8 +93,11 @@ def next_move(view: ResidencyView) -> Move | None:
     first = _first(view)
     if first is None:
         return _with_time(view)
-    if first.blocks - first.gathered <= view.available:
-        return Wake(first.name)
+    return Wake(first.name) if first.blocks - first.gathered <= view.available else _room_for(view, first)
+
+
+def _room_for(view: ResidencyView, first: Residency) -> Move | None:
+    """Returns what gives blocks to the weights of `first`, which lack some."""
     awake = [model for model in view.models if model.awake]
     unwanted = [model for model in awake if not model.wanted]
     if unwanted:

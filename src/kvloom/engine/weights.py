@@ -1,4 +1,5 @@
-"""The weights of a unit's models that sleep and wake: what each is about, and the blocks whose memory it has."""
+"""The weights of a unit's models, which sleep and wake: what becomes of each, and the blocks whose memory it
+has."""
 
 from __future__ import annotations
 
@@ -16,7 +17,6 @@ from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.quotas import QuotaTuner
 from kvloom.engine.requests import Requests
 from kvloom.engine.residency import (
-    GiveWay,
     Move,
     Residency,
     ResidencyView,
@@ -209,7 +209,9 @@ class WeightResidency:
 
     def _view(self) -> ResidencyView:
         unwanted = sum(
-            one.gathered for one in self._models.values() if one.phase is Phase.AWAKE and not one.queue.is_busy
+            one.gathered
+            for one in self._models.values()
+            if one.phase is Phase.AWAKE and not one.queue.is_busy
         )
         return ResidencyView(
             models=tuple(map(self._residency, self._models.values())),

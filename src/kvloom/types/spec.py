@@ -57,6 +57,8 @@ class UnitAbilities(Struct, frozen=True, cache_hash=True):
     """Jobs run side by side, each on a share of the compute. Without it they take turns, and each has all."""
     weaves: bool
     """It lends blocks and attention to other units, and borrows theirs."""
+    sleeps: bool
+    """Its models' weights can sleep, and share one budget with its pool."""
     mixes: bool
     """A prompt's chunk and a model's decode step may be one job. GPUs would run it as a prefill, which is not
     recorded; nobody has measured whether that pays."""
@@ -76,6 +78,7 @@ def unit_abilities(device: str, ranks: int, transport: TransportName = "shm") ->
         moves=together,
         shares=together,
         weaves=alone and transport == "shm",
+        sleeps=alone and device == "cpu",
         mixes=device == "cpu",
         kv_dtypes=("auto", "float32", "bfloat16", "int8") if device == "cpu" else _ON_GPUS,
     )

@@ -110,8 +110,12 @@ class ModelledWeights:
         read: asyncio.Future[bool] = loop.create_future()
         self._parts[model] += 1
         over = self._parts[model] == self.PARTS
-        loop.call_later(self._seconds[model], lambda: read.done() or read.set_result(over))
+        loop.call_later(self._seconds[model], self._on_read, read, over)
         return read
+
+    def _on_read(self, read: asyncio.Future[bool], over: bool) -> None:
+        if not read.done():
+            read.set_result(over)
 
     def sleep(self, model: str) -> None:
         self._parts[model] = 0

@@ -1,0 +1,257 @@
+"""Weights that sleep: the policy over drawn histories, and the engine over a modelled device."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvloom.engine.residency import (
+    AGED,
+    MARGIN,
+    TURN,
+    GiveWay,
+    Residency,
+    ResidencyView,
+    Sleep,
+    Wake,
+    next_due,
+    next_move,
+    turn_of,
+)
+from tests.engine.plays import check, order
+from tests.engines import ask
+from tests.modelled import CONTEXT, GEOMETRIES, ModelledExecutor, ModelledWeights, engine_over, modelled
+
+
+@dataclass
+class Model:
+    """A model of a modelled fleet, whose requests take so many seconds of being awake."""
+
+    blocks: int
+    awake: bool = False
+    work: float = 0.0
+    since: float = 0.0
+    asked: float = 0.0
+    waits: list[float] = field(default_factory=list)
+
+
+class Memory:
+    """Plays the policy in steps of a tenth of a second. Waking takes `WAKE` seconds."""
+
+    WAKE = 0.05
+
+    def __init__(self, total: int, models: list[Model]) -> None:
+        self.total = total
+        self.models = {f"m{i}": model for i, model in enumerate(models)}
+        self.now = 0.0
+        self.wakes = 0
+
+    def view(self) -> ResidencyView:
+        free = self.total - sum(m.blocks for m in self.models.values() if m.awake)
+        assert free >= 0
+        return ResidencyView(
+            models=tuple(
+                Residency(
+                    name=name,
+                    blocks=model.blocks,
+                    awake=model.awake,
+                    wanted=model.work > 0,
+                    priority=0,
+                    since=model.since if model.awake else model.asked,
+                    turn=turn_of(self.WAKE, 0),
+                )
+                for name, model in self.models.items()
+            ),
+            total=self.total,
+            free=free,
+            available=free,
+            now=self.now,
+        )
+
+    def ask(self, name: str, seconds: float) -> None:
+        model = self.models[name]
+        if model.work <= 0:
+            model.asked = self.now
+        model.work += seconds
+
+    def step(self) -> None:
+        while (move := next_move(self.view())) is not None:
+            model = self.models[move.model]
+            model.awake = isinstance(move, Wake)
+            if isinstance(move, Wake):
+                self.wakes += 1
+                model.since = self.now
+                if model.work > 0:
+                    model.waits.append(self.now - model.asked)
+            elif model.work > 0:
+                model.asked = self.now
+        for model in self.models.values():
+            if model.awake:
+                model.work = max(0.0, model.work - 0.1)
+        self.now += 0.1
+
+
+sizes = st.lists(st.integers(1, 60), min_size=2, max_size=8)
+
+
+@given(sizes, st.integers(0, 40), st.randoms(use_true_random=False))
+def test_nobody_waits_longer_than_a_turn_of_each_other_model(
+    sizes: list[int], more: int, rng: random.Random
+) -> None:
+    memory = Memory(max(sizes) + more, [Model(size) for size in sizes])
+    for _ in range(300):
+        if rng.random() < 0.4:
+            memory.ask(rng.choice(list(memory.models)), rng.choice((0.1, 0.5, 5.0, 30.0)))
+        memory.step()
+    bound = (len(sizes) - 1) * (TURN + 0.3)  # a step or two late at each
+    for model in memory.models.values():
+        assert max(model.waits, default=0.0) <= bound
+        if model.work > 0 and not model.awake:
+            assert memory.now - model.asked <= bound
+
+
+@given(sizes, st.integers(0, 40))
+def test_little_is_lost_to_waking(sizes: list[int], more: int) -> None:
+    """All are wanted all the time: a model is woken at most once a turn for each place in memory."""
+    memory = Memory(max(sizes) + more, [Model(size, work=1e9) for size in sizes])
+    for _ in range(100):
+        memory.step()
+    assert memory.wakes <= len(sizes) * (memory.now / TURN + 1)
+
+
+def residency(name: str, *, awake: bool = False, wanted: bool = False, **more: int) -> Residency:
+    numbers = {"blocks": 10, "priority": 0} | more
+    return Residency(name=name, awake=awake, wanted=wanted, since=0.0, turn=TURN, **numbers)  # type: ignore[arg-type]
+
+
+def seen(*models: Residency, free: int = 0, available: int | None = None, **more: object) -> ResidencyView:
+    found = free if available is None else available
+    view = {"total": 100, "free": free, "available": found, "now": 0.5} | more
+    return ResidencyView(models=models, **view)  # type: ignore[arg-type]
+
+
+A, B = residency("a", wanted=True), residency("b", wanted=True)
+
+
+@pytest.mark.parametrize(
+    ("view", "move"),
+    [
+        (seen(A, available=10), Wake("a")),
+        (seen(A, available=10, moving=True), None),
+        (seen(A, residency("idle", awake=True, used=3), residency("old", awake=True)), Sleep("old", "a")),
+        (seen(A, residency("b", awake=True, wanted=True, excess=2, held=5)), GiveWay("b", "a")),
+        (seen(A, residency("b", awake=True, wanted=True, held=5)), None),
+        (seen(A, residency("b", awake=True, wanted=True, held=5), now=TURN), Sleep("b", "a")),
+        (
+            seen(A, residency("b", wanted=True, held=5), residency("c", wanted=True, held=7)),
+            GiveWay("c", "a"),
+        ),
+        (seen(A, residency("b", wanted=True, gathered=4), available=6), Wake("b")),
+        (seen(residency("a", wanted=True, priority=1), B, available=10), Wake("b")),
+        (seen(residency("a", wanted=True, priority=1), B, available=10, now=AGED), Wake("a")),
+        (seen(residency("a", wanted=True, priority=1), residency("b", awake=True, wanted=True), now=9), None),
+        (seen(residency("idle", awake=True), short=True), Sleep("idle")),
+        (seen(residency("b", awake=True, wanted=True), short=True), None),
+        (
+            seen(
+                *(residency(name, awake=True, wanted=True) for name in "ab"),
+                starving="a",
+                now=TURN,
+            ),
+            Sleep("b"),
+        ),
+        (seen(residency("a"), residency("b", used=1), free=100 // MARGIN + 10), Wake("b")),
+        (seen(residency("a"), free=100 // MARGIN + 9), None),
+    ],
+)
+def test_the_next_move(view: ResidencyView, move: object) -> None:
+    assert next_move(view) == move
+
+
+def test_a_review_is_due_when_a_turn_is_over() -> None:
+    awake = residency("b", awake=True, wanted=True)
+    assert next_due(seen(A, awake)) == TURN
+    assert next_due(seen(awake)) is None
+
+
+def test_whoever_loses_its_cache_has_longer_turns() -> None:
+    assert [turn_of(0.01, lost) for lost in (0, 1, 2)] == [TURN, 2 * TURN, 4 * TURN]
+
+
+# -- the engine ---------------------------------------------------------------------------------------
+
+NAMES = tuple(GEOMETRIES)
+
+
+def sleeping(blocks: int, weights: int, seed: int) -> ModelledExecutor:
+    executor = ModelledExecutor(blocks, seed=seed)
+    executor.weights = ModelledWeights(executor, dict.fromkeys(NAMES, weights))
+    return executor
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_same_tokens_whoever_sleeps(seed: int) -> None:
+    """Laws 1 to 5: `modelled` checks the pool, pages and jobs; memory is for one or two models at a time."""
+    rng = random.Random(seed)
+    page = max(geometry.blocks_per_page for geometry in GEOMETRIES.values())
+    weights = rng.choice((8, 30))
+    room = rng.choice((1, 2)) * weights + page * -(-CONTEXT // 4) // rng.choice((1, 2))
+    executor = sleeping(room + weights // 3, weights, seed)
+    engine = engine_over(executor, max_running=rng.choice((2, 16)))
+    asked = [
+        order(f"r{i}", rng.choice(NAMES), rng.randrange(1, 30), priority=rng.randrange(2))
+        for i in range(rng.choice((6, 24)))
+    ]
+
+    async def play() -> None:
+        async with modelled(engine, executor):
+            answers = await asyncio.gather(*(ask(engine, one) for one in asked))
+        for one, answer in zip(asked, answers, strict=True):
+            check(executor, one, answer, whole=True)
+
+    asyncio.run(play())
+    assert executor.weights is not None
+    assert executor.weights.awake == set(), "all is given back at the end"
+    assert len(executor.weights.wakes) >= len({one.model for one in asked})
+
+
+def test_all_stay_awake_where_there_is_room() -> None:
+    executor = sleeping(4000, 30, 0)
+
+    async def play() -> None:
+        engine = engine_over(executor)
+        async with modelled(engine, executor):
+            for _ in range(3):
+                await asyncio.gather(*(ask(engine, order(f"x{n}", n, 5)) for n in NAMES))
+
+    asyncio.run(play())
+    assert executor.weights is not None
+    assert sorted(executor.weights.wakes) == sorted(NAMES)
+
+
+def test_weights_that_cannot_be_read_cost_their_own_requests_alone() -> None:
+    executor = sleeping(400, 30, 0)
+    assert executor.weights is not None
+    bad, good = NAMES[:2]
+    executor.weights.unreadable.add(bad)
+
+    async def play() -> None:
+        engine = engine_over(executor)
+        async with modelled(engine, executor):
+            lost, served = await asyncio.gather(
+                ask(engine, order("lost", bad, 5)), ask(engine, first := order("served", good, 5))
+            )
+            assert lost.ends[0].reason == "error"
+            assert "cannot be read" in lost.ends[0].message
+            check(executor, first, served, whole=True)
+            assert executor.weights is not None
+            executor.weights.unreadable.clear()
+            again = order("again", bad, 5)
+            check(executor, again, await ask(engine, again), whole=True)
+
+    asyncio.run(play())
