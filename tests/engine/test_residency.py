@@ -144,7 +144,12 @@ A, B = residency("a", wanted=True), residency("b", wanted=True)
         (seen(A, available=10), Wake("a")),
         (seen(A, available=10, moving=True), None),
         (seen(A, residency("idle", awake=True, used=3), residency("old", awake=True)), Sleep("old", "a")),
-        (seen(A, residency("b", awake=True, wanted=True, excess=2, held=5)), GiveWay("b", "a")),
+        (seen(A, residency("b", awake=True, wanted=True, excess=8, held=9), available=2), GiveWay("b", "a")),
+        (seen(A, residency("b", awake=True, wanted=True, excess=8, held=9), available=1), None),
+        (
+            seen(A, residency("b", awake=True, wanted=True, excess=8, held=9), available=2, starving="b"),
+            None,
+        ),
         (seen(A, residency("b", awake=True, wanted=True, held=5)), None),
         (seen(A, residency("b", awake=True, wanted=True, held=5), now=TURN), Sleep("b", "a")),
         (

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
 from types import MappingProxyType
-from typing import get_args
+from typing import Final, get_args
 
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from kvloom.engine.freeness import freeness
 from kvloom.types.errors import KvloomError, RequestQuarantined
-from kvloom.types.load import ModelLoad, UnitLoad
+from kvloom.types.load import ModelLoad, UnitLoad, WeightLoad
 from kvloom.types.service import IN_SERVICE, Service
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -151,6 +151,13 @@ class Watch:
             metrics.per_token.labels(model).observe((now - self._first) / (output_tokens - 1))
 
 
+_ALWAYS_AWAKE: Final = WeightLoad(awake=True, blocks=0, wakes_total=0, wake_seconds=0.0)
+
+
+def _weights(load: ModelLoad) -> WeightLoad:
+    return load.weights or _ALWAYS_AWAKE
+
+
 _UNIT: tuple[tuple[str, str, Callable[[UnitLoad], int]], ...] = (
     ("kvloom_kv_blocks", "KV blocks of the pool.", lambda load: load.total_blocks),
     ("kvloom_kv_blocks_free", "KV blocks nobody holds.", lambda load: load.free_blocks),
@@ -176,6 +183,9 @@ _GAUGES: tuple[tuple[str, str, Callable[[ModelLoad], float]], ...] = (
     ),
     ("kvloom_pinned_blocks", "KV blocks that pins keep.", lambda load: load.pinned_blocks),
     ("kvloom_kv_blocks_quota", "KV blocks the model may hold.", lambda load: load.quota_blocks),
+    ("kvloom_weights_blocks", "KV blocks whose memory weights have.", lambda load: _weights(load).blocks),
+    ("kvloom_weights_awake", "1 if the weights are in memory, else 0.", lambda load: _weights(load).awake),
+    ("kvloom_weights_wake_seconds", "What waking last took.", lambda load: _weights(load).wake_seconds),
 )
 _TOTALS: tuple[tuple[str, str, Callable[[ModelLoad], int]], ...] = (
     ("kvloom_prompt_tokens", "Prompt tokens the engine computed.", lambda load: load.prompt_tokens_total),
@@ -202,6 +212,7 @@ _TOTALS: tuple[tuple[str, str, Callable[[ModelLoad], int]], ...] = (
     ("kvloom_prefill_jobs", "Prefill jobs run.", lambda load: load.prefill_jobs_total),
     ("kvloom_decode_jobs", "Decode jobs run.", lambda load: load.decode_jobs_total),
     ("kvloom_mixed_jobs", "Jobs run that were both.", lambda load: load.mixed_jobs_total),
+    ("kvloom_weights_wakes", "Times the weights were woken.", lambda load: _weights(load).wakes_total),
 )
 
 

@@ -295,7 +295,10 @@ class Engine:
     async def load(self) -> UnitLoad:
         self._scheduler.sync()
         waits = self.lender.waits()
-        return unit_load(self._spec, self.pool, self._queues, waits, self._transport, draining=self._stopping)
+        weights = {} if self._residency is None else self._residency.loads()
+        return unit_load(
+            self._spec, self.pool, self._queues, waits, self._transport, weights, draining=self._stopping
+        )
 
 
 def _failed(event: Event) -> bool:

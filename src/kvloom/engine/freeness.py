@@ -25,9 +25,11 @@ from kvloom.types.request import Level, level_of
 
 
 def held(load: UnitLoad) -> int:
-    """Returns the blocks that what runs here has taken, and has yet to take for its prompts, and those that
-    are lent."""
-    return load.lent_blocks + sum(model.used_blocks + model.begun_blocks for model in load.models.values())
+    """Returns the blocks that what runs here has taken, and has yet to take for its prompts, those that are
+    lent, and those whose memory the weights of models with requests have: others would fall asleep."""
+    weights = sum(model.weights.blocks for model in load.models.values() if model.weights and model.busy)
+    used = sum(model.used_blocks + model.begun_blocks for model in load.models.values())
+    return load.lent_blocks + weights + used
 
 
 def demanded(load: UnitLoad) -> int:

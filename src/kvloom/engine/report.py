@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.kv.pool import Pool
 from kvloom.types.job import Phase
-from kvloom.types.load import LevelLoad, ModelLoad, UnitLoad, Waits
+from kvloom.types.load import LevelLoad, ModelLoad, UnitLoad, Waits, WeightLoad
 from kvloom.types.request import Level, level_of
 from kvloom.types.spec import EngineSpec
 from kvloom.types.transfer import Transport
@@ -20,16 +20,18 @@ def unit_load(
     queues: Mapping[str, ModelQueue],
     waits: Waits | None,
     transport: Transport,
+    weights: Mapping[str, WeightLoad],
     *,
     draining: bool,
 ) -> UnitLoad:
-    """Returns the load of the unit. waits: those of tasks that this unit does for another."""
+    """Returns the load of the unit. waits: those of tasks that this unit does for another. weights: of models
+    whose weights can sleep."""
     return UnitLoad(
         total_blocks=pool.total,
         free_blocks=pool.free,
         block_bytes=spec.block_bytes,
         policy=spec.policy,
-        models={name: model_load(queue, spec.priorities) for name, queue in queues.items()},
+        models={name: model_load(q, spec.priorities, weights.get(name)) for name, q in queues.items()},
         moves=spec.abilities.moves,
         draining=draining,
         lent_blocks=pool.lent,
@@ -42,8 +44,8 @@ def unit_load(
     )
 
 
-def model_load(queue: ModelQueue, levels: Sequence[Level]) -> ModelLoad:
-    """Returns the load of one model. levels: those of execution priority."""
+def model_load(queue: ModelQueue, levels: Sequence[Level], weights: WeightLoad | None = None) -> ModelLoad:
+    """Returns the load of one model. levels: those of execution priority. weights: None if they stay."""
     cache, geometry = queue.cache, queue.cache.geometry
     first = queue.waiting.first
     begun = (sequence for sequence in queue.running if not sequence.decodes)
@@ -75,6 +77,7 @@ def model_load(queue: ModelQueue, levels: Sequence[Level]) -> ModelLoad:
         step_seconds=queue.step_time.seconds,
         prefill_speed=queue.prefill_speed.tokens_a_second,
         mixed_jobs_total=queue.stats.mixed,
+        weights=weights,
         levels=_running(queue, levels) if levels else (),
     )
 

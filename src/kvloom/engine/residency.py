@@ -16,6 +16,7 @@ from typing import Final
 
 TURN: Final = 1.0  # seconds that a wanted model stays awake at least
 PART: Final = 10  # times that its turn is at least as long as its waking, so that little is lost to waking
+LONGEST: Final = 6  # doublings of a turn, at most
 AGED: Final = 30.0  # seconds of waiting after which priorities hold a model back no longer
 MARGIN: Final = 8  # one part in so many of the budget stays free when a model is woken that nobody wants
 
@@ -83,7 +84,7 @@ def turn_of(wake: float, lost: int) -> float:
     """Returns the seconds that a model stays awake at least. wake: seconds that waking takes; lost: how often
     its K and V have given way to weights since a request of it last ended. Each time doubles the turn, so
     that the longest request comes to its end once."""
-    return max(TURN, PART * wake) * 2.0 ** min(lost, 10)
+    return max(TURN, PART * wake) * 2.0 ** min(lost, LONGEST)
 
 
 def next_move(view: ResidencyView) -> Move | None:
@@ -91,7 +92,7 @@ def next_move(view: ResidencyView) -> Move | None:
     if view.moving:
         return None
     first = _first(view)
-    if first is None:
+    if first is None or protected(view):
         return _with_time(view)
     return Wake(first.name) if first.blocks - first.gathered <= view.available else _room_for(view, first)
 
@@ -103,7 +104,8 @@ def _room_for(view: ResidencyView, first: Residency) -> Move | None:
     if unwanted:
         return Sleep(min(unwanted, key=lambda model: model.used).name, first.name)
     beyond = [model for model in view.models if model.excess > 0 and model is not first]
-    if beyond:
+    there = view.available + first.gathered + sum(model.excess for model in beyond)
+    if beyond and there >= first.blocks:
         return GiveWay(max(beyond, key=lambda model: model.excess).name, first.name)
     if awake:
         over = [model for model in awake if _is_over(view, model, first)]
@@ -114,11 +116,20 @@ def _room_for(view: ResidencyView, first: Residency) -> Move | None:
     return GiveWay(max(holding, key=lambda model: (model is not first, model.held)).name, first.name)
 
 
+def protected(view: ResidencyView) -> bool:
+    """Returns whether a model that is awake needs blocks for the rest of its turn more than those who wait:
+    none are kept for their weights meanwhile."""
+    return any(m.awake and m.name == view.starving and view.now < m.since + m.turn for m in view.models)
+
+
 def next_due(view: ResidencyView) -> float | None:
-    """Returns the time at which the next turn is over, if a model waits for that."""
+    """Returns the next time at which a turn is over, or priorities hold back a model no longer, if one waits
+    for room; None if there is none."""
     if _first(view) is None and view.starving is None:
         return None
-    return min((model.since + model.turn for model in view.models if model.awake), default=None)
+    turns = [model.since + model.turn for model in view.models if model.awake]
+    aged = [model.since + AGED for model in view.models if model.wanted and not model.awake]
+    return min((time for time in turns + aged if time > view.now), default=None)
 
 
 def _first(view: ResidencyView) -> Residency | None:

@@ -24,6 +24,7 @@ from kvloom.engine.residency import (
     Wake,
     next_due,
     next_move,
+    protected,
     turn_of,
 )
 from kvloom.engine.scheduler import Scheduler
@@ -31,6 +32,7 @@ from kvloom.kv.pool import Pool
 from kvloom.types.clock import Clock
 from kvloom.types.geometry import I32
 from kvloom.types.job import WeightMemory
+from kvloom.types.load import WeightLoad
 from kvloom.types.spec import EngineSpec
 
 _log = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ class _Weights:
     """When they were woken, or came to be wanted."""
     waiting: bool = False
     """They are wanted, and asleep, since `since`."""
+    wakes: int = 0
     wake_seconds: float = 0.0  # of the last time; 0 if there was none
     lost: int = 0
     """Sequences that have given way to weights since a request of the model last ended."""
@@ -116,6 +119,9 @@ class WeightResidency:
         moves = True
         while moves:
             view = self._view()
+            if protected(view):
+                self._give_up_gathered()
+                view = self._view()
             move = next_move(view)
             moves = move is not None and self._do(move)
         self._due = next_due(view)
@@ -124,6 +130,18 @@ class WeightResidency:
         """Gives all blocks back, when no job runs any more."""
         for one in self._models.values():
             self._fall_asleep(one)
+
+    def loads(self) -> dict[str, WeightLoad]:
+        """Returns what is told of each model's weights."""
+        return {
+            name: WeightLoad(
+                awake=one.phase is Phase.AWAKE,
+                blocks=one.gathered,
+                wakes_total=one.wakes,
+                wake_seconds=one.wake_seconds,
+            )
+            for name, one in self._models.items()
+        }
 
     # -- moves ----------------------------------------------------------------------------------------
 
@@ -155,6 +173,7 @@ class WeightResidency:
 
     def _begin_to_wake(self, one: _Weights) -> None:
         one.phase, one.since, one.waiting = Phase.WAKING, self._clock.now(), False
+        one.wakes += 1
         self._read(one)
 
     def _read(self, one: _Weights) -> None:
@@ -195,6 +214,12 @@ class WeightResidency:
             self._fall_asleep(one)
             if heir is not None and self._models[heir].queue.is_busy:
                 self._gather(self._models[heir])
+
+    def _give_up_gathered(self) -> None:
+        """Gives back what is kept for weights that are to be woken."""
+        for one in self._models.values():
+            if one.phase is Phase.ASLEEP and one.blocks:
+                self._fall_asleep(one)
 
     def _fall_asleep(self, one: _Weights) -> None:
         if one.phase is not Phase.ASLEEP:

@@ -19,6 +19,15 @@ class LevelLoad(Struct, frozen=True, kw_only=True):
     running: int  # sequences of the level that run
 
 
+class WeightLoad(Struct, frozen=True, kw_only=True):
+    """What the weights of a model that can sleep are about."""
+
+    awake: bool
+    blocks: int  # whose memory they have
+    wakes_total: int
+    wake_seconds: float  # that they took to be read the last time; 0 if they were not yet
+
+
 class ModelLoad(Struct, frozen=True, kw_only=True):
     """The part of one model in a unit's load. Blocks are the pool's. Counts since the start end in
     `_total`."""
@@ -51,6 +60,12 @@ class ModelLoad(Struct, frozen=True, kw_only=True):
     step_seconds: float = 0.0  # median of the last decode steps; 0 if there was none
     prefill_speed: float = 0.0  # tokens a second of the last prefill jobs; 0 if there was none
     mixed_jobs_total: int = 0  # that count both as prefill jobs and as decode jobs
+    weights: WeightLoad | None = None  # None if they never sleep
+
+    @property
+    def busy(self) -> bool:
+        """True while a sequence waits or runs."""
+        return bool(self.waiting or self.running)
 
     @property
     def token_blocks(self) -> float:

@@ -45,6 +45,9 @@ class WatchedDevice:
 
     def begin(self, job: Job) -> None:
         self._tell(job, "begins, share", job.share)
+        weights = self._host.reached.executor.weights
+        if weights is not None and job.model not in weights.awake:
+            self._checker.wrong.append(f"a job of {job.model}, whose weights are not in memory")
         self._journal.count("jobs")
         if self._faults.fails():
             self._doomed.add(id(job))
@@ -172,6 +175,8 @@ class FaultyHost(UnitHost):
     def _executor(self, hosted: HostedUnit | None) -> ModelledExecutor:
         executor = modelled_executor(self.unit, self.device(self.checkers[-1]), hosted)
         executor.cards = {name: guided_card(card) for name, card in executor.cards.items()}
+        if executor.weights is not None:
+            executor.weights.on_loss = self.checkers[-1].forget
         return executor
 
     def device(self, checker: InvariantChecker) -> Content:

@@ -145,6 +145,10 @@ class InvariantChecker:
             begin += new
         return read
 
+    def forget(self, blocks: I32) -> None:
+        """Empties blocks that have lost what they held."""
+        self.arena[blocks] = EMPTY
+
     def offloaded(self, arena: LentArena) -> InvariantChecker:
         """Returns a checker of what lies in a loan's blocks, which gathers what is wrong here."""
         made = shallow_copy(self)

@@ -118,8 +118,7 @@ def _contexts(model: str, scenario: FaultScenario) -> set[int]:
     for unit in scenario.all_units:
         if model in unit.shapes:
             geometry = unit.shapes[model].geometry(unit.spec.block_bytes)
-            blocks = unit.spec.kv_bytes // unit.spec.block_bytes
-            most = blocks // geometry.blocks_per_page * geometry.tokens_per_block
+            most = unit.most_blocks(model) // geometry.blocks_per_page * geometry.tokens_per_block
             found.add(min(most, scenario.contexts[model]))
     return found
 
@@ -164,7 +163,7 @@ def check_idle(host: FaultyHost, load: UnitLoad) -> Iterator[Broken]:
                 yield Broken(NOTHING_LEAKS, f"{host.name}: {left} {what} of {model} are left")
     if host.process is not None:
         pool, ledger = host.process.engine.pool, host.process.transport.ledger
-        if pool.available + pool.lent != pool.total:
+        if pool.available + pool.lent + pool.weights != pool.total:
             yield Broken(NOTHING_LEAKS, f"{host.name}: {pool.available} of {pool.total} blocks can be had")
         if len(ledger) > bool(pool.lent):  # what is lent has a ticket as long as it is
             yield Broken(NOTHING_LEAKS, f"{host.name}: {len(ledger)} reservations are in its ledger")

@@ -143,6 +143,34 @@ def with_edits(scenario: FaultScenario) -> FaultScenario:
     return with_fields(scenario, faults=_in_order(scenario, edits))
 
 
+def with_sleep(scenario: FaultScenario) -> FaultScenario:
+    """Returns the scenario with units whose weights sleep, and share one budget with the pool, for some. The
+    budget holds what the pool was to have, and the weights of the largest model at least."""
+    draw = random.Random(f"sleep of {scenario.seed}")
+    if draw.random() < 0.6 or any(unit.spec.weave for unit in scenario.units):
+        return scenario
+    room, bandwidth = draw.choice((1.0, 1.0, 1.7, 4.0)), draw.choice((1e4, 1e6))
+
+    def sleeping(unit: SimulatedUnit) -> SimulatedUnit:
+        block = unit.spec.block_bytes
+        largest = max(-(-shape.weight_bytes // block) for shape in unit.shapes.values())
+        spec = replace(
+            unit.spec, kv_bytes=unit.spec.kv_bytes + int(room * largest + 1) * block, sleep_dir="/nowhere"
+        )
+        return with_fields(unit, spec=spec, host_bandwidth=bandwidth)
+
+    def edited(fault: Fault) -> Fault:
+        return (
+            with_fields(fault, unit=sleeping(fault.unit)) if isinstance(fault, Replan | UnitAdded) else fault
+        )
+
+    return with_fields(
+        scenario,
+        units=tuple(map(sleeping, scenario.units)),
+        faults=tuple(map(edited, scenario.faults)),
+    )
+
+
 _LONGEST_LEASE: Final = 10.0  # seconds; where leases are longer nothing may be left to them
 
 

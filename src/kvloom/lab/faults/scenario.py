@@ -26,6 +26,7 @@ from kvloom.lab.faults.more_draws import (
     with_edits,
     with_guides,
     with_nodes,
+    with_sleep,
     with_stop_strings,
     with_weaving,
 )
@@ -363,4 +364,4 @@ class Restless(DrawnScenario):
 def draw_scenario(seed: int) -> FaultScenario:
     kind = random.Random(f"kind of {seed}")
     drawn = (Restless if kind.random() < SHARE else DrawnScenario)(seed).draw()
-    return with_nodes(with_weaving(with_edits(with_guides(with_stop_strings(drawn)))))
+    return with_nodes(with_sleep(with_weaving(with_edits(with_guides(with_stop_strings(drawn))))))

@@ -101,23 +101,30 @@ class ModelledWeights:
         self.blocks = {name: -(-size // block_bytes) for name, size in sizes.items()}
         self._seconds = {name: size / bandwidth / self.PARTS for name, size in sizes.items()}
         self._parts = dict.fromkeys(sizes, 0)
+        self.awake: set[str] = set()
+        """Models of which a part at least has been read."""
+        self.on_loss: Callable[[I32], None] | None = None
+        """Called with blocks that lose what they hold."""
 
     def make_room(self, blocks: I32) -> None:
-        """Does nothing: blocks have no memory here."""
+        if self.on_loss is not None:
+            self.on_loss(blocks)
 
     def wake(self, model: str) -> asyncio.Future[bool]:
         loop = asyncio.get_running_loop()
         read: asyncio.Future[bool] = loop.create_future()
         self._parts[model] += 1
         over = self._parts[model] == self.PARTS
-        loop.call_later(self._seconds[model], self._on_read, read, over)
+        loop.call_later(self._seconds[model], self._on_read, model, read, over)
         return read
 
-    def _on_read(self, read: asyncio.Future[bool], over: bool) -> None:
+    def _on_read(self, model: str, read: asyncio.Future[bool], over: bool) -> None:
+        self.awake.add(model)
         if not read.done():
             read.set_result(over)
 
     def sleep(self, model: str) -> None:
+        self.awake.discard(model)
         self._parts[model] = 0
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvloom.config.config import Config
-from kvloom.lab.sim.executor import Content, ModelledExecutor
+from kvloom.lab.sim.executor import Content, ModelledExecutor, ModelledWeights
 from kvloom.lab.sim.hosting import HostedUnit
 from kvloom.lab.sim.links import Link, TimedLink
 from kvloom.plan.cluster import CPU, Abilities
@@ -50,8 +50,16 @@ class SimulatedUnit:
     """Returns the seconds of the engine's own work before a job of so many sequences."""
     stride: int = 4096
     """Decode steps that may be one job."""
+    host_bandwidth: float = PCIE4
+    """Bytes a second at which weights that have slept come from the host's memory."""
     start: float = 0.0
     """Seconds until a process that is started while the fleet serves can answer."""
+
+    def most_blocks(self, model: str) -> int:
+        """Returns the blocks that K and V of a model may have at most."""
+        block = self.spec.block_bytes
+        weights = -(-self.shapes[model].weight_bytes // block) if self.spec.sleep_dir else 0
+        return self.spec.kv_bytes // block - weights
 
 
 def start_seconds(shapes: Iterable[ModelShape]) -> float:
@@ -80,7 +88,13 @@ def modelled_executor(
         overhead=None if host else unit.overhead,
         stride=1 if host else unit.stride,
         host=host,
+        weights=_weights(unit) if spec.sleep_dir else None,
     )
+
+
+def _weights(unit: SimulatedUnit) -> ModelledWeights:
+    sizes = {name: shape.weight_bytes for name, shape in unit.shapes.items()}
+    return ModelledWeights(sizes, unit.spec.block_bytes, unit.host_bandwidth)
 
 
 def simulated_card(name: str, shape: ModelShape, context: int) -> ModelCard:
