@@ -160,6 +160,7 @@ A, B = residency("a", wanted=True), residency("b", wanted=True)
         (seen(residency("a", wanted=True, priority=1), B, available=10), Wake("b")),
         (seen(residency("a", wanted=True, priority=1), B, available=10, now=AGED), Wake("a")),
         (seen(residency("a", wanted=True, priority=1), residency("b", awake=True, wanted=True), now=9), None),
+        (seen(A, residency("b", awake=True, wanted=True, held=5), stuck=True), Sleep("b", "a")),
         (seen(residency("idle", awake=True), short=True), Sleep("idle")),
         (seen(residency("b", awake=True, wanted=True), short=True), None),
         (

@@ -51,6 +51,11 @@ class ResidencyView:
     moving: bool = False  # a model is being woken, or falls asleep as soon as its job has ended
     short: bool = False  # K and V lack blocks which the weights that nobody wants have
     starving: str | None = None  # a model that is awake, and of which a request has lacked blocks for long
+    stuck: bool = False  # no job runs, and none can: turns are of no use
+
+    def is_over(self, model: Residency) -> bool:
+        """Returns whether the turn of a model that is awake is over."""
+        return self.stuck or self.now >= model.since + model.turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +124,7 @@ def _room_for(view: ResidencyView, first: Residency) -> Move | None:
 def protected(view: ResidencyView) -> bool:
     """Returns whether a model that is awake needs blocks for the rest of its turn more than those who wait:
     none are kept for their weights meanwhile."""
-    return any(m.awake and m.name == view.starving and view.now < m.since + m.turn for m in view.models)
+    return any(m.awake and m.name == view.starving and not view.is_over(m) for m in view.models)
 
 
 def next_due(view: ResidencyView) -> float | None:
@@ -148,7 +153,7 @@ def _priority(view: ResidencyView, model: Residency) -> float:
 def _is_over(view: ResidencyView, model: Residency, waiting: Residency) -> bool:
     """Returns whether a wanted model has to make room for one that waits: once its turn is over, if it is no
     more urgent than that one."""
-    return _priority(view, waiting) <= model.priority and view.now >= model.since + model.turn
+    return view.is_over(model) and (view.stuck or _priority(view, waiting) <= model.priority)
 
 
 def _with_time(view: ResidencyView) -> Move | None:
@@ -159,7 +164,7 @@ def _with_time(view: ResidencyView) -> Move | None:
     if view.short and unwanted:
         return Sleep(min(unwanted, key=lambda model: model.used).name)
     if view.starving is not None:
-        over = [m for m in awake if m.name != view.starving and view.now >= m.since + m.turn]
+        over = [m for m in awake if m.name != view.starving and view.is_over(m)]
         return Sleep(min(over, key=lambda model: model.since).name) if over else None
     spare = view.free - view.total // MARGIN
     ahead = [m for m in view.models if not m.awake and m.blocks <= spare]

@@ -94,6 +94,11 @@ class Scheduler:
         return not same_turn(self._policy(view), self._policy(richer))
 
     @property
+    def is_stuck(self) -> bool:
+        """True while no job is under way, and the policy starts none."""
+        return self.is_idle and self._policy(self._view()) is None
+
+    @property
     def starving(self) -> str | None:
         """The model of which a prompt lacks blocks, and has for too long or stands still for that."""
         view = self._view()

@@ -247,6 +247,7 @@ class WeightResidency:
             moving=any(one.phase in (Phase.WAKING, Phase.LEAVING) for one in self._models.values()),
             short=unwanted > 0 and self._scheduler.lacks(unwanted),
             starving=self._scheduler.starving,
+            stuck=self._scheduler.is_stuck,
         )
 
     def _residency(self, one: _Weights) -> Residency:
