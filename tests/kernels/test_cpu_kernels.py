@@ -39,7 +39,8 @@ def check_attention(
     with on_threads(threads):
         cpu.decode_attention(got, *given)
     reference.decode_attention(want, *given)
-    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
+    rounding = max(1.0, larger / 5)  # both round scores to float32: the error of an exponent grows with them
+    torch.testing.assert_close(got, want, rtol=2e-5 * rounding, atol=2e-6 * rounding)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
