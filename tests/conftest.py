@@ -31,8 +31,8 @@ gc.disable()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Tests keep sockets in their folders, and a socket's path has at most 107 bytes. pytest's own folders are
-    counted for as long as the machine lives, and their paths grow with the count."""
+    """Tests keep sockets in their folders, and a socket's path has at most 107 bytes. pytest's own folders
+    are counted for as long as the machine lives, and their paths grow with the count."""
     if config.option.basetemp is None:
         config.option.basetemp = folder = tempfile.mkdtemp(prefix="kvt-")
         config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
