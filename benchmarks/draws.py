@@ -41,12 +41,15 @@ MOST_TIME, MOST_CHANGED = 10.0, 1.0
 
 @dataclass(frozen=True, slots=True)
 class Filters:
+    """The sampling parameters of a draw."""
+
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
 
     def of(self, logits: Tensor, stream: Tensor) -> Tensor:
+        """Draws a token from each row."""
         numbers = (self.temperature, self.top_k, self.top_p, self.min_p)
         temperature, top_k, top_p, min_p = (torch.full((len(logits),), number) for number in numbers)
         return draw(logits, temperature, top_k, top_p, min_p, stream)
@@ -102,7 +105,8 @@ def recomputed() -> tuple[Tensor, Tensor]:
 
 
 def changed(filters: Filters, logits: Tensor, again: Tensor, tokens: int, seed: int) -> int:
-    """Of so many tokens, half of them from logits computed again, how many differ from the other half's."""
+    """Returns how many of so many tokens, half of them from logits computed again, differ from the other
+    half's."""
     found = 0
     for turn in range(-(-tokens // (2 * ROWS))):
         stream = torch.from_numpy(streams(np.arange(ROWS) + seed * ROWS, np.full(ROWS, turn)))
@@ -122,6 +126,7 @@ def distance(logits: Tensor, again: Tensor) -> float:
 
 
 def normal() -> Tensor:
+    """Returns logits that are normal."""
     return torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(0)) * SPREAD
 
 
@@ -133,6 +138,7 @@ def ranked() -> Tensor:
 
 
 def milliseconds(filters: Filters, logits: Tensor, seconds: float) -> float:
+    """Returns the time of a draw from all rows, the best of those that fit into `seconds`."""
     stream = torch.from_numpy(streams(np.arange(ROWS), np.zeros(ROWS)))
     return best(lambda turn: filters.of(logits, stream + turn), seconds) * 1e3
 

@@ -21,19 +21,18 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 from tools.make_checkpoint import BYTES, SHAPES
 from tools.make_gguf import make_gguf
 
-from benchmarks.places import LLAMA_VENV, LOGS, checkpoint
+from benchmarks.places import LLAMA_VENV, LOGS, checkpoint, quantized
 from benchmarks.report import Cell, Finding, Report, make_parser, publish, this_machine
 from kvloom.exec.attention import ForwardState
 from kvloom.exec.cpu.executor import CPU
 from kvloom.exec.loader import load_model
-from kvloom.exec.quantize import quantize_checkpoint
 from kvloom.kv.arena import Arena
 from kvloom.kv.pool import Pool
 from kvloom.types.geometry import I64
@@ -56,6 +55,8 @@ class Side(Protocol):
 
 
 class Kvloom:
+    """kvloom in this process."""
+
     def __init__(self, path: Path, dtype: Dtype) -> None:
         self._model = load_model(ModelSpec(name="m", path=str(path), dtype=dtype), BLOCK, CPU)
 
@@ -161,16 +162,8 @@ def llama_cpp(path: Path) -> Iterator[Side]:
                 process.terminate()
 
 
-def quantized(shape: str, bits: Literal[4, 8]) -> Path:
-    """The shape as `kvloom quantize` makes it."""
-    source = checkpoint(shape, "bfloat16")
-    if not (out := source.with_name(f"{source.name}-int{bits}")).exists():
-        quantize_checkpoint(str(source), None, out, bits, lambda *_: None)
-    return out
-
-
 def gguf(shape: str, kind: str | None) -> Path:
-    """The shape as a GGUF file of a kind by llama.cpp's own tool, or in bfloat16."""
+    """Returns the shape as a GGUF file of a kind by llama.cpp's own tool, or in bfloat16."""
     source = checkpoint(shape, "bfloat16")
     plain = source.with_suffix(".gguf")
     if not plain.exists():
@@ -230,7 +223,7 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Tokens a second of each round."""
+    """What a side reached: tokens a second of each round."""
 
     one: list[float] = field(default_factory=list)
     many: list[float] = field(default_factory=list)
@@ -247,6 +240,7 @@ class Pace:
 
 
 def compare(shape: str, names: Sequence[str], effort: Effort) -> dict[str, Pace]:
+    """Returns the paces of the sides, which alternate."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # of the calling thread
     with ExitStack() as stack:
         sides = {name: stack.enter_context(SIDES[name](shape)) for name in names}

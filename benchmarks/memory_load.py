@@ -12,19 +12,18 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 import torch
 
-from benchmarks.places import BENCH, ROOT, checkpoint
+from benchmarks.places import ROOT, checkpoint, quantized
 from benchmarks.procfs import PROC
 from benchmarks.report import Finding, Report, make_parser, publish, this_machine
 from kvloom.exec.checkpoint import open_checkpoint
 from kvloom.exec.cpu.executor import CPU
 from kvloom.exec.cpu.memory import return_free_memory
 from kvloom.exec.loader import LoadedModel, load_model
-from kvloom.exec.quantize import quantize_checkpoint
 from kvloom.types.spec import Dtype, ModelSpec
 
 WARM: Final = ROOT / "src" / "kvloom" / "demo" / "sums"
@@ -81,19 +80,12 @@ def _status() -> dict[str, float]:
     return {words[0].removesuffix(":"): int(words[1]) / 1024 for words in lines if words[-1] == "kB"}
 
 
-def _quantised(bits: Literal[4, 8]) -> Path:
-    made = BENCH / "checkpoints" / f"A-int{bits}"
-    if not made.exists():
-        quantize_checkpoint(str(checkpoint("A", "bfloat16")), None, made, bits, lambda _: None)
-    return made
-
-
 async def measure(paths: Sequence[Path], dtype: Dtype) -> Report:
     machine = this_machine()
     wanted: list[tuple[str, Path, Dtype]] = [(path.name, path, dtype) for path in paths]
     if not wanted:
         wanted = [(f"A, {form}", checkpoint("A", "bfloat16"), form) for form in ("float32", "bfloat16")]
-        wanted += [(f"A, int{bits}", _quantised(bits), "auto") for bits in (8, 4)]
+        wanted += [(f"A, int{bits}", quantized("A", bits), "auto") for bits in (8, 4)]
     found = {name: await measured(path, form) for name, path, form in wanted}
     return Report(
         name="memory-load",
@@ -112,6 +104,7 @@ async def measure(paths: Sequence[Path], dtype: Dtype) -> Report:
 
 
 def _size(path: Path) -> float:
+    """Returns the MiB of a checkpoint's files of weights."""
     return sum(file.stat().st_size for file in open_checkpoint(str(path)).weights) / (1 << 20)
 
 

@@ -99,7 +99,7 @@ def _quantile(seconds: Sequence[float], part: float) -> float:
 
 @contextmanager
 def side(name: str) -> Iterator[None]:
-    """The default policy as it is, or without mixed jobs."""
+    """Runs the block under the default policy as it is (`mixed`), or without mixed jobs (`apart`)."""
     before = POLICIES["adbs"]
     if name == "apart":
         POLICIES["adbs"] = lambda view: before(dataclasses.replace(view, mixes=False))
@@ -119,7 +119,7 @@ def drawn(count: int, rate: float, seed: int) -> list[Asked]:
 
 
 async def play(engine: Engine, clock: Clock, asked: Sequence[Asked], seed: int) -> Pace:
-    """Asks the engine, which runs, in real or virtual time."""
+    """Asks the engine, which runs, in real or virtual time. Returns what the requests saw."""
     pace, begin, prompts = Pace(), clock.now(), np.random.default_rng(seed)
 
     async def one(number: int, ask: Asked, prompt: list[int]) -> None:
@@ -226,7 +226,7 @@ def compare(player: Player, effort: Effort, rate: float = 0.0) -> tuple[dict[str
 
 
 def config_of(shape: str, threads: int) -> Path:
-    """Writes the config that is profiled."""
+    """Returns the file of the config that is profiled, and writes it."""
     file = BENCH / "mixed" / f"{shape}-{threads}.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
     models = {MODEL: {"path": str(checkpoint(shape)), "dtype": "float32"}}
@@ -235,6 +235,7 @@ def config_of(shape: str, threads: int) -> Path:
 
 
 async def profile(shape: str, threads: int, *, quick: bool) -> Path:
+    """Returns the profile of the shape on so many cores, measured by `kvloom profile`."""
     config = await asyncio.to_thread(config_of, shape, threads)
     output = config.with_suffix(".json")
     await kvloom("profile", config, "-o", output, *(["--quick"] if quick else []))

@@ -2,8 +2,8 @@
 
 python -m benchmarks.shared_pages [--shape qwen3-0.6b B] [--rows 32] [--prefix 1000] [--rounds 9]. Both sides
 are the same rows over the same pages, step by step in turn, so that neighbours on the machine slow both. The
-checkpoint is in bfloat16, served in float32 and as `auto` serves it.
-Forwards alone, without the engine's loop. Medians of the rounds.
+checkpoint is in bfloat16, served in float32 and as `auto` serves it. Forwards alone, without the engine's
+loop. Medians of the rounds.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class Branches:
         return self._append(self._rows, 1, shared)
 
     def _append(self, rows: list[int], count: int, shared: bool) -> float:
+        """Appends `count` tokens to each row, and returns the milliseconds of the forward."""
         plan = self._cache.begin_forward(rows, [count] * len(rows))
         tokens: I64 = self._random.integers(0, BYTES, count * len(rows))
         begun = time.perf_counter()
@@ -83,6 +84,7 @@ class Branches:
 
 
 def compare(shape: str, dtype: Dtype, effort: Effort) -> dict[bool, list[float]]:
+    """Returns the milliseconds of steps with the prefix read once (True), and once a row (False)."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # of the calling thread
     branches = Branches(shape, dtype, effort)
     took: dict[bool, list[float]] = {True: [], False: []}

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvloom.exec.checkpoint import INDEX, WHOLE, open_checkpoint
-from kvloom.exec.cpu import formats
+from kvloom.exec.cpu import number_format
 from kvloom.exec.cpu.executor import CPU, CpuTarget
 from kvloom.exec.cpu.linear import HalfLinear
 from kvloom.exec.cpu.quantized import PackedQuantizedLinear
@@ -103,8 +103,8 @@ def test_what_is_plain_keeps_its_16_bits_if_the_model_computes_in_float32(
     architecture: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gemma's embedding is none that is widened, so all of that model is float32."""
-    monkeypatch.setattr(formats, "_MEASURED", 1 << 12)
-    monkeypatch.setattr(formats, "measure", lambda own, depth: (1.0, 2.0))
+    monkeypatch.setattr(number_format, "_MEASURED", 1 << 12)
+    monkeypatch.setattr(number_format, "measure", lambda own, depth: (1.0, 2.0))
     path = make_checkpoint(tmp_path, architecture, tie_word_embeddings=True)
     quantise(path, FORMATS["packed 4"])
     tensors = load_file(path / WHOLE)

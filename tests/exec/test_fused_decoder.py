@@ -13,7 +13,7 @@ from torch import nn
 
 from kvloom.exec.cpu import small_batch
 from kvloom.exec.cpu.decoder import FusedDecoder, fuse_decoder
-from kvloom.exec.cpu.linear import PackedLinear, panels_of
+from kvloom.exec.cpu.linear import PackedLinear, packed_weight
 from kvloom.exec.cpu.quantized import ReadyRows
 from kvloom.exec.loader import Modular
 from tests.checkpoints import ARCHITECTURES, VOCAB, make_checkpoint
@@ -95,7 +95,7 @@ def test_a_layer_that_does_more_keeps_its_modules(change: Any, tmp_path: Path) -
 def test_panels_are_the_weight(shape: tuple[int, int]) -> None:
     bias = torch.randn(shape[0])
     linear = PackedLinear(torch.randn(shape), bias)
-    panels = panels_of(linear, ReadyRows())
+    panels = packed_weight(linear, ReadyRows())
     assert panels is not None
     assert panels.bias[: shape[0]].equal(bias)
 
@@ -103,7 +103,7 @@ def test_panels_are_the_weight(shape: tuple[int, int]) -> None:
 def test_another_layout_is_no_panels(monkeypatch: pytest.MonkeyPatch) -> None:
     linear = PackedLinear(torch.randn(64, 64), None)
     other = PackedLinear(linear.packed.to_dense().t().contiguous(), None)
-    assert panels_of(linear, ReadyRows()) is not None
+    assert packed_weight(linear, ReadyRows()) is not None
     real = torch.ops.mkldnn.data_ptr
     monkeypatch.setattr(torch.ops.mkldnn, "data_ptr", lambda _: real(other.packed))
-    assert panels_of(linear, ReadyRows()) is None
+    assert packed_weight(linear, ReadyRows()) is None

@@ -18,11 +18,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import kvloom
-from kvloom.exec.cpu import formats, small_batch
+from kvloom.exec.cpu import number_format, small_batch
 from kvloom.exec.cpu.decoder import FusedDecoder
 from kvloom.exec.cpu.executor import CPU
-from kvloom.exec.cpu.formats import choose_format
 from kvloom.exec.cpu.linear import HalfEmbedding, HalfLinear, packed
+from kvloom.exec.cpu.number_format import choose_format
 from kvloom.exec.fuse import MergedLinearPart
 from kvloom.exec.huggingface import children
 from kvloom.exec.loader import Forward, LoadedModel, Modular, load_model
@@ -273,7 +273,7 @@ def test_auto_is_the_quicker_format_and_says_so(
         asked.append((own, depth))
         return halves, 1.5
 
-    monkeypatch.setattr(formats, "measure", measure)
+    monkeypatch.setattr(number_format, "measure", measure)
     said: list[str] = []
     assert choose_format(torch.bfloat16, outline_of("llama", **LARGE), said.append) == chosen
     assert asked[0][0] == torch.bfloat16
@@ -295,22 +295,22 @@ def test_auto_is_float32_where_there_is_no_choice(
     def measure(own: torch.dtype, depth: int) -> tuple[float, float]:
         raise AssertionError("nothing is to be measured")
 
-    monkeypatch.setattr(formats, "measure", measure)
+    monkeypatch.setattr(number_format, "measure", measure)
     said: list[str] = []
     assert choose_format(own, outline_of(architecture, own, **sizes), said.append) == torch.float32
     assert not said
 
 
 def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "_MEASURED", 1 << 16)
-    halves, wholes = formats.measure(torch.bfloat16, 100)
+    monkeypatch.setattr(number_format, "_MEASURED", 1 << 16)
+    halves, wholes = number_format.measure(torch.bfloat16, 100)
     assert 0 < halves < float("inf")
     assert 0 < wholes < float("inf")
 
 
 def test_auto_asks_for_the_format_that_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "_MEASURED", 1 << 12)
-    monkeypatch.setattr(formats, "measure", lambda own, depth: (1.0, 2.0))
+    monkeypatch.setattr(number_format, "_MEASURED", 1 << 12)
+    monkeypatch.setattr(number_format, "measure", lambda own, depth: (1.0, 2.0))
     path, said = halved(tmp_path, "qwen2"), list[str]()
     model = load_model(ModelSpec(name="mine", path=str(path)), BLOCK, CPU, progress=said.append)
     module: Any = model.module
@@ -321,8 +321,8 @@ def test_auto_asks_for_the_format_that_is_chosen(tmp_path: Path, monkeypatch: py
 
 def test_auto_rounds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One matrix is saved in float32, whatever the config says."""
-    monkeypatch.setattr(formats, "_MEASURED", 1 << 12)
-    monkeypatch.setattr(formats, "measure", lambda own, depth: (1.0, 2.0))
+    monkeypatch.setattr(number_format, "_MEASURED", 1 << 12)
+    monkeypatch.setattr(number_format, "measure", lambda own, depth: (1.0, 2.0))
     path, name = halved(tmp_path, "qwen2"), "model.layers.1.mlp.up_proj.weight"
     tensors = load_file(path / "model.safetensors")
     tensors[name] = tensors[name].float() * 1.0001

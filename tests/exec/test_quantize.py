@@ -134,7 +134,7 @@ def test_what_cannot_be_quantised_is_refused_and_leaves_nothing(tmp_path: Path) 
     with pytest.raises(ConfigError, match="a model without experts is right"):
         quantize_checkpoint(str(mixture), None, out, 4, silent)
     other = make_checkpoint(tmp_path / "gpt2", "gpt2")
-    with pytest.raises(ConfigError, match="its blocks have no linear layers"):
+    with pytest.raises(ConfigError, match="its layers have no linear modules"):
         quantize_checkpoint(str(other), None, out, 4, silent)
     assert {file.name for file in tmp_path.iterdir()} == {"whole", "mixture", "gpt2"}
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvloom.kernels.cpu.half import PANEL, HalfPanels, narrow_formats
+from kvloom.kernels.cpu.half import HalfPanels, narrow_formats
 from kvloom.kernels.cpu.lanes.integers import HAS_BFLOAT16_DOT
+from kvloom.kernels.cpu.panels import PANEL
 from tests.exec.batches import on_threads
 
 HALVES = [torch.bfloat16, torch.float16]

@@ -5,8 +5,7 @@ import torch
 
 from kvloom.kernels import reference
 from kvloom.kernels.cpu.attention.tile import TILE, score
-from kvloom.kernels.cpu.half import PANEL
-from kvloom.kernels.cpu.products import panel_product
+from kvloom.kernels.cpu.panels import PANEL, panel_product
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 9])

@@ -22,7 +22,7 @@ from kvloom.kernels.cpu.attention.decode import (
     room_of,
     span_of_runs,
 )
-from kvloom.kernels.cpu.attention.groups import END, MOST_QUERIES, RowRuns, row_runs
+from kvloom.kernels.cpu.attention.runs import END, MOST_QUERIES, RowRuns, row_runs
 from kvloom.kv.shared import shared_prefixes
 from tests.exec.batches import on_threads
 from tests.kernels.paged import Paged, paged

@@ -111,8 +111,8 @@ def make_quantized(
 ) -> None:
     """Make a checkpoint of 8 or 4 bits from another.
 
-    The linear layers of the model's blocks become integers with a scale for each 32 neighbours in a row; its
-    embedding, norms and head stay as they are. The new checkpoint is in the compressed-tensors format."""
+    The linear modules of the decoder's layers become integers with a scale for each 32 neighbours in a row;
+    its embedding, norms and head stay as they are. The new checkpoint is in the compressed-tensors format."""
     from kvloom.exec.quantize import quantize_checkpoint  # noqa: PLC0415 -- no other command needs torch
 
     def progress(line: str) -> None:

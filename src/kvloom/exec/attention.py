@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kvloom.exec.huggingface import AttentionInterface
 from kvloom.kernels import cpu, reference
-from kvloom.kernels.cpu.attention.groups import RowRuns, row_runs
+from kvloom.kernels.cpu.attention.runs import RowRuns, row_runs
 from kvloom.kernels.cpu.kv_rows import KINDS
 from kvloom.kv.shared import SharedPrefixes, shared_prefixes
 from kvloom.offload.cpu.attention import Polls, RemoteAttention
@@ -50,6 +50,7 @@ class BatchPart:
 
 
 def _parts(plan: ForwardPlan, page_tokens: int) -> tuple[BatchPart, ...]:
+    """Cuts a batch where sequences that append one token and those that append several meet."""
     ones, edges = plan.appends == 1, np.concatenate(([0], plan.appends.cumsum())).astype(np.int32)
     cuts = [*(np.flatnonzero(ones[1:] != ones[:-1]) + 1).tolist(), len(ones)] if len(ones) else []
     parts, first = [], 0
@@ -104,7 +105,7 @@ class ForwardState:
 
     @property
     def positions(self) -> I64:
-        """The positions [N] of the new tokens in their sequences, those of `remote` last."""
+        """Returns the positions [N] of the new tokens in their sequences, those of `remote` last."""
         own = self.plan.positions
         return own if self.remote is None else np.concatenate((own, self.remote.positions))
 
@@ -115,17 +116,17 @@ class ForwardState:
 
     @property
     def native(self) -> bool:
-        """True if the compiled kernels take this arena; the plain twins take any."""
+        """Returns whether the compiled kernels take this arena; the plain twins take any."""
         return self.arena.dtype in KINDS and self.arena.device.type == "cpu"
 
     @property
     def decode(self) -> bool:
-        """True if each sequence appends one token."""
+        """Returns whether each sequence appends one token."""
         return all(part.decode for part in self.parts)
 
     @property
     def shared(self) -> SharedPrefixes | None:
-        """What the rows of a decode step share."""
+        """Returns what the rows of a decode step share; None if that is nothing, or it is no decode step."""
         return self.parts[0].shared if self.parts and self.decode else None
 
     def copy_pages(self, copies: tuple[PageCopy, ...]) -> None:
@@ -172,6 +173,7 @@ class ForwardState:
         return out
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Writes the new tokens' K and V into their slots, and sends what peers are owed."""
         write = reference.write_kv
         if self.native:
             write, k, v = cpu.write_kv, k.float(), v.float()

@@ -33,7 +33,8 @@ from kvloom.exec.quantized import QuantizedLinear, linear_of, put_quantized
 from kvloom.types.errors import ConfigError
 from kvloom.types.request import SamplingDefaults
 
-_SLACK: Final = 2  # A model that lacks less is refused with the names of what it lacks.
+# Times the parameters in its files that a config may describe; if it is fewer, what is missing is named.
+_SLACK: Final = 2
 
 
 @dataclass(frozen=True, slots=True)

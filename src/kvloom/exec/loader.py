@@ -22,6 +22,11 @@ from kvloom.types.geometry import I64, SCALED, Geometry, KVDtype
 from kvloom.types.request import ModelCard
 from kvloom.types.spec import ModelSpec
 
+# oneDNN's kernels for 4 rows read the weights faster than those for 1 to 3 do (seen on Zen 4: 33 → 44 GB/s),
+# so the CPU's executor never brings fewer.
+_MIN_ROWS: Final = 4
+_PROBE_TOKENS: Final = 9
+
 
 class Forward(Protocol):
     """Runs one forward of a model over the pages of `state`, whose plan says the positions."""
@@ -29,11 +34,6 @@ class Forward(Protocol):
     def __call__(self, tokens: I64, kept: I64, state: ForwardState) -> Tensor:
         """Takes tokens [N] and kept [R] rows and returns logits [R or more, V]: those of the kept rows come
         first."""
-
-
-# oneDNN's kernels for 4 rows read the weights faster than those for 1 to 3 do (seen on Zen 4: 33 → 44 GB/s),
-# so the CPU's executor never brings fewer.
-_MIN_ROWS: Final = 4
 
 
 class Modular:
@@ -61,6 +61,11 @@ def padded(values: I64) -> Tensor:
 
 
 class LoadTarget(Protocol):
+    """Makes of a model of transformers what its device runs well. The loader calls these in their order."""
+
+    def check_quantized(self) -> None:
+        """Raises ConfigError if the device has no products over quantised weights."""
+
     def own_format(self, config: Any, matrices: Callable[[], Set[str]]) -> torch.dtype:
         """Returns the number format in which a checkpoint's weights may be held if none is asked for.
         matrices: tells the formats in which its files have them, but for those that are quantised."""
@@ -69,6 +74,9 @@ class LoadTarget(Protocol):
         """Returns the number format that `auto` means: `own`, or one that is quicker here. outline: the model
         in its own format, without weights. say: is told if there was a choice."""
 
+    def check_room(self, size: int) -> None:
+        """Raises ConfigError if there is no room for weights of `size` bytes, before they are read."""
+
     def widen(self, module: nn.Module) -> None:
         """Makes the module compute in another number format than its weights', in place, if that is right
         for both it and the device."""
@@ -76,12 +84,6 @@ class LoadTarget(Protocol):
     def kv_dtype(self, wanted: KVDtype, dtype: torch.dtype) -> torch.dtype:
         """Returns the number format of K and V of a model that computes in `dtype`. Raises ConfigError if
         they cannot be kept in the one that is wanted."""
-
-    def check_room(self, size: int) -> None:
-        """Raises ConfigError if there is no room for weights of `size` bytes, before they are read."""
-
-    def check_quantized(self) -> None:
-        """Raises ConfigError if the device has no products over quantised weights."""
 
     def place(self, module: nn.Module) -> None:
         """Brings the weights, which lie in mapped files, to the device that uses them. Raises ConfigError if
@@ -101,9 +103,6 @@ class LoadTarget(Protocol):
     def round_inputs(self, module: nn.Module) -> None:
         """Lets products over weights of 16 bits and fewer round what they multiply from now on, if that is
         quicker."""
-
-
-_PROBE_TOKENS: Final = 9
 
 
 class Observer:
@@ -188,6 +187,7 @@ def _slice(module: Any, whole: Observer, team: Team, target: LoadTarget) -> Obse
 
 
 def _compare(found: Tensor, expected: Tensor) -> None:
+    """Raises ConfigError if logits differ by more than roundings do."""
     error = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
     bound = 1e-4 if expected.dtype == torch.float32 else 5e-2
     if not error < bound:
@@ -195,6 +195,7 @@ def _compare(found: Tensor, expected: Tensor) -> None:
 
 
 def _uniform(module: Any, observer: Observer) -> None:
+    """Raises ConfigError if the pool cannot hold the state of all layers in pages of one shape."""
     layers = getattr(module.config, "num_hidden_layers", len(observer.layers))
     if not observer.layers:
         raise ConfigError("it does not use transformers' attention interface")
@@ -217,6 +218,8 @@ def _uniform(module: Any, observer: Observer) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
+    """A model that is ready to run, and what the pool and the engine must know of it."""
+
     module: nn.Module
     forward: Forward
     kv_dtype: torch.dtype

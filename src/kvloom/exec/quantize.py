@@ -1,6 +1,6 @@
 """Makes a checkpoint of 8 or 4 bits from another, in the compressed-tensors format, which other engines read.
 
-The linear layers of the decoder's blocks become integers with a scale for each group of neighbours in a row;
+The linear modules of the decoder's layers become integers with a scale for each group of neighbours in a row;
 all else is copied as it is. A layer `X.weight` becomes `X.weight_packed`, int32 [N, K · bits / 32], whose
 bits from the lowest up are the codes plus 2^(bits - 1); `X.weight_scale` [N, G] in the number format that the
 weight had; and `X.weight_shape`, int64 [2]. That is what the format's own package names `pack-quantized`:
@@ -64,8 +64,8 @@ def quantize_checkpoint(path: str, revision: str | None, out: Path, bits: Bits, 
 
 def rounded(weight: Tensor, bits: Bits, group: int) -> tuple[Tensor, Tensor]:
     """Returns integers [N, K], int8, and scales [N, K / group] in the number format of `weight`; a number is
-    scale · code. A group's largest magnitude has the code ±127 with 8 bits. With 4 bits, of
-    several scales the one is taken whose codes from -8 to 7 have the least squared error."""
+    scale · code. A group's largest magnitude has the code ±127 with 8 bits. With 4 bits, of several scales
+    the one is taken whose codes from -8 to 7 have the least squared error."""
     groups = weight.float().view(len(weight), -1, group)
     top, least = groups.abs().amax(-1), torch.finfo(weight.dtype).tiny
     if bits == 8:
@@ -86,6 +86,7 @@ def rounded(weight: Tensor, bits: Bits, group: int) -> tuple[Tensor, Tensor]:
 
 
 def _codes(groups: Tensor, scales: Tensor, most: int) -> Tensor:
+    """Returns the codes nearest to numbers [N, G, group], up to `most`."""
     least = -most if most == 127 else -most - 1
     return (groups / scales.float()[..., None]).round_().clamp_(least, most).to(torch.int8)
 
@@ -97,7 +98,7 @@ def packed(codes: Tensor, bits: Bits) -> Tensor:
 
 
 def _linears(checkpoint: Checkpoint) -> tuple[dict[str, int], list[str]]:
-    """Returns the inputs of the linear layers in the model's blocks, by name, and the names of the others."""
+    """Returns the inputs of the linear modules in the decoder's layers, by name, and the others' names."""
     config = AutoConfig.from_pretrained(str(checkpoint.folder), trust_remote_code=False)
     module = outline(config, torch.float32)
     stacked = [name for name, one in module.named_parameters() if one.dim() == 3]
@@ -108,7 +109,7 @@ def _linears(checkpoint: Checkpoint) -> tuple[dict[str, int], list[str]]:
         name: one.in_features for name, one in linears.items() if any(map(str.isdigit, name.split(".")))
     }
     if not widths:
-        raise ConfigError("its blocks have no linear layers; a decoder of such is right")
+        raise ConfigError("its layers have no linear modules; a decoder that has some is right")
     return widths, [name for name in linears if name not in widths]
 
 
@@ -163,6 +164,7 @@ def _write_weights(
 
 
 def _check(weight: Tensor, name: str, file: Path) -> None:
+    """Raises ConfigError if a weight cannot be quantised."""
     if weight.dim() != 2 or not weight.is_floating_point() or weight.itemsize < 2:
         raise ConfigError(
             f"{name} in {file.name} is {weight.dtype} of shape {list(weight.shape)}; a matrix of 16 or 32 "
@@ -175,6 +177,7 @@ def _check(weight: Tensor, name: str, file: Path) -> None:
 
 
 def _layer(name: str, weight: Tensor, bits: Bits, group: int) -> dict[str, Tensor]:
+    """Returns the tensors that stand for a quantised layer in the file."""
     rows = max(1, _CHUNK // weight.shape[1])
     parts = [rounded(some, bits, group) for some in torch.split(weight, rows)]
     return {

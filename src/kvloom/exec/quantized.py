@@ -1,4 +1,5 @@
-"""Weights of 8 or 4 bits: how they are held, what they stand for, and the plain form of a product over them.
+"""Weights of 8 or 4 bits as checkpoints give them: how they are held, what they stand for, and the plain form
+of a product over them. `exec/cpu/quantized.py` packs them for kernels.
 
 All formats that checkpoints have come to this one: a matrix of integers, each group of neighbours in a row
 with a scale and, in some formats, an offset.
@@ -23,12 +24,12 @@ _NUMBERS_AT_ONCE: Final = 1 << 21  # of a weight that a plain product dequantise
 
 
 def to_halves(packed: Tensor) -> Tensor:
-    """Returns bytes [..., B] as numbers from 0 to 15, uint8 [..., 2 B], the low half of a byte first."""
+    """Returns the nibbles of bytes [..., B], from 0 to 15, uint8 [..., 2 B]; a byte's low one first."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
 def from_halves(numbers: Tensor) -> Tensor:
-    """Returns numbers from 0 to 15, uint8 [N, K], as bytes [N, K / 2], of which each holds two neighbours."""
+    """Returns numbers from 0 to 15, uint8 [N, K], as nibbles: bytes [N, K / 2] of two neighbours each."""
     return numbers[:, ::2] | numbers[:, 1::2] << 4
 
 

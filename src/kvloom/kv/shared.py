@@ -1,4 +1,4 @@
-"""What the rows of a decode step share: pages of a common prefix, at the beginning of their tables."""
+"""Finds what the rows of a decode step share: pages of a common prefix, at the beginning of their tables."""
 
 from __future__ import annotations
 

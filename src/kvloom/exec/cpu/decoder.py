@@ -61,35 +61,38 @@ class FusedDecoder:
 
     def __call__(self, tokens: I64, kept: I64, state: ForwardState) -> Tensor:
         cos, sin = self._angles(state)
-        threads, small_batch = torch.get_num_threads(), self._small_batch
-        if state.decode and small_batch is not None and small_batch.takes(tokens, kept):
-            split = state.polls.split if state.polls else None
-            if split is not None:
-                split.begin(small_batch.limits(state.lengths, state.arena.shape[2], threads), threads)
-            runs = runs_of(state.shared, *self._heads)
-            records = forward_records(self._records, state, cos, sin, threads, runs)
-            logits = small_batch(tokens, kept, records, threads, split, state.remote)
-            for layer in self._parts.layers:
-                state.send(layer.index)
-            return logits
-        if not state.decode or state.remote is not None or state.polls is not None:
+        small_batch = self._small_batch if state.decode else None
+        if small_batch is not None and not small_batch.takes(tokens, kept):
+            small_batch = None
+        weaves = state.remote is not None or state.polls is not None
+        if small_batch is None and (weaves or not state.decode):
             return self._layers(torch.from_numpy(tokens), padded(kept), cos, sin, state)
-        runs = runs_of(state.shared, *self._heads)
+        threads, runs = torch.get_num_threads(), runs_of(state.shared, *self._heads)
         records = forward_records(self._records, state, cos, sin, threads, runs)
-        return self._decode(torch.from_numpy(tokens), padded(kept), records, threads, state)
+        if small_batch is None:
+            return self._decode(torch.from_numpy(tokens), padded(kept), records, threads, state)
+        split = state.polls.split if state.polls else None
+        if split is not None:
+            split.begin(small_batch.limits(state.lengths, state.arena.shape[2], threads), threads)
+        logits = small_batch(tokens, kept, records, threads, split, state.remote)
+        for layer in self._parts.layers:
+            state.send(layer.index)
+        return logits
 
     def _angles(self, state: ForwardState) -> tuple[Tensor, Tensor]:
+        """Returns cos and sin [N, R] of the new tokens' positions."""
         positions = torch.from_numpy(state.positions)[None]
         cos, sin = self._parts.rotary(self._parts.norm.weight, positions)  # whose format it takes
         return cos[0].contiguous(), sin[0].contiguous()
 
     def _layers(self, tokens: Tensor, kept: Tensor, cos: Tensor, sin: Tensor, state: ForwardState) -> Tensor:
+        """Runs layer by layer, attention by `ForwardState.attend`."""
         parts = self._parts
         x = parts.embedding(tokens)
-        runs = 1 if state.polls is None else state.polls.split.runs(len(x))
+        chunks = 1 if state.polls is None else state.polls.split.runs(len(x))
         for layer in parts.layers[:-1]:
-            x = layer.prefill(x, cos, sin, state, runs=runs)
-        x = parts.layers[-1].prefill(x, cos, sin, state, kept, runs)
+            x = layer.prefill(x, cos, sin, state, chunks=chunks)
+        x = parts.layers[-1].prefill(x, cos, sin, state, kept, chunks)
         x = parts.norm(x)
         state.poll()
         logits: Tensor = parts.head(x)
@@ -99,17 +102,18 @@ class FusedDecoder:
     def _decode(
         self, tokens: Tensor, kept: Tensor, records: AttentionRecords, threads: int, state: ForwardState
     ) -> Tensor:
+        """Runs a decode step of a large batch layer by layer, each layer's attention with its writes in one
+        kernel."""
         parts = self._parts
         x = parts.embedding(tokens)
         for i, layer in enumerate(parts.layers):
-            qkv = layer.qkv(layer.before(x))
-            mixed = torch.empty(len(x), layer.heads.q * layer.heads.size)
-            set_addresses(
-                records[i : i + 1], qkv.data_ptr(), qkv.stride(0) * 4, mixed.data_ptr(), mixed.stride(0) * 4
-            )
-            attend_all.at(records[i : i + 1].ctypes.data, threads)
+            qkv = layer.qkv(layer.input_norm(x))
+            attended = torch.empty(len(x), layer.heads.q * layer.heads.size)
+            record = records[i : i + 1]
+            set_addresses(record, qkv, attended)
+            attend_all.at(record.ctypes.data, threads)
             state.send(layer.index)
-            x = layer.finish(x, mixed)
+            x = layer.finish(x, attended)
         logits: Tensor = parts.head(parts.norm(x[kept]))
         return logits
 
@@ -163,17 +167,18 @@ def _find(module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry
 def _layer(
     children: dict[str, nn.Module], index: int, scoring: Scoring, geometry: Geometry
 ) -> DecoderLayer | None:
+    """Returns the layer of these fused children; None if some are of another kind."""
     if set(children) != _LAYER:
         return None
-    before, between = children["input_layernorm"], children["post_attention_layernorm"]
+    input_norm, mlp_norm = children["input_layernorm"], children["post_attention_layernorm"]
     attention, mlp = _plain(children["self_attn"]), children["mlp"]
     if set(attention) - _HEAD_NORMS != _ATTENTION:
         return None
     q, o = attention["q_proj"], attention["o_proj"]
     head_norms = attention.get("q_norm"), attention.get("k_norm")
     if not (
-        isinstance(before, FusedRMSNorm)
-        and isinstance(between, FusedRMSNorm)
+        isinstance(input_norm, FusedRMSNorm)
+        and isinstance(mlp_norm, FusedRMSNorm)
         and isinstance(mlp, GatedMLP | Summed)
         and isinstance(getattr(mlp, "inner", mlp), GatedMLP)
         and isinstance(q, MergedLinearPart)
@@ -186,10 +191,11 @@ def _layer(
     heads = _heads(o.in_features // size, kv, size, *head_norms)
     if heads is None or q.product.out_features != (heads.q + 2 * kv) * size:
         return None
-    return DecoderLayer(index, before, q.product, heads, scoring, o, between, mlp)
+    return DecoderLayer(index, input_norm, q.product, heads, scoring, o, mlp_norm, mlp)
 
 
 def _heads(q: int, kv: int, size: int, q_norm: nn.Module | None, k_norm: nn.Module | None) -> Heads | None:
+    """Returns the heads; None if their norms are not alike, and of one head each."""
     if q_norm is None and k_norm is None:
         return Heads(q, kv, size)
     if not (isinstance(q_norm, FusedRMSNorm) and isinstance(k_norm, FusedRMSNorm)):

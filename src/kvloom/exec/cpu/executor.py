@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from kvloom.exec.attention import ForwardState, Scoring
 from kvloom.exec.cpu.decoder import fuse_decoder
-from kvloom.exec.cpu.formats import choose_format, own_format
 from kvloom.exec.cpu.fuse import fuse_on_cpu, round_inputs
 from kvloom.exec.cpu.memory import available_memory, return_free_memory
+from kvloom.exec.cpu.number_format import choose_format, own_format
 from kvloom.exec.cpu.weights import CpuWeights, SleepingModel, put_to_sleep
 from kvloom.exec.loader import Forward, LoadedModel, count_blocks, load_models
 from kvloom.exec.parallel.group import RankGroup
@@ -44,18 +44,14 @@ class CpuTarget:
     """Computes in float32, over weights of 32 bits in oneDNN's layouts or of 16 bits in panels. A model that
     cannot have the latter computes in the format of its weights."""
 
+    def check_quantized(self) -> None:
+        """Does nothing: quantised weights are served."""
+
     def own_format(self, config: Any, matrices: Callable[[], Set[str]]) -> torch.dtype:
         return own_format(config, matrices)
 
     def choose_format(self, own: torch.dtype, outline: nn.Module, say: Callable[[str], None]) -> torch.dtype:
         return choose_format(own, outline, say)
-
-    def widen(self, module: nn.Module) -> None:
-        if next(module.parameters()).dtype in narrow_formats() and can_widen(module):
-            widen(module)
-
-    def kv_dtype(self, wanted: KVDtype, dtype: torch.dtype) -> torch.dtype:
-        return dtype if wanted == "auto" else getattr(torch, wanted)
 
     def check_room(self, size: int) -> None:
         free = available_memory()
@@ -65,8 +61,12 @@ class CpuTarget:
                 "model, a half precision or a larger machine is right"
             )
 
-    def check_quantized(self) -> None:
-        """Does nothing: they are served."""
+    def widen(self, module: nn.Module) -> None:
+        if next(module.parameters()).dtype in narrow_formats() and can_widen(module):
+            widen(module)
+
+    def kv_dtype(self, wanted: KVDtype, dtype: torch.dtype) -> torch.dtype:
+        return dtype if wanted == "auto" else getattr(torch, wanted)
 
     def place(self, module: nn.Module) -> None:
         """Does nothing: weights are read from the mapped files."""
@@ -98,8 +98,8 @@ def _views(models: Mapping[str, LoadedModel], arena: ArenaMemory) -> dict[str, T
 
 
 class TorchExecutor:
-    """Has one thread for each job that may run at the same time; a job's share is the number of cores it
-    uses.
+    """Runs jobs with torch, by a thread for each that may run at the same time; a job's share is the number
+    of cores it uses.
 
     The lowest free slot is taken first, so that whole-machine jobs keep to one thread, whose team of workers
     stays warm.
@@ -222,9 +222,9 @@ class TorchExecutor:
 
 
 class ParallelExecutor(TorchExecutor):
-    """Has its heads of every page, as each rank has, in a part of the unit's arena, with as many blocks as
-    the others' parts have, and runs each job on `share` cores as they do; this rank alone draws the tokens. A
-    job that fails on its way to the logits ends the ranks."""
+    """Runs jobs as the first of several ranks. Each rank has its heads of every page in a part of the unit's
+    arena, all with as many blocks, and runs each job on `share` cores; this one alone draws the tokens. A job
+    that fails on its way to the logits ends the ranks."""
 
     def __init__(
         self, models: dict[str, LoadedModel], arena: Arena, blocks: int, threads: int, ranks: Ranks

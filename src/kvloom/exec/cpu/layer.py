@@ -13,11 +13,11 @@ from torch import Tensor
 
 from kvloom.exec.attention import ForwardState, Scoring
 from kvloom.exec.cpu.fuse import FusedRMSNorm
-from kvloom.exec.cpu.linear import Between, GatedMLP, Linear, at_once
+from kvloom.exec.cpu.linear import GatedMLP, Linear, Poll, no_poll
 from kvloom.exec.parallel.slicing import Summed
 from kvloom.kernels.cpu import rotate
 from kvloom.kernels.cpu.attention.decode import AttentionArguments, addresses_of, span_of, span_of_runs
-from kvloom.kernels.cpu.attention.groups import RowRuns
+from kvloom.kernels.cpu.attention.runs import RowRuns
 from kvloom.kernels.cpu.kv_rows import KINDS
 
 
@@ -48,15 +48,15 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Computes x + o(attention(qkv(before(x)))), and to that adds the gated MLP of its own norm."""
+    """Computes x + o(attention(qkv(input_norm(x)))), and to that, y, adds mlp(mlp_norm(y))."""
 
     index: int
-    before: FusedRMSNorm
+    input_norm: FusedRMSNorm
     qkv: Linear
     heads: Heads
     scoring: Scoring
     o: Linear | Summed
-    between: FusedRMSNorm
+    mlp_norm: FusedRMSNorm
     mlp: GatedMLP | Summed
 
     def prefill(
@@ -66,40 +66,40 @@ class DecoderLayer:
         sin: Tensor,
         state: ForwardState,
         kept: Tensor | None = None,
-        runs: int = 1,
+        chunks: int = 1,
     ) -> Tensor:
         """Takes x [N, H] and returns [N, H], or its rows `kept` alone: after the last layer's K and V nobody
-        needs others. runs: the number of runs of rows into which products are cut, so that others wait
-        less."""
-        if runs > 1:
-            return self._in_runs(x, cos, sin, state, kept, runs)
-        qkv = self.qkv(self.before(x))
-        mixed = state.attend(self.index, *self.heads.split(qkv, cos, sin), self.scoring).flatten(1)
+        needs others. chunks: the number of chunks of rows into which products are cut, so that others
+        wait less."""
+        if chunks > 1:
+            return self._in_chunks(x, cos, sin, state, kept, chunks)
+        qkv = self.qkv(self.input_norm(x))
+        attended = state.attend(self.index, *self.heads.split(qkv, cos, sin), self.scoring).flatten(1)
         if kept is not None:
-            x, mixed = x[kept], mixed[kept]
-        return self.finish(x, mixed, state.poll)
+            x, attended = x[kept], attended[kept]
+        return self.finish(x, attended, state.poll)
 
-    def _in_runs(
-        self, x: Tensor, cos: Tensor, sin: Tensor, state: ForwardState, kept: Tensor | None, runs: int
+    def _in_chunks(
+        self, x: Tensor, cos: Tensor, sin: Tensor, state: ForwardState, kept: Tensor | None, chunks: int
     ) -> Tensor:
         products = []
-        for rows in x.tensor_split(runs):
-            products.append(self.qkv(self.before(rows)))
+        for rows in x.tensor_split(chunks):
+            products.append(self.qkv(self.input_norm(rows)))
             state.poll()
         heads = self.heads.split(torch.cat(products), cos, sin)
-        mixed = state.attend(self.index, *heads, self.scoring).flatten(1)
+        attended = state.attend(self.index, *heads, self.scoring).flatten(1)
         if kept is not None:
-            return self.finish(x[kept], mixed[kept], state.poll)
-        parts = zip(x.tensor_split(runs), mixed.tensor_split(runs), strict=True)
+            return self.finish(x[kept], attended[kept], state.poll)
+        parts = zip(x.tensor_split(chunks), attended.tensor_split(chunks), strict=True)
         return torch.cat([self.finish(*rows, state.poll) for rows in parts])
 
-    def finish(self, x: Tensor, mixed: Tensor, between: Between = at_once) -> Tensor:
-        """Computes what comes after attention's output mixed [N, q · size]. between: called after each
+    def finish(self, x: Tensor, attended: Tensor, poll: Poll = no_poll) -> Tensor:
+        """Computes what comes after attention's output `attended` [N, q · size]. poll: called after each
         product."""
-        x = self.o.onto(mixed, x)
-        between()
-        x = self.mlp.onto(self.between(x), x, between)
-        between()
+        x = self.o.onto(attended, x)
+        poll()
+        x = self.mlp.onto(self.mlp_norm(x), x, poll)
+        poll()
         return x
 
 
@@ -147,7 +147,7 @@ def forward_records(
     records["lengths"], records["batch"] = state.lengths.data_ptr(), len(state.lengths)
     records["slot_page"], records["slot_offset"] = state.slot_page.data_ptr(), state.slot_offset.data_ptr()
     records["cos"], records["sin"] = cos.data_ptr(), sin.data_ptr()
-    records["turned"], records["turn_row"] = cos.shape[1], cos.stride(0) * 4
+    records["rotary_dim"], records["rotary_row"] = cos.shape[1], cos.stride(0) * 4
     kv_heads, group = int(fixed["kv_heads"][0]), int(fixed["group"][0])
     span = span_of(len(state.lengths), kv_heads, threads)
     if runs is not None:
@@ -158,10 +158,11 @@ def forward_records(
     return records
 
 
-def set_addresses(records: AttentionRecords, qkv: int, qkv_row: int, out: int, out_row: int) -> None:
+def set_addresses(records: AttentionRecords, qkv: Tensor, out: Tensor) -> None:
     """Sets the addresses of the fused product's rows, q's heads first, then k's and v's, and of the
-    output's."""
-    head = records["q_head"]
-    k = qkv + records["kv_heads"] * records["group"] * head
-    records["q"], records["k"], records["v"] = qkv, k, k + records["kv_heads"] * head
-    records["q_row"], records["out"], records["out_row"] = qkv_row, out, out_row
+    output's. Both are float32; the caller keeps them."""
+    q, head = qkv.data_ptr(), records["q_head"]
+    k = q + records["kv_heads"] * records["group"] * head
+    records["q"], records["k"], records["v"] = q, k, k + records["kv_heads"] * head
+    records["q_row"] = qkv.stride(0) * 4
+    records["out"], records["out_row"] = out.data_ptr(), out.stride(0) * 4

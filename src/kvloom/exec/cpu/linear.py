@@ -14,16 +14,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvloom.exec.cpu.quantized import PackedQuantizedLinear, ReadyRows
-from kvloom.kernels.cpu.half import BFLOAT16, FLOAT32, PANEL, HalfPanels, narrow_formats
+from kvloom.kernels.cpu.half import BFLOAT16, FLOAT32, HalfPanels, narrow_formats
+from kvloom.kernels.cpu.panels import PANEL
 from kvloom.kernels.cpu.products import QUANTIZED, ItemArguments
 from kvloom.kernels.reference import Activation
 
-Between = Callable[[], None]
+Poll = Callable[[], None]
 _ONEDNN: Final = {"silu": ("swish", ""), "gelu_tanh": ("gelu", "tanh"), "gelu": ("gelu", "none")}
 _PACK_ROWS = 64  # the layout oneDNN picks for this many rows is the one it wants for any number but 1
 
 
-def at_once() -> None:
+def no_poll() -> None:
     """Does nothing between products."""
 
 
@@ -99,20 +100,20 @@ class GatedMLP(nn.Module):
         gate, up, down = (packed(linear) for linear in linears)
         return cls(gate, up, down, activation)
 
-    def forward(self, x: Tensor, between: Between = at_once) -> Tensor:
-        """between: called after all but the last product, here and in `onto`."""
-        out: Tensor = self.down(self._inner(x, between))
+    def forward(self, x: Tensor, poll: Poll = no_poll) -> Tensor:
+        """poll: called after all but the last product, here and in `onto`."""
+        out: Tensor = self.down(self._inner(x, poll))
         return out
 
-    def onto(self, x: Tensor, base: Tensor, between: Between = at_once) -> Tensor:
-        """Returns base + what forward gives, added as it is stored."""
-        return self.down.onto(self._inner(x, between), base)
+    def onto(self, x: Tensor, base: Tensor, poll: Poll = no_poll) -> Tensor:
+        """Returns base + what `forward` gives, added as it is stored."""
+        return self.down.onto(self._inner(x, poll), base)
 
-    def _inner(self, x: Tensor, between: Between) -> Tensor:
+    def _inner(self, x: Tensor, poll: Poll) -> Tensor:
         gates = self.gate.activated(x, *_ONEDNN[self.activation])
-        between()
+        poll()
         inner = self.up.times(x, gates)
-        between()
+        poll()
         return inner
 
 
@@ -182,8 +183,9 @@ def wide_bias(bias: Tensor | None, panels: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Panels:
-    """A packed weight's panels, and its bias with room for whole panels. It holds what its addresses need."""
+class PackedWeight:
+    """A packed weight as the one-kernel step reads it, whatever its form: its panels, and its bias with room
+    for whole panels. It holds what its addresses need."""
 
     form: int
     address: int
@@ -197,49 +199,54 @@ class Panels:
 
     @property
     def fields(self) -> tuple[int, ...]:
-        """The values of a LinearArguments but for its stage's."""
+        """Returns the values of a LinearArguments but for its stage's."""
         form = self.form, self.address, self.count, self.stride, self.depth, self.bias.data_ptr()
         return *form, self.rounds, self.at
 
 
 class Stage:
-    """The products of one input, in the one-kernel step."""
+    """Holds the products of one input, in the one-kernel step."""
 
-    def __init__(self, panels: Sequence[Panels], ready: ReadyRows) -> None:
-        self.panels = panels
+    def __init__(self, weights: Sequence[PackedWeight], ready: ReadyRows) -> None:
+        self.weights = weights
         self.ready_bytes = ready.size
         """What its products make of a row before they multiply, in bytes."""
         self._parts = ready.parts()
 
     @property
     def fields(self) -> Iterator[tuple[int, ...]]:
-        """The values of the products' LinearArguments."""
+        """Yields the values of the products' LinearArguments."""
         parts = ctypes.addressof(self._parts), len(self._parts)
-        for panels in self.panels:
-            yield *panels.fields, *parts
+        for weight in self.weights:
+            yield *weight.fields, *parts
 
 
 def stage_of(linears: Sequence[Linear]) -> Stage | None:
-    """Returns None if the kernel cannot read a weight."""
+    """Returns the products of one input; None if the kernel cannot read a weight."""
     ready = ReadyRows()
-    panels = [found for linear in linears if (found := panels_of(linear, ready))]
-    return Stage(panels, ready) if len(panels) == len(linears) else None
+    weights = [found for linear in linears if (found := packed_weight(linear, ready))]
+    return Stage(weights, ready) if len(weights) == len(linears) else None
 
 
-def panels_of(linear: Linear, ready: ReadyRows) -> Panels | None:
-    """Returns None if the kernel cannot read a quantised weight, or this machine's oneDNN keeps float32
-    in another layout: every value is looked at. ready: of all products of the same input."""
+def packed_weight(linear: Linear, ready: ReadyRows) -> PackedWeight | None:
+    """Returns the layer's weight for the kernel; None if that cannot read a quantised one, or this machine's
+    oneDNN keeps float32 in another layout: every value is looked at. ready: of all products of the same
+    input."""
     if isinstance(linear, PackedQuantizedLinear):
         items = linear.items(ready)
         if items is None:
             return None
         stride, kept = ctypes.sizeof(ItemArguments), (items, linear.panels)
         wide = wide_bias(linear.bias, len(items))
-        return Panels(QUANTIZED, ctypes.addressof(items), len(items), stride, linear.in_features, wide, kept)
+        return PackedWeight(
+            QUANTIZED, ctypes.addressof(items), len(items), stride, linear.in_features, wide, kept
+        )
     if isinstance(linear, HalfLinear):
         one = linear.panels
         rounded = (one.rounds_at, ready.place_rounded(one)) if one.form == BFLOAT16 else (0, 0)
-        return Panels(one.form, one.address, one.count, one.stride, one.depth, linear.bias, one, *rounded)
+        return PackedWeight(
+            one.form, one.address, one.count, one.stride, one.depth, linear.bias, one, *rounded
+        )
     width, depth = linear.packed.shape
     size, count = torch.ops.mkldnn._nbytes(linear.packed), -(-width // PANEL)
     if size % (count * PANEL * 4) or size < count * PANEL * depth * 4:
@@ -251,4 +258,4 @@ def panels_of(linear: Linear, ready: ReadyRows) -> Panels | None:
     if not rows.equal(linear.packed.to_dense()):
         return None
     bias = wide_bias(linear.bias, count)
-    return Panels(FLOAT32, address, count, size // count, depth, bias, linear.packed)
+    return PackedWeight(FLOAT32, address, count, size // count, depth, bias, linear.packed)

@@ -151,7 +151,8 @@ def _zero_of(weight: QuantizedWeight) -> tuple[int, Tensor | None]:
 
 
 class ReadyRows:
-    """What a stage of the one-kernel step makes of each row of its inputs before it multiplies."""
+    """Lays out what a stage of the one-kernel step makes of each row of its inputs before it multiplies:
+    codes of 8 bits, or bfloat16, for each form that its weights read."""
 
     def __init__(self) -> None:
         self._places = dict[tuple[int, ...], int]()
@@ -176,6 +177,7 @@ class ReadyRows:
         return at
 
     def parts(self) -> ctypes.Array[ReadyArguments]:
+        """Returns them as the kernel takes them."""
         return (ReadyArguments * len(self._parts))(*self._parts)
 
 

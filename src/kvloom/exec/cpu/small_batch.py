@@ -15,15 +15,16 @@ from kvloom.exec.cpu.linear import GatedMLP, HalfEmbedding, Linear, Stage, TiedL
 from kvloom.exec.gguf.blocks import MappedEmbedding
 from kvloom.exec.parallel.slicing import Gathered, Summed
 from kvloom.kernels.cpu.attention.tile import TILE
-from kvloom.kernels.cpu.decode_step import COUNTERS, FIRST, STAGES, LayerArguments, StepArguments, step
-from kvloom.kernels.cpu.half import FORMATS, PANEL
+from kvloom.kernels.cpu.decode_step import ARRIVALS, COUNTERS, STAGES, LayerArguments, StepArguments, step
+from kvloom.kernels.cpu.half import FORMATS
+from kvloom.kernels.cpu.panels import PANEL
 from kvloom.kernels.cpu.products import GELU, SWISH
 from kvloom.offload.cpu.attention import RemoteAttention
 from kvloom.offload.cpu.attention_server import OperatorSplit
 from kvloom.types.geometry import I64
 
 SMALL_BATCH_ROWS = 96  # more are faster by oneDNN's products, layer by layer
-_UP = 3  # of a layer's products, in one stage with the one before it
+_UP = 3  # the number of `up` in a layer's products; it is in one stage with `gate` before it
 _KINDS = {"silu": SWISH, "gelu_tanh": GELU}
 
 
@@ -44,21 +45,21 @@ class SmallBatchDecode:
         has panels."""
         self._alive = (embedding, layers, norm, head, stages)
         self._mapped = embedding if isinstance(embedding, MappedEmbedding) else None
-        panels = [one for stage in stages for one in stage.panels]
+        weights = [one for stage in stages for one in stage.weights]
         fields = [one for stage in stages for one in stage.fields]
         self._size, first = len(norm.weight), layers[0]
         self._vocab = head.weight.shape[0] if isinstance(head, TiedLinear) else head.out_features
-        self._widths = (panels[0].count * PANEL, first.heads.q * first.heads.size, panels[2].count * PANEL)
+        self._widths = (weights[0].count * PANEL, first.heads.q * first.heads.size, weights[2].count * PANEL)
         self._panels = [
-            tuple(one.count for i, one in enumerate(panels[5 * layer : 5 * layer + 5]) if i != _UP)
+            tuple(one.count for i, one in enumerate(weights[5 * layer : 5 * layer + 5]) if i != _UP)
             for layer in range(len(layers))
         ]
         self._windows = [layer.scoring.window for layer in layers]
         self._layers = (LayerArguments * len(layers))(
             *(
                 LayerArguments(
-                    _norm(layer.before),
-                    _norm(layer.between),
+                    _norm(layer.input_norm),
+                    _norm(layer.mlp_norm),
                     *fields[5 * i : 5 * i + 5],
                     _KINDS[mlp.activation],
                 )
@@ -85,8 +86,8 @@ class SmallBatchDecode:
         norm: FusedRMSNorm,
         head: Linear | TiedLinear | Gathered,
     ) -> SmallBatchDecode | None:
-        """Returns None if the kernel lacks the activation, cannot read the packed weights, or would have to
-        wait for other ranks."""
+        """Returns the step; None if the kernel lacks the activation, cannot read the packed weights, or would
+        have to wait for other ranks."""
         if isinstance(head, Gathered):
             return None
         inputs: list[tuple[Linear, ...]] = []
@@ -105,6 +106,7 @@ class SmallBatchDecode:
         return cls(embedding, layers, mlps, norm, head, stages) if len(stages) == len(inputs) else None
 
     def takes(self, tokens: I64, kept: I64) -> bool:
+        """Returns whether the batch is small enough."""
         return max(tokens.size, kept.size) <= SMALL_BATCH_ROWS
 
     def limits(self, lengths: Tensor, page_tokens: int, threads: int) -> list[int]:
@@ -136,19 +138,19 @@ class SmallBatchDecode:
         split: says when to look for others' tasks, and was told of this step's limits. remote: attends for
         the last rows, which are not in `records`."""
         rows, wide = len(tokens), -(-self._size // PANEL) * PANEL
-        x, qkv, mixed, inner = (torch.empty(rows, width) for width in (wide, *self._widths))
+        x, qkv, attended, inner = (torch.empty(rows, width) for width in (wide, *self._widths))
         if self._mapped is not None:
             x[:, : self._size] = self._mapped(torch.from_numpy(tokens))
         logits = torch.empty(len(kept), -(-self._vocab // PANEL) * PANEL)
         counters = np.zeros((2 + STAGES * len(records)) * COUNTERS, np.int64)
-        set_addresses(records, qkv.data_ptr(), qkv.stride(0) * 4, mixed.data_ptr(), mixed.stride(0) * 4)
+        set_addresses(records, qkv, attended)
         ids, places = tokens.astype(np.int32), kept.astype(np.int32)
         call = StepArguments.from_buffer_copy(self._model)
         call.counters, call.attention, call.rows = counters.ctypes.data, records.ctypes.data, rows
         call.tokens, call.kept, call.kept_rows = ids.ctypes.data, places.ctypes.data, len(places)
         call.x, call.x_row = x.data_ptr(), wide * 4
         call.qkv, call.qkv_row = qkv.data_ptr(), qkv.stride(0) * 4
-        call.mixed, call.mixed_row = mixed.data_ptr(), mixed.stride(0) * 4
+        call.attended, call.attended_row = attended.data_ptr(), attended.stride(0) * 4
         call.inner, call.inner_row = inner.data_ptr(), inner.stride(0) * 4
         call.logits, call.logits_row = logits.data_ptr(), logits.stride(0) * 4
         if split is not None:
@@ -158,8 +160,8 @@ class SmallBatchDecode:
             call.ask = remote.enter()
         step(call, threads)
         while remote is not None and remote.paused:
-            remote.resume(qkv, mixed, records)
-            counters[FIRST // 8] = 0
+            remote.resume(qkv, attended, records)
+            counters[ARRIVALS // 8] = 0
             step(call, threads)
         if remote is not None:
             remote.leave(len(records))
@@ -169,6 +171,7 @@ class SmallBatchDecode:
 
 
 def _norm(norm: FusedRMSNorm) -> tuple[int, float, float]:
+    """Returns the values of NormArguments."""
     return norm.weight.data_ptr(), norm.eps, norm.offset
 
 

@@ -1,4 +1,4 @@
-"""A whole decode step of a small batch in one parallel region, on a CPU.
+"""A whole decode step of a small batch in one parallel region, on a CPU: what GPUs call a megakernel.
 
 Few rows are bound by reading weights, and by the way between the products: so the team is woken once, and
 walks through the layers by itself. A stage's work items are handed out by a counter, and the stage is over
@@ -24,11 +24,11 @@ from kvloom.kernels.cpu.attention.decode import (
     begin,
     items_of,
     room_of,
+    rotate_heads,
     tokens_of,
-    turn,
 )
 from kvloom.kernels.cpu.elementwise import copy_row, norm_row
-from kvloom.kernels.cpu.half import FLOAT32, PANEL, widen_output, widen_row
+from kvloom.kernels.cpu.half import FLOAT32, widen_output, widen_row
 from kvloom.kernels.cpu.lanes.floats import LANES
 from kvloom.kernels.cpu.memory import (
     acquire,
@@ -43,6 +43,7 @@ from kvloom.kernels.cpu.memory import (
     write,
 )
 from kvloom.kernels.cpu.offload_serve import MASK, LookArguments, finish, look, nanoseconds, start
+from kvloom.kernels.cpu.panels import PANEL
 from kvloom.kernels.cpu.parallel import kernel
 from kvloom.kernels.cpu.products import gated, normalise, plain_head, product, wait
 from kvloom.kernels.mailbox import NOTE
@@ -109,7 +110,7 @@ def post(address, attention, layer, counters):  # type: ignore[no-untyped-def]
     slot = a.qkv + (a.count & (a.slots - 1)) * a.qkv_slot
     row = fetch_add(counters, 1)
     while row < a.rows:
-        turn(attention, a.first + row, 0, attention.kv_heads)
+        rotate_heads(attention, a.first + row, 0, attention.kv_heads)
         copy_row(slot + row * a.qkv_row, attention.q + (a.first + row) * attention.q_row, a.qkv_row)
         if fetch_add(counters + 8, 1) == a.rows - 1:
             _send(a, attention, layer)
@@ -132,6 +133,7 @@ def _arrived(a):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def _take(a, attention, layer, posting):  # type: ignore[no-untyped-def]
+    """Copies the output of the offloaded rows, or says that the host has to wait for it (`paused`)."""
     to = attention.out + a.first * attention.out_row
     if a.lost != 0:
         for row in range(a.rows):
@@ -167,7 +169,7 @@ def collect(address, attention, layer, posting, counters):  # type: ignore[no-un
 COUNTERS = 16  # 64-bit words a stage: `next` and `done`, alone in their cache lines
 OPERATORS = 5  # a layer; before the first the embedding, after the last the head
 STAGES = OPERATORS + 1  # two of rows that are away, in place of attention, which has counters of its own
-FIRST = 16  # byte of the first counters: threads that have come, if one of them is to look
+ARRIVALS = 16  # byte of the first stage's counters: threads that have come, if one of them is to look
 
 
 class LinearArguments(ctypes.Structure):
@@ -189,18 +191,17 @@ class NormArguments(ctypes.Structure):
 
 class LayerArguments(ctypes.Structure):
     _fields_ = [
-        *((name, NormArguments) for name in ("before", "between")),
+        *((name, NormArguments) for name in ("input_norm", "mlp_norm")),
         *((name, LinearArguments) for name in ("qkv", "o", "gate", "up", "down")),
         ("activation", ctypes.c_int64),
     ]
 
 
 class StepArguments(ctypes.Structure):
-    """The addresses and sizes of a step. Rows of x, qkv, mixed, inner and logits are their `_row` bytes
-    apart, and all but mixed have room for whole panels. plain: the head's weight [V, K] if it is not in
-    panels, else 0.
-    ready_row: bytes of what products make of a row of their inputs before they multiply, at most.
-    embedding: 0 if the tokens' rows are in x already.
+    """The addresses and sizes of a step. Rows of x, qkv, attended (attention's output), inner (the MLP's) and
+    logits are their `_row` bytes apart, and all but attended have room for whole panels. plain: the head's
+    weight [V, K] if it is not in panels, else 0. ready_row: bytes of what products make of a row of their
+    inputs before they multiply, at most. embedding: 0 if the tokens' rows are in x already.
     embedding_form: the embedding's number format, as in `half.FORMATS`; embedding_panel: the bytes of a panel
     if the embedding is in panels, as a tied head of 16 bits has them, else 0.
 
@@ -213,7 +214,7 @@ class StepArguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("counters", "layers", "attention", "depth", "rows", "size")),
         *((name, ctypes.c_int64) for name in ("tokens", "embedding", "embedding_form", "embedding_panel")),
         *((name, ctypes.c_int64) for name in ("x", "x_row", "qkv", "qkv_row")),
-        *((name, ctypes.c_int64) for name in ("mixed", "mixed_row", "inner", "inner_row")),
+        *((name, ctypes.c_int64) for name in ("attended", "attended_row", "inner", "inner_row")),
         ("ready_row", ctypes.c_int64),
         *((name, ctypes.c_int64) for name in ("kept", "kept_rows", "logits", "logits_row", "plain", "vocab")),
         *((name, ctypes.c_int64) for name in ("ask", "poll", "parts", "ends", "threads")),
@@ -248,6 +249,7 @@ def _after(s, poll, stage):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def _embed(s, counters):  # type: ignore[no-untyped-def]
+    """Looks the tokens' rows up in the embedding, in float32."""
     if s.embedding == 0:
         return
     row = fetch_add(counters, 1)
@@ -266,52 +268,53 @@ def _embed(s, counters):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="never")
-def _attend(turn, counters, poll, parts):  # type: ignore[no-untyped-def]
-    """Runs the stage of attention. Parts are of so many tokens, wherever in a sequence they end."""
-    scratch = np.empty(room_of(turn) + LANES, np.float32)
+def _attend(attention, counters, poll, parts):  # type: ignore[no-untyped-def]
+    """Runs the stage of attention. counters: the address of its arguments, which begin with them. Parts are
+    of so many tokens, wherever in a sequence they end."""
+    scratch = np.empty(room_of(attention) + LANES, np.float32)
     place = aligned(scratch)
-    tokens, part = tokens_of(turn), 1
+    tokens, part = tokens_of(attention), 1
     begin(place)
-    while advance(turn, counters, place, ALL if part >= parts else max(part, tokens * part // parts)):
+    while advance(attention, counters, place, ALL if part >= parts else max(part, tokens * part // parts)):
         look(poll)
         part += 1
-    wait(counters, items_of(turn))
+    wait(counters, items_of(attention))
     scratch[0] = 0
 
 
 @njit(inline="never")
-def _mix(s, layer, turn, next_token, counters, normal, scratch, poll, stage):  # type: ignore[no-untyped-def]
-    """Runs a layer up to attention's output; returns False if the host has to wait for a part of that. stage:
-    the number of the layer's first."""
-    step, wide = COUNTERS * 8, s.x_row
+def _attention_half(s, layer, attention, address, counters, normal, scratch, poll, stage):  # type: ignore[no-untyped-def]
+    """Runs a layer up to attention's output; returns False if the host has to wait for a part of that.
+    address: of the arguments `attention`. stage: the number of the layer's first."""
+    step, x_row = COUNTERS * 8, s.x_row
     if observe(counters) < layer.qkv.count:
-        normalise(normal, wide, s.x, wide, s.rows, s.size, layer.before)
+        normalise(normal, x_row, s.x, x_row, s.rows, s.size, layer.input_norm)
     parts = _parts(s, poll, stage)
-    to, x = (s.qkv, s.qkv_row), (normal, wide)
+    to, x = (s.qkv, s.qkv_row), (normal, x_row)
     product(layer.qkv, layer.o, to, x, s.rows, False, counters, scratch, poll, parts)
     _after(s, poll, stage)
     number = stage // OPERATORS
     if s.ask != 0:
-        post(s.ask, turn, number, counters + step)
-    _attend(turn, next_token, poll, _parts(s, poll, stage + 1))
+        post(s.ask, attention, number, counters + step)
+    _attend(attention, address, poll, _parts(s, poll, stage + 1))
     _after(s, poll, stage + 1)
-    return s.ask == 0 or collect(s.ask, turn, number, counters + step, counters + 2 * step)
+    return s.ask == 0 or collect(s.ask, attention, number, counters + step, counters + 2 * step)
 
 
 @njit(inline="never")
-def _finish(s, layer, then, counters, normal, scratch, poll, stage):  # type: ignore[no-untyped-def]
-    """Runs the rest of a layer. `then` is the product after this layer's last."""
-    step, wide = COUNTERS * 8, s.x_row
+def _mlp_half(s, layer, then, counters, normal, scratch, poll, stage):  # type: ignore[no-untyped-def]
+    """Runs the rest of a layer: the output projection and the MLP. `then` is the product after its last."""
+    step, x_row = COUNTERS * 8, s.x_row
     counters += 3 * step
     parts = _parts(s, poll, stage + 2)
-    to, mixed, inner = (s.x, wide), (s.mixed, s.mixed_row), (s.inner, s.inner_row)
-    product(layer.o, layer.gate, to, mixed, s.rows, True, counters, scratch, poll, parts)
+    to, attended, inner = (s.x, x_row), (s.attended, s.attended_row), (s.inner, s.inner_row)
+    product(layer.o, layer.gate, to, attended, s.rows, True, counters, scratch, poll, parts)
     _after(s, poll, stage + 2)
     counters += step
     if observe(counters) < layer.gate.count:
-        normalise(normal, wide, s.x, wide, s.rows, s.size, layer.between)
+        normalise(normal, x_row, s.x, x_row, s.rows, s.size, layer.mlp_norm)
     parts = _parts(s, poll, stage + 3)
-    gated(layer, inner, (normal, wide), s.rows, counters, scratch, poll, parts)
+    gated(layer, inner, (normal, x_row), s.rows, counters, scratch, poll, parts)
     _after(s, poll, stage + 3)
     counters += step
     parts = _parts(s, poll, stage + 4)
@@ -321,15 +324,16 @@ def _finish(s, layer, then, counters, normal, scratch, poll, stage):  # type: ig
 
 @njit(inline="never")
 def _head(s, normal, counters, scratch, poll):  # type: ignore[no-untyped-def]
-    wide, stage = s.x_row, OPERATORS * s.depth
+    """Normalises the kept rows and computes their logits."""
+    x_row, stage = s.x_row, OPERATORS * s.depth
     for r in range(s.kept_rows):
-        x = s.x + read_int(s.kept + r * 4) * wide
-        norm_row(normal + r * wide, x, s.norm.weight, s.size, s.norm.eps, s.norm.offset)
+        x = s.x + read_int(s.kept + r * 4) * x_row
+        norm_row(normal + r * x_row, x, s.norm.weight, s.size, s.norm.eps, s.norm.offset)
     parts = _parts(s, poll, stage)
     if s.plain != 0:
-        plain_head(s, normal, wide, counters, scratch[0], poll, parts)
+        plain_head(s, normal, x_row, counters, scratch[0], poll, parts)
     else:
-        to, x = (s.logits, s.logits_row), (normal, wide)
+        to, x = (s.logits, s.logits_row), (normal, x_row)
         product(s.head, s.head, to, x, s.kept_rows, False, counters, scratch, poll, parts)
     _after(s, poll, stage)
 
@@ -339,27 +343,30 @@ def _layers(s, normal, scratch, poll):  # type: ignore[no-untyped-def]
     """Runs the layers. Returns False if the host has to wait for another unit first, and then begin anew with
     `resume`."""
     layers = carray(pointer_at(s.layers), s.depth, _LAYER)
-    turns = carray(pointer_at(s.attention), s.depth, _ATTENTION)
+    calls = carray(pointer_at(s.attention), s.depth, _ATTENTION)
     resume = resumed_at(s.ask)
     for i in range(max(0, resume), s.depth):
         counters = s.counters + (1 + i * STAGES) * COUNTERS * 8
-        turn, stage = s.attention + i * _ATTENTION_BYTES, i * OPERATORS
-        if i != resume and not _mix(s, layers[i], turns[i], turn, counters, normal, scratch, poll, stage):
+        address, stage = s.attention + i * _ATTENTION_BYTES, i * OPERATORS
+        if i != resume and not _attention_half(
+            s, layers[i], calls[i], address, counters, normal, scratch, poll, stage
+        ):
             return False
         then = layers[i + 1].qkv if i + 1 < s.depth else s.head
-        _finish(s, layers[i], then, counters, normal, scratch, poll, stage)
+        _mlp_half(s, layers[i], then, counters, normal, scratch, poll, stage)
     return True
 
 
 @kernel(StepArguments)
 def step(pointer):  # type: ignore[no-untyped-def]
+    """Runs a decode step, from the tokens to the logits."""
     s = carray(pointer, 1)[0]
     most = max(s.rows, s.kept_rows)
     room = np.empty(most * (s.x_row + s.ready_row) // 4 + 2 * (most + 3) * PANEL + LANES, np.float32)
     normal = aligned(room)
     ready = normal + most * s.x_row
     scratch = ready + most * s.ready_row, ready, s.ready_row
-    poll = s.poll if s.poll != 0 and fetch_add(s.counters + FIRST, 1) == 0 else 0
+    poll = s.poll if s.poll != 0 and fetch_add(s.counters + ARRIVALS, 1) == 0 else 0
     if poll != 0:
         start(poll)
     _embed(s, s.counters)

@@ -2,7 +2,7 @@
 which is exact, and sums are of float32. Rows may be rounded to bfloat16, as weights are, for processors that
 multiply pairs of it.
 
-A panel holds 64 outputs, and for each two inputs 256 bytes. In bfloat16 these are 64 pairs, so that a shift
+A panel (`panels.py`) holds for each two inputs 256 bytes. In bfloat16 these are 64 pairs, so that a shift
 and a mask make two vectors of one load; in float16 64 numbers of the one input and 64 of the other. An odd
 last input has a neighbour of zeros, and outputs that are lacking in the last panel are zeros, too.
 
@@ -41,16 +41,22 @@ from kvloom.kernels.cpu.lanes.floats import (
     write_bfloat16,
 )
 from kvloom.kernels.cpu.lanes.integers import HAS_BFLOAT16_DOT, dot_bfloat16, load_ints, load_splat
-from kvloom.kernels.cpu.memory import address_of, aligned, fetch_add, prefetch, read, read_int, write
+from kvloom.kernels.cpu.memory import address_of, aligned, fetch_add, read, read_int, write
+from kvloom.kernels.cpu.panels import (
+    PANEL,
+    STEP_BYTES,
+    VECTOR,
+    any_rows,
+    prefetch_ahead,
+    stepwise_product,
+    store_four,
+)
 from kvloom.kernels.cpu.parallel import kernel
 from kvloom.kernels.reference import check
 
-PANEL: Final = 64  # outputs
-PAIR_BYTES: Final = PANEL * 4  # of two inputs' weights, and of a row's sums
-_STEP = LANES * 4
-_AHEAD = 24  # steps of 256 bytes that are on their way
-
-FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2  # number formats of weights; those of K and V are in `kv_rows.py`
+_BLOCK = 96  # rows whose sums are kept at once
+_FEW_ROWS = 8  # outputs for which waking a team does not pay
 ROUNDED: Final = 4  # panels of bfloat16, and rows that are rounded to it
 FORMATS: Final = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
@@ -63,30 +69,13 @@ def narrow_formats() -> frozenset[torch.dtype]:
 
 @njit(inline="always")
 def _bfloat16_pair(at, lane):  # type: ignore[no-untyped-def]
-    return load_even_bfloat16(at + lane * _STEP), load_odd_bfloat16(at + lane * _STEP)
+    return load_even_bfloat16(at + lane * VECTOR), load_odd_bfloat16(at + lane * VECTOR)
 
 
 @njit(inline="always")
 def _float16_pair(at, lane):  # type: ignore[no-untyped-def]
-    half = at + lane * (_STEP // 2)
+    half = at + lane * (VECTOR // 2)
     return load_float16(half), load_float16(half + PANEL * 2)
-
-
-@njit(inline="always")
-def fetch(w, pair, pairs, soon):  # type: ignore[no-untyped-def]
-    """Fetches the weights of the pair that is `_AHEAD` of this one; of float32, of the input that is."""
-    ahead = pair + _AHEAD
-    at = w + ahead * PAIR_BYTES if ahead < pairs else soon + (ahead - pairs) * PAIR_BYTES
-    for line in range(0, PAIR_BYTES, _STEP):
-        prefetch(at + line)
-
-
-@njit(inline="always")
-def keep(to, s0, s1, s2, s3):  # type: ignore[no-untyped-def]
-    store(to, s0)
-    store(to + _STEP, s1)
-    store(to + 2 * _STEP, s2)
-    store(to + 3 * _STEP, s3)
 
 
 def _one_row(pair_of: Callable[..., Any]) -> Any:
@@ -98,8 +87,8 @@ def _one_row(pair_of: Callable[..., Any]) -> Any:
         s0 = s1 = s2 = s3 = splat(0.0)
         pairs = (depth + 1) // 2
         for pair in range(pairs):
-            fetch(w, pair, pairs, soon)
-            at, single = w + pair * PAIR_BYTES, pair * 2 + 1 == depth
+            prefetch_ahead(w, pair, pairs, soon)
+            at, single = w + pair * STEP_BYTES, pair * 2 + 1 == depth
             u0, v0 = pair_of(at, 0)
             u1, v1 = pair_of(at, 1)
             u2, v2 = pair_of(at, 2)
@@ -111,7 +100,7 @@ def _one_row(pair_of: Callable[..., Any]) -> Any:
                 a = splat(read(x + pair * 8 + 4))
                 s0, s1 = multiply_add(a, v0, s0), multiply_add(a, v1, s1)
                 s2, s3 = multiply_add(a, v2, s2), multiply_add(a, v3, s3)
-        keep(to, s0, s1, s2, s3)
+        store_four(to, s0, s1, s2, s3)
 
     return one
 
@@ -127,8 +116,8 @@ def _four_rows(pair_of: Callable[..., Any]) -> Any:
         d0 = d1 = d2 = d3 = splat(0.0)
         pairs = (depth + 1) // 2
         for pair in range(pairs):
-            fetch(w, pair, pairs, soon)
-            at, i = w + pair * PAIR_BYTES, pair * 8
+            prefetch_ahead(w, pair, pairs, soon)
+            at, i = w + pair * STEP_BYTES, pair * 8
             u0, v0 = pair_of(at, 0)
             u1, v1 = pair_of(at, 1)
             u2, v2 = pair_of(at, 2)
@@ -154,83 +143,25 @@ def _four_rows(pair_of: Callable[..., Any]) -> Any:
                 c2, c3 = multiply_add(c, v2, c2), multiply_add(c, v3, c3)
                 d0, d1 = multiply_add(d, v0, d0), multiply_add(d, v1, d1)
                 d2, d3 = multiply_add(d, v2, d2), multiply_add(d, v3, d3)
-        keep(to, a0, a1, a2, a3)
-        keep(to + PAIR_BYTES, b0, b1, b2, b3)
-        keep(to + 2 * PAIR_BYTES, c0, c1, c2, c3)
-        keep(to + 3 * PAIR_BYTES, d0, d1, d2, d3)
+        store_four(to, a0, a1, a2, a3)
+        store_four(to + STEP_BYTES, b0, b1, b2, b3)
+        store_four(to + 2 * STEP_BYTES, c0, c1, c2, c3)
+        store_four(to + 3 * STEP_BYTES, d0, d1, d2, d3)
 
     return four
 
 
-@njit(inline="never")
-def _one_rounded(to, x, w, depth, soon):  # type: ignore[no-untyped-def]
-    s0 = s1 = s2 = s3 = splat(0.0)
-    pairs = (depth + 1) // 2
-    for pair in range(pairs):
-        fetch(w, pair, pairs, soon)
-        at, a = w + pair * PAIR_BYTES, load_splat(x + pair * 4)
-        s0 = dot_bfloat16(s0, load_ints(at), a)
-        s1 = dot_bfloat16(s1, load_ints(at + _STEP), a)
-        s2 = dot_bfloat16(s2, load_ints(at + 2 * _STEP), a)
-        s3 = dot_bfloat16(s3, load_ints(at + 3 * _STEP), a)
-    keep(to, s0, s1, s2, s3)
-
-
-@njit(inline="never")
-def _four_rounded(to, x0, x1, x2, x3, w, depth, soon):  # type: ignore[no-untyped-def]
-    a0 = a1 = a2 = a3 = splat(0.0)
-    b0 = b1 = b2 = b3 = splat(0.0)
-    c0 = c1 = c2 = c3 = splat(0.0)
-    d0 = d1 = d2 = d3 = splat(0.0)
-    pairs = (depth + 1) // 2
-    for pair in range(pairs):
-        fetch(w, pair, pairs, soon)
-        at, i = w + pair * PAIR_BYTES, pair * 4
-        w0, w1 = load_ints(at), load_ints(at + _STEP)
-        w2, w3 = load_ints(at + 2 * _STEP), load_ints(at + 3 * _STEP)
-        a, b, c, d = load_splat(x0 + i), load_splat(x1 + i), load_splat(x2 + i), load_splat(x3 + i)
-        a0, a1 = dot_bfloat16(a0, w0, a), dot_bfloat16(a1, w1, a)
-        a2, a3 = dot_bfloat16(a2, w2, a), dot_bfloat16(a3, w3, a)
-        b0, b1 = dot_bfloat16(b0, w0, b), dot_bfloat16(b1, w1, b)
-        b2, b3 = dot_bfloat16(b2, w2, b), dot_bfloat16(b3, w3, b)
-        c0, c1 = dot_bfloat16(c0, w0, c), dot_bfloat16(c1, w1, c)
-        c2, c3 = dot_bfloat16(c2, w2, c), dot_bfloat16(c3, w3, c)
-        d0, d1 = dot_bfloat16(d0, w0, d), dot_bfloat16(d1, w1, d)
-        d2, d3 = dot_bfloat16(d2, w2, d), dot_bfloat16(d3, w3, d)
-    keep(to, a0, a1, a2, a3)
-    keep(to + PAIR_BYTES, b0, b1, b2, b3)
-    keep(to + 2 * PAIR_BYTES, c0, c1, c2, c3)
-    keep(to + 3 * PAIR_BYTES, d0, d1, d2, d3)
-
-
-def any_rows(one: Callable[..., Any], four: Callable[..., Any]) -> Any:
-    """Makes the product of any rows and a panel of those of one row and of four: to [rows up to fours, 64] =
-    x [rows, K] · w [K, 64]. The last of four rows may be repeated. soon: the address of what is read next."""
-
-    @variant(one, four)
-    def rows_by_panel(to, x, x_row, rows, w, depth, soon):  # type: ignore[no-untyped-def]
-        last = x + (rows - 1) * x_row
-        if rows == 1:
-            one(to, x, w, depth, soon)
-        else:
-            for r in range(0, rows, 4):
-                x0 = x + r * x_row
-                x1, x2, x3 = min(x0 + x_row, last), min(x0 + 2 * x_row, last), min(x0 + 3 * x_row, last)
-                four(to + r * PAIR_BYTES, x0, x1, x2, x3, w, depth, soon if r + 4 >= rows else w)
-
-    return rows_by_panel
-
-
 _bfloat16_panel = any_rows(_one_row(_bfloat16_pair), _four_rows(_bfloat16_pair))
 _float16_panel = any_rows(_one_row(_float16_pair), _four_rows(_float16_pair))
-_rounded_panel = any_rows(_one_rounded, _four_rounded)
+_rounded_panel = stepwise_product(load_ints, load_splat, dot_bfloat16)
 
 
 @njit(inline="never")
 def half_panel_product(form, to, x, x_row, rows, w, depth, soon):  # type: ignore[no-untyped-def]
-    """Computes it over a panel of 16 bits."""
+    """Computes the product of any rows and a panel of 16 bits, as `any_rows` describes it. form: that of the
+    panel; ROUNDED if rows are bfloat16, too, and end with a zero if their depth is odd."""
     if form == ROUNDED:
-        _rounded_panel(to, x, x_row, rows, w, depth, soon)
+        _rounded_panel(to, x, x_row, rows, w, (depth + 1) // 2, soon)
     elif form == BFLOAT16:
         _bfloat16_panel(to, x, x_row, rows, w, depth, soon)
     else:
@@ -238,12 +169,12 @@ def half_panel_product(form, to, x, x_row, rows, w, depth, soon):  # type: ignor
 
 
 @njit(inline="never")
-def put(to, to_row, sums, bias, base, base_row, rows, width):  # type: ignore[no-untyped-def]
+def _put(to, to_row, sums, bias, base, base_row, rows, width):  # type: ignore[no-untyped-def]
     """Stores sums [rows, 64] + bias [64], the first `width` columns; and base, if its address is not 0."""
-    whole = width // LANES * _STEP
+    whole = width // LANES * VECTOR
     for r in range(rows):
-        at, s, under = to + r * to_row, sums + r * PAIR_BYTES, base + r * base_row
-        for i in range(0, whole, _STEP):
+        at, s, under = to + r * to_row, sums + r * STEP_BYTES, base + r * base_row
+        for i in range(0, whole, VECTOR):
             value = add(load(s + i), load(bias + i))
             store(at + i, value if base == 0 else add(load(under + i), value))
         for i in range(whole, width * 4, 4):
@@ -251,10 +182,7 @@ def put(to, to_row, sums, bias, base, base_row, rows, width):  # type: ignore[no
             write(at + i, one if base == 0 else read(under + i) + one)
 
 
-_BLOCK = 96  # rows whose sums are kept at once
-
-
-class ProductArguments(ctypes.Structure):
+class _ProductArguments(ctypes.Structure):
     """The arguments of out [rows, width] = [base +] x [rows, depth] · weightᵀ + bias. Rows of out, x and base
     are their `_row` bytes apart. base: 0 for none. bias: with room for whole panels."""
 
@@ -265,21 +193,21 @@ class ProductArguments(ctypes.Structure):
     ]
 
 
-@kernel(ProductArguments)
+@kernel(_ProductArguments)
 def _product(pointer):  # type: ignore[no-untyped-def]
     a = carray(pointer, 1)[0]
     scratch = np.empty((_BLOCK + 4) * PANEL + LANES, np.float32)
     sums, item = aligned(scratch), fetch_add(address_of(pointer), 1)
     while item < a.count:
         coming = fetch_add(address_of(pointer), 1)
-        w, column = a.panels + item * a.stride, item * PAIR_BYTES
+        w, column = a.panels + item * a.stride, item * STEP_BYTES
         width = min(PANEL, a.width - item * PANEL)
         for r in range(0, a.rows, _BLOCK):
             rows, x = min(_BLOCK, a.rows - r), a.x + r * a.x_row
             soon = w if r + rows < a.rows or coming >= a.count else a.panels + coming * a.stride
             half_panel_product(a.form, sums, x, a.x_row, rows, w, a.depth, soon)
             base = 0 if a.base == 0 else a.base + r * a.base_row + column
-            put(
+            _put(
                 a.out + r * a.out_row + column,
                 a.out_row,
                 sums,
@@ -321,7 +249,7 @@ def widen_output(to, panels, stride, output, depth, form):  # type: ignore[no-un
     column = output % PANEL
     at = panels + output // PANEL * stride
     for k in range(depth):
-        pair = at + k // 2 * PAIR_BYTES
+        pair = at + k // 2 * STEP_BYTES
         if form == BFLOAT16:
             write(to + k * 4, read_bfloat16(pair + column * 4 + k % 2 * 2))
         else:
@@ -357,7 +285,7 @@ class HalfPanels:
         self._rounds = ctypes.c_int64(0)  # which kernels read
         self.form = FORMATS[weight.dtype]
         self.count, pairs = -(-self.width // PANEL), -(-self.depth // 2)
-        self.stride = pairs * PAIR_BYTES
+        self.stride = pairs * STEP_BYTES
         self.data = torch.empty(self.count, pairs, 2 * PANEL, dtype=weight.dtype)
         for panel, part in zip(self.data, torch.split(weight, PANEL), strict=True):
             rows = functional.pad(part, (0, self.depth % 2, 0, PANEL - len(part)))
@@ -379,12 +307,12 @@ class HalfPanels:
 
     @property
     def rounds(self) -> bool:
-        """Whether products round their inputs to bfloat16 first, the weight's format."""
+        """Returns whether products round their inputs to bfloat16 first, the weight's format."""
         return bool(self._rounds.value)
 
     @property
     def rounds_at(self) -> int:
-        """Returns the address at which kernels read it."""
+        """Returns the address at which kernels read `rounds`."""
         return ctypes.addressof(self._rounds)
 
     def round_inputs(self) -> None:
@@ -403,7 +331,7 @@ class HalfPanels:
         if base is not None:
             check("base", base, rows, self.width, dtypes=(torch.float32,))
         under = (0, 0) if base is None else (base.data_ptr(), base.stride(0) * 4)
-        arguments = ProductArguments(
+        arguments = _ProductArguments(
             0, form, self.address, self.count, self.stride, self.depth, self.width, bias.data_ptr(),
             out.data_ptr(), out.stride(0) * 4, x.data_ptr(), x.stride(0) * x.itemsize, rows, *under,
         )  # fmt: skip
@@ -418,8 +346,5 @@ class HalfPanels:
             0, self.form, self.address, self.stride, self.depth,
             outputs.data_ptr(), len(outputs), out.data_ptr(), out.stride(0) * 4,
         )  # fmt: skip
-        _rows(arguments, torch.get_num_threads() if len(outputs) > _PANEL_ROWS else 1)
+        _rows(arguments, torch.get_num_threads() if len(outputs) > _FEW_ROWS else 1)
         return out
-
-
-_PANEL_ROWS = 8  # outputs for which waking a team does not pay

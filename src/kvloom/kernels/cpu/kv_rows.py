@@ -34,7 +34,7 @@ from kvloom.kernels.cpu.lanes.floats import (
 )
 from kvloom.kernels.cpu.memory import read, write
 
-FLOAT32, BFLOAT16, INT8 = 0, 1, 2
+FLOAT32, BFLOAT16, INT8 = 0, 1, 2  # number formats of K and V; those of weights are in `half.py`
 KINDS: Final = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.int8: INT8}
 SCALE = 4  # bytes of a row's scale, a float32
 _LEAST = np.float32(1e-30)  # the largest magnitude of a row that is not all zeros; 127 / it is finite
@@ -47,12 +47,14 @@ _bytes, _ints = (ir.VectorType(one, LANES) for one in (_i8, _i32))
 
 @operation(float32x16, types.int64)
 def load_int8(builder: Any, address: Any) -> Any:
+    """Loads 16 codes as float32; so does `read_int8` one."""
     codes = builder.load(pointer(builder, address, _bytes), align=1)
     return builder.sitofp(builder.sext(codes, _ints), _lanes)
 
 
 @operation(types.void, types.int64, float32x16)
 def store_int8(builder: Any, address: Any, value: Any) -> Any:
+    """Stores 16 numbers rounded to codes; so does `write_int8` one."""
     whole = builder.fptosi(call(builder, f"llvm.rint.v{LANES}f32", _lanes, value), _ints)
     builder.store(builder.trunc(whole, _bytes), pointer(builder, address, _bytes), align=1)
 
@@ -69,7 +71,7 @@ def write_int8(builder: Any, address: Any, value: Any) -> Any:
 
 
 @njit(inline="never")
-def _quantise_row(to, source, row, dim):  # type: ignore[no-untyped-def]
+def _quantize_row(to, source, row, dim):  # type: ignore[no-untyped-def]
     """Writes codes and scale. A row with a number that is not finite gets codes of 0 and a scale that is no
     number, so that whoever reads it computes none either."""
     whole = dim // LANES * LANES
@@ -103,4 +105,4 @@ def narrow_row(to, source, dim, row, kind):  # type: ignore[no-untyped-def]
     if kind == BFLOAT16:
         round_row(to, source, dim)
     else:
-        _quantise_row(to, source, row, dim)
+        _quantize_row(to, source, row, dim)

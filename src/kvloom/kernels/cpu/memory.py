@@ -20,7 +20,7 @@ from kvloom.kernels.cpu.parallel import kernel
 
 LINE = 64  # bytes of a cache line
 _SPINS = 2000  # looks before the core is offered to others at each further one
-_SLEEP, _WAKE, _EVERYBODY = 0, 1, 0x7FFFFFFF  # of words that processes share
+_FUTEX_WAIT, _FUTEX_WAKE, _EVERYBODY = 0, 1, 0x7FFFFFFF  # of words that processes share
 _f32, _i32, _i64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _yield = types.ExternalFunction("sched_yield", types.int32())
 _syscall = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
@@ -103,16 +103,19 @@ class SignalArguments(ctypes.Structure):
 
 @operation(types.int64, types.int64)
 def acquire(builder: Any, word: Any) -> Any:
+    """Loads a shared word."""
     return builder.zext(builder.load_atomic(pointer(builder, word, _i32), "acquire", 4), _i64)
 
 
 @operation(types.void, types.int64, types.int64)
 def release(builder: Any, word: Any, value: Any) -> Any:
+    """Stores a shared word."""
     builder.store_atomic(builder.trunc(value, _i32), pointer(builder, word, _i32), "release", 4)
 
 
 @operation(types.int64, types.int64, types.int64)
 def exchange(builder: Any, word: Any, value: Any) -> Any:
+    """Stores a shared word, and returns what was there. It is a full barrier."""
     narrow = builder.trunc(value, _i32)
     return builder.zext(builder.atomic_rmw("xchg", pointer(builder, word, _i32), narrow, "seq_cst"), _i64)
 
@@ -128,14 +131,14 @@ def take(builder: Any, word: Any) -> Any:
 @njit(inline="never")
 def wake(futex, word):  # type: ignore[no-untyped-def]
     """Wakes all who sleep on it. futex: the system call's number."""
-    _syscall(futex, word, _WAKE, _EVERYBODY, 0, 0, 0)
+    _syscall(futex, word, _FUTEX_WAKE, _EVERYBODY, 0, 0, 0)
 
 
 @njit(inline="never")
 def sleep(futex, word, seen, limit):  # type: ignore[no-untyped-def]
     """Sleeps until `wake`, at most for `limit`, the address of a timespec; not at all if the word is another
     than `seen`. It may return early."""
-    _syscall(futex, word, _SLEEP, seen, limit, 0, 0)
+    _syscall(futex, word, _FUTEX_WAIT, seen, limit, 0, 0)
 
 
 @kernel(SignalArguments)

@@ -1,6 +1,6 @@
 """Looks for another unit's tasks between two parts of a kernel, and does them at once (Weaver, section 4.1),
-without the host, whose language has a lock that others hold. The host is asked only if something is not as it
-should be, to say what."""
+without the host's Python, whose lock (the GIL) others may hold. The host is asked only if something is not as
+it should be, to say what."""
 
 from __future__ import annotations
 
@@ -278,9 +278,8 @@ def leave(address, clock):  # type: ignore[no-untyped-def]
     if observe(address + _RESTING) != 0:
         exchange(p.asleep, 1)
         look_for_task(address)
-    if (
-        observe(address + _WORKING) == 0
-    ):  # numbers alone: a forward that comes in between makes them a little wrong
+    # These are numbers alone: a forward that comes in between makes them a little wrong.
+    if observe(address + _WORKING) == 0:
         p.since, p.served, p.until = nanoseconds(clock), p.busy, 0
 
 

@@ -18,6 +18,7 @@ from numba import cfunc, from_dtype, types
 
 @cache
 def _team_entry() -> Any:
+    """Returns the function by which OpenMP's compilers run a parallel region; None if there is none."""
     try:
         # a lookup through torch's extension module finds the very runtime that torch itself runs on
         entry = ctypes.CDLL(torch._C.__file__).GOMP_parallel
@@ -57,6 +58,7 @@ class Kernel:
             entry(self._address, address, threads, 0)
 
     def compile(self) -> None:
+        """Compiles the body, or reads it from numba's cache."""
         record = from_dtype(np.dtype(self.arguments))
         self._compiled = cfunc(types.void(types.CPointer(record)), cache=True, error_model="numpy")(self.body)
         self._address = self._compiled.address
@@ -64,4 +66,5 @@ class Kernel:
 
 
 def kernel(arguments: type[ctypes.Structure]) -> Callable[[Callable[[Any], None]], Kernel]:
+    """Makes a kernel of the function that it decorates, which takes a pointer to such a structure."""
     return lambda body: Kernel(body, arguments)

@@ -14,89 +14,36 @@ from numba import carray, njit
 
 from kvloom.kernels.cpu.attention.tile import score
 from kvloom.kernels.cpu.elementwise import copy_row, norm_row
-from kvloom.kernels.cpu.half import (
-    FLOAT32,
-    PANEL,
-    ROUNDED,
-    any_rows,
-    fetch,
-    half_panel_product,
-    keep,
-    round_row,
-)
+from kvloom.kernels.cpu.half import FLOAT32, ROUNDED, half_panel_product, round_row
 from kvloom.kernels.cpu.lanes.floats import (
-    LANES,
     add,
     divide,
     exponential,
     load,
     multiply,
-    multiply_add,
     splat,
     store,
     subtract,
     tanh,
     write_bfloat16,
 )
-from kvloom.kernels.cpu.memory import fetch_add, observe, pointer_at, read, rest
+from kvloom.kernels.cpu.memory import fetch_add, observe, pointer_at, rest
 from kvloom.kernels.cpu.offload_serve import look_when_due
+from kvloom.kernels.cpu.panels import PANEL, STEP_BYTES, VECTOR, panel_product
 from kvloom.kernels.cpu.quantized import SUMS_ROW, make_row_ready, rows_by_panel, weight_at
-
-_BYTES = PANEL * 4
-_STEP = LANES * 4
-
-
-@njit(inline="never")
-def _one(to, x, w, depth, soon):  # type: ignore[no-untyped-def]
-    s0 = s1 = s2 = s3 = splat(0.0)
-    for k in range(depth):
-        fetch(w, k, depth, soon)
-        at, value = w + k * _BYTES, splat(read(x + k * 4))
-        s0 = multiply_add(value, load(at), s0)
-        s1 = multiply_add(value, load(at + _STEP), s1)
-        s2 = multiply_add(value, load(at + 2 * _STEP), s2)
-        s3 = multiply_add(value, load(at + 3 * _STEP), s3)
-    keep(to, s0, s1, s2, s3)
-
-
-@njit(inline="never")
-def _four(to, x0, x1, x2, x3, w, depth, soon):  # type: ignore[no-untyped-def]
-    a0 = a1 = a2 = a3 = splat(0.0)
-    b0 = b1 = b2 = b3 = splat(0.0)
-    c0 = c1 = c2 = c3 = splat(0.0)
-    d0 = d1 = d2 = d3 = splat(0.0)
-    for k in range(depth):
-        fetch(w, k, depth, soon)
-        at, i = w + k * _BYTES, k * 4
-        w0, w1, w2, w3 = load(at), load(at + _STEP), load(at + 2 * _STEP), load(at + 3 * _STEP)
-        a, b, c, d = splat(read(x0 + i)), splat(read(x1 + i)), splat(read(x2 + i)), splat(read(x3 + i))
-        a0, a1 = multiply_add(a, w0, a0), multiply_add(a, w1, a1)
-        a2, a3 = multiply_add(a, w2, a2), multiply_add(a, w3, a3)
-        b0, b1 = multiply_add(b, w0, b0), multiply_add(b, w1, b1)
-        b2, b3 = multiply_add(b, w2, b2), multiply_add(b, w3, b3)
-        c0, c1 = multiply_add(c, w0, c0), multiply_add(c, w1, c1)
-        c2, c3 = multiply_add(c, w2, c2), multiply_add(c, w3, c3)
-        d0, d1 = multiply_add(d, w0, d0), multiply_add(d, w1, d1)
-        d2, d3 = multiply_add(d, w2, d2), multiply_add(d, w3, d3)
-    keep(to, a0, a1, a2, a3)
-    keep(to + _BYTES, b0, b1, b2, b3)
-    keep(to + 2 * _BYTES, c0, c1, c2, c3)
-    keep(to + 3 * _BYTES, d0, d1, d2, d3)
-
-
-panel_product = any_rows(_one, _four)
 
 
 class ItemArguments(ctypes.Structure):
-    """Up to 64 neighbouring outputs of a quantised weight: one panel or two of it, their address, and the
-    byte at which a row that is ready has what they read."""
+    """Describes an item of a quantised weight, up to 64 neighbouring outputs: one panel or two, their
+    address, and the byte at which a row that is ready has what they read."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("weight", "panels", "count", "at")]
 
 
 class ReadyArguments(ctypes.Structure):
-    """What a stage makes of its inputs, at the byte `at` of a row: codes for a quantised weight; if that is
-    0, `depth` bfloat16, but only if there is no 0 at the address `rounds`."""
+    """Says what a stage makes of its inputs before it multiplies, at the byte `at` of a row that is ready:
+    codes for a quantised weight; if that is 0, `depth` bfloat16, but only if there is no 0 at the address
+    `rounds`."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("weight", "at", "rounds", "depth")]
 
@@ -122,18 +69,19 @@ def make_ready(linear, x, x_row, rows, ready, ready_row):  # type: ignore[no-unt
 
 @njit(inline="never")
 def _item_product(item, to, x, x_row, ready, ready_row, rows, soon):  # type: ignore[no-untyped-def]
-    """Computes it over an item, zeros past its panel if it has one. item: the address of ItemArguments."""
+    """Computes to [rows, 64] over an item of a quantised weight; zeros past its panel if it has one. item:
+    the address of ItemArguments."""
     one = carray(pointer_at(item), 1, _ITEM)[0]
     a, ready = weight_at(one.weight), ready + one.at
     if one.count == 1:
         rows_by_panel(a, one.panels, x, x_row, ready, ready_row, rows, to, soon)
         for r in range(rows):
-            store(to + r * SUMS_ROW + 2 * _STEP, splat(0.0))
-            store(to + r * SUMS_ROW + 3 * _STEP, splat(0.0))
+            store(to + r * SUMS_ROW + 2 * VECTOR, splat(0.0))
+            store(to + r * SUMS_ROW + 3 * VECTOR, splat(0.0))
     else:
         then = one.panels + a.stride
         rows_by_panel(a, one.panels, x, x_row, ready, ready_row, rows, to, then)
-        rows_by_panel(a, then, x, x_row, ready, ready_row, rows, to + 2 * _STEP, soon)
+        rows_by_panel(a, then, x, x_row, ready, ready_row, rows, to + 2 * VECTOR, soon)
 
 
 @njit(inline="never")
@@ -164,6 +112,7 @@ def wait(counters, items):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def normalise(to, to_row, x, x_row, rows, size, norm):  # type: ignore[no-untyped-def]
+    """Computes RMSNorm of rows. norm: NormArguments."""
     for r in range(rows):
         norm_row(to + r * to_row, x + r * x_row, norm.weight, size, norm.eps, norm.offset)
 
@@ -172,9 +121,9 @@ def normalise(to, to_row, x, x_row, rows, size, norm):  # type: ignore[no-untype
 def _put(to, to_row, sums, bias, rows, onto):  # type: ignore[no-untyped-def]
     """Stores sums [rows, 64] + bias [64]; onto what is there, if asked."""
     for r in range(rows):
-        for i in range(0, _BYTES, LANES * 4):
+        for i in range(0, STEP_BYTES, VECTOR):
             at = to + r * to_row + i
-            value = add(load(sums + r * _BYTES + i), load(bias + i))
+            value = add(load(sums + r * STEP_BYTES + i), load(bias + i))
             store(at, add(load(at), value) if onto else value)
 
 
@@ -193,8 +142,8 @@ def _from(linear, item, then):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def product(linear, then, out, inputs, rows, onto, counters, scratch, poll, parts):  # type: ignore[no-untyped-def]
-    """A stage: out = [out +] inputs · weightᵀ + bias. out, inputs: an address, and the bytes between rows.
-    scratch: the address of sums, and that and the bytes of rows that are ready."""
+    """Runs a stage: out = [out +] inputs · weightᵀ + bias. out, inputs: an address, and the bytes between
+    rows. scratch: the address of sums, and that and the bytes of rows that are ready."""
     (to, to_row), (x, x_row), (sums, ready, ready_row) = out, inputs, scratch
     item, taken = fetch_add(counters, 1), 0
     if item < linear.count:
@@ -203,7 +152,7 @@ def product(linear, then, out, inputs, rows, onto, counters, scratch, poll, part
         coming = fetch_add(counters, 1)
         soon = _from(linear, coming, then)
         _panel(linear, item, sums, x, x_row, ready, ready_row, rows, soon)
-        _put(to + item * _BYTES, to_row, sums, linear.bias + item * _BYTES, rows, onto)
+        _put(to + item * STEP_BYTES, to_row, sums, linear.bias + item * STEP_BYTES, rows, onto)
         fetch_add(counters + 8, 1)
         taken += 1
         look_when_due(poll, taken, linear.count, parts)
@@ -215,32 +164,32 @@ def product(linear, then, out, inputs, rows, onto, counters, scratch, poll, part
 def _activate(to, to_row, gates, ups, rows, kind):  # type: ignore[no-untyped-def]
     """Computes to = activation(gates [rows, 64]) ∘ ups."""
     for r in range(rows):
-        for i in range(0, _BYTES, LANES * 4):
-            g = load(gates + r * _BYTES + i)
+        for i in range(0, STEP_BYTES, VECTOR):
+            g = load(gates + r * STEP_BYTES + i)
             if kind == SWISH:
                 g = divide(g, add(splat(1.0), exponential(subtract(splat(0.0), g))))
             else:  # GELU by tanh: sqrt(2 / pi) (g + 0.044715 g³)
                 cube = multiply(multiply(g, g), multiply(g, splat(0.044715)))
                 bend = tanh(multiply(splat(0.7978845608028654), add(g, cube)))
                 g = multiply(multiply(g, splat(0.5)), add(splat(1.0), bend))
-            store(to + r * to_row + i, multiply(g, load(ups + r * _BYTES + i)))
+            store(to + r * to_row + i, multiply(g, load(ups + r * STEP_BYTES + i)))
 
 
 @njit(inline="never")
 def gated(layer, out, inputs, rows, counters, scratch, poll, parts):  # type: ignore[no-untyped-def]
-    """A stage: out = activation(gate(inputs)) ∘ up(inputs)."""
+    """Runs a stage: out = activation(gate(inputs)) ∘ up(inputs)."""
     (to, to_row), (x, x_row), (sums, ready, ready_row) = out, inputs, scratch
-    gate, up, ups = layer.gate, layer.up, sums + (rows + 3) * _BYTES
+    gate, up, ups = layer.gate, layer.up, sums + (rows + 3) * STEP_BYTES
     item, taken = fetch_add(counters, 1), 0
     if item < gate.count:
         make_ready(gate, x, x_row, rows, ready, ready_row)
     while item < gate.count:
         coming = fetch_add(counters, 1)
-        bias, soon = item * _BYTES, _from(gate, coming, layer.down)
+        bias, soon = item * STEP_BYTES, _from(gate, coming, layer.down)
         _panel(gate, item, sums, x, x_row, ready, ready_row, rows, _weights(up, item))
         _panel(up, item, ups, x, x_row, ready, ready_row, rows, soon)
-        _put(sums, _BYTES, sums, gate.bias + bias, rows, False)
-        _put(ups, _BYTES, ups, up.bias + bias, rows, False)
+        _put(sums, STEP_BYTES, sums, gate.bias + bias, rows, False)
+        _put(ups, STEP_BYTES, ups, up.bias + bias, rows, False)
         _activate(to + bias, to_row, sums, ups, rows, layer.activation)
         fetch_add(counters + 8, 1)
         taken += 1
@@ -251,14 +200,14 @@ def gated(layer, out, inputs, rows, counters, scratch, poll, parts):  # type: ig
 
 @njit(inline="never")
 def plain_head(s, x, x_row, counters, sums, poll, parts):  # type: ignore[no-untyped-def]
-    """A stage: logits = x · weightᵀ of a weight [V, K] in plain rows, 64 of them an item."""
+    """Runs a stage: logits = x · weightᵀ of a weight [V, K] in plain rows, 64 of them an item."""
     items = (s.vocab + PANEL - 1) // PANEL
     item, taken = fetch_add(counters, 1), 0
     while item < items:
         count = min(PANEL, s.vocab - item * PANEL)
         score(sums, x, x_row, s.plain + item * PANEL * s.size * 4, count, s.kept_rows, s.size)
         for r in range(s.kept_rows):
-            copy_row(s.logits + r * s.logits_row + item * _BYTES, sums + r * _BYTES, count * 4)
+            copy_row(s.logits + r * s.logits_row + item * STEP_BYTES, sums + r * STEP_BYTES, count * 4)
         fetch_add(counters + 8, 1)
         taken += 1
         look_when_due(poll, taken, items, parts)

@@ -81,19 +81,19 @@ class RemoteAttention:
         """The step has ended before its end: somebody is to wait for an output."""
         return bool(self._tasks.record.paused != NOWHERE)
 
-    def resume(self, qkv: Tensor, mixed: Tensor, turns: npt.NDArray[Any]) -> None:
-        """Waits for that output, into the rows of mixed [B, heads · D], and lets the step go on from there.
-        qkv [B, (heads + 2 kv_heads) · D or more]; turns: the attention's records of all layers."""
+    def resume(self, qkv: Tensor, attended: Tensor, records: npt.NDArray[Any]) -> None:
+        """Waits for that output, into the rows of `attended` [B, heads · D], and lets the step go on from
+        there. qkv [B, (heads + 2 kv_heads) · D or more]; records: the attention's of all layers."""
         record = self._tasks.record
         layer = int(record.paused)
-        turn, form = turns[layer], self._tasks.form
+        attention, form = records[layer], self._tasks.form
         task: int | None = record.count
         if record.refused:
             width = (form.heads + 2 * form.kv_heads) * form.head_dim
             rows = qkv[self.home :, :width].view(self.count, -1, form.head_dim)
-            scoring = float(turn["scale"]), int(turn["window"]), float(turn["softcap"])
+            scoring = float(attention["scale"]), int(attention["window"]), float(attention["softcap"])
             task = self.post(layer, rows, *scoring)
-        out = mixed[self.home :, : form.heads * form.head_dim]
+        out = attended[self.home :, : form.heads * form.head_dim]
         self.collect(task, out.view(self.count, form.heads, form.head_dim))
         record.lost = self.lost is not None
         record.paused, record.resume, record.refused = NOWHERE, layer, 0

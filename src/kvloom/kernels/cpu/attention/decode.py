@@ -13,19 +13,20 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
-from kvloom.kernels.cpu.attention.groups import END, MOST_QUERIES, RowRuns
+from kvloom.kernels.cpu.attention.checks import check_attention
+from kvloom.kernels.cpu.attention.runs import END, MOST_QUERIES, RowRuns
 from kvloom.kernels.cpu.attention.tile import LOWEST, TILE, accumulate_rows, rescale, score_rows, weigh
 from kvloom.kernels.cpu.attention.wide import (
     KEY_ROW,
-    bring_tile,
     clear,
-    fetch_tile,
+    load_tile,
     locate,
+    prefetch_tile,
     score_tile,
     sum_tile,
     weigh_tile,
 )
-from kvloom.kernels.cpu.elementwise import FLOAT, INT, check_pages, copy_row, norm_row, put_row, rotate_row
+from kvloom.kernels.cpu.elementwise import INT, copy_row, norm_row, put_row, rotate_row
 from kvloom.kernels.cpu.kv_rows import INT8, KINDS
 from kvloom.kernels.cpu.lanes.floats import LANES
 from kvloom.kernels.cpu.memory import LINE, address_of, aligned, fetch_add, pointer_at, read, read_int, write
@@ -38,9 +39,13 @@ _NOBODY = -1
 
 class AttentionArguments(ctypes.Structure):
     """The addresses, sizes, and strides in bytes; `next` is the work item to be taken next, `done` counts
-    those that are. A row of K or V in a block has row_bytes, in the format `kind`. If k is not 0, an item
-    begins with its new token: q and k are normalised (if q_norm is not 0) and rotated in place, and k and v
-    stored in the token's slot. If order is not 0, items are of runs of rows (see `RowRuns`), else of rows."""
+    those that are. A row of K or V in a block has row_bytes, in the format `kind`. map: the block of the
+    layer's first KV head in the page map; map_page: from one page to the next. group: query heads of a KV
+    head. An item has `span` of the KV heads, and a row, or a run of rows, is `spans` items.
+
+    If k is not 0, an item begins with its new token: q and k are normalised (if q_norm is not 0) and their
+    first rotary_dim numbers rotated in place, and k and v stored in the token's slot. If order is not 0,
+    items are of runs of rows (see `RowRuns`), else of rows."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("next", "done", "out", "out_row", "out_head")),
@@ -51,7 +56,7 @@ class AttentionArguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "group", "window", "span", "spans")),
         *((name, ctypes.c_double) for name in ("scale", "softcap")),
         *((name, ctypes.c_int64) for name in ("k", "v", "slot_page", "slot_offset")),
-        *((name, ctypes.c_int64) for name in ("cos", "sin", "turned", "turn_row")),
+        *((name, ctypes.c_int64) for name in ("cos", "sin", "rotary_dim", "rotary_row")),
         *((name, ctypes.c_int64) for name in ("q_norm", "k_norm")),
         *((name, ctypes.c_double) for name in ("eps", "offset")),
         *((name, ctypes.c_int64) for name in ("order", "runs", "run_count", "segments", "longest")),
@@ -112,26 +117,26 @@ def _segment(a, first, segment):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="never")
-def turn(a, b, first_head, end_head):  # type: ignore[no-untyped-def]
+def rotate_heads(a, b, first_head, end_head):  # type: ignore[no-untyped-def]
     """Normalises and rotates q and k of row b in these heads, in place."""
-    cos, sin = a.cos + b * a.turn_row, a.sin + b * a.turn_row
+    cos, sin = a.cos + b * a.rotary_row, a.sin + b * a.rotary_row
     for head in range(first_head, end_head):
         k = a.k + b * a.q_row + head * a.q_head
         for g in range(a.group):
             q = a.q + b * a.q_row + (head * a.group + g) * a.q_head
             if a.q_norm != 0:
                 norm_row(q, q, a.q_norm, a.head_dim, a.eps, a.offset)
-            rotate_row(q, cos, sin, a.turned)
+            rotate_row(q, cos, sin, a.rotary_dim)
         if a.k_norm != 0:
             norm_row(k, k, a.k_norm, a.head_dim, a.eps, a.offset)
-        rotate_row(k, cos, sin, a.turned)
+        rotate_row(k, cos, sin, a.rotary_dim)
 
 
 @njit(inline="never")
-def _enter(a, b, first_head, end_head):  # type: ignore[no-untyped-def]
-    """Brings the new token of sequence b into these heads: q and k are turned, k and v stored."""
+def _append(a, b, first_head, end_head):  # type: ignore[no-untyped-def]
+    """Appends the new token of sequence b in these heads: q and k are rotated, k and v stored in the pool."""
     size = a.row_bytes
-    turn(a, b, first_head, end_head)
+    rotate_heads(a, b, first_head, end_head)
     blocks = a.map + read_int(a.slot_page + b * 4) * a.map_page
     offset = read_int(a.slot_offset + b * 4) * size
     for head in range(first_head, end_head):
@@ -167,52 +172,52 @@ def room_of(a):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="never")
-def _tile(a, b, heads, position, count, scores, found):  # type: ignore[no-untyped-def]
-    """Brings `count` tokens from `position` on into what row b has found so far: the addresses of its sums,
-    best and norm, and the rows of its run, after which the next head's are."""
+def _attend_tile(a, b, heads, position, count, scores, found):  # type: ignore[no-untyped-def]
+    """Attends from row b to `count` tokens from `position` on. found: what the row has found so far, by the
+    addresses of its sums, best and norm; and the rows of its run, after which the next head's are."""
     all_sums, all_best, all_norm, run_rows = found
-    group, row, scale, softcap = a.group, a.head_dim * 4, np.float32(a.scale), np.float32(a.softcap)
-    held, kind, scales = a.row_bytes, a.kind, scores + group * TILE * 4
+    group, size, scale, softcap = a.group, a.head_dim * 4, np.float32(a.scale), np.float32(a.softcap)
+    row, kind, scales = a.row_bytes, a.kind, scores + group * TILE * 4
     for head in range(heads[0], heads[1]):
         k = locate(a, b, head, position)
         rows = (head - heads[0]) * run_rows * group
-        q, sums = a.q + b * a.q_row + head * group * a.q_head, all_sums + rows * row
+        q, sums = a.q + b * a.q_row + head * group * a.q_head, all_sums + rows * size
         best, norm = all_best + rows * 4, all_norm + rows * 4
-        v = k + a.page_tokens * held
-        score_rows(scores, q, a.q_head, k, held, kind, count, group, a.head_dim)
+        v = k + a.page_tokens * row
+        score_rows(scores, q, a.q_head, k, row, kind, count, group, a.head_dim)
         if kind == INT8:
-            rescale(scores, scales, k, held, count, group)
+            rescale(scores, scales, k, row, count, group)
         for g in range(group):
             at = scores + g * TILE * 4
-            weigh(at, best + g * 4, norm + g * 4, sums + g * row, 0, count, a.head_dim, scale, softcap)
+            weigh(at, best + g * 4, norm + g * 4, sums + g * size, 0, count, a.head_dim, scale, softcap)
         if kind == INT8:
-            rescale(scores, scales, v, held, count, group)
-        accumulate_rows(sums, scores, v, held, kind, count, group, a.head_dim)
+            rescale(scores, scales, v, row, count, group)
+        accumulate_rows(sums, scores, v, row, kind, count, group, a.head_dim)
 
 
 @njit(inline="never")
-def _shared_tile(a, first, rows, heads, position, count, end, place, found):  # type: ignore[no-untyped-def]
-    """Does the same with rows order[first…], which have the tokens up to `end` in the same pages."""
+def _attend_shared_tile(a, first, rows, heads, position, count, end, place, found):  # type: ignore[no-untyped-def]
+    """Does the same from rows order[first…], which have the tokens up to `end` in the same pages."""
     all_sums, all_best, all_norm, run_rows = found
     group, dim, scale, softcap = a.group, a.head_dim, np.float32(a.scale), np.float32(a.softcap)
     queries, one = rows * group, _row(a, first)
     scores = place
     packed = scores + queries * TILE * 4
-    turned = packed + queries * dim * 4
-    held = turned + dim * KEY_ROW
+    keys = packed + queries * dim * 4
+    values = keys + dim * KEY_ROW
     for head in range(heads[0], heads[1]):
         at = (head - heads[0]) * run_rows * group
         for i in range(queries):
             q = a.q + _row(a, first + i // group) * a.q_row + (head * group + i % group) * a.q_head
             copy_row(packed + i * dim * 4, q, dim * 4)
-        bring_tile(a, one, head, position, count, turned, held)
-        score_tile(scores, packed, queries, turned, count, dim)
+        load_tile(a, one, head, position, count, keys, values)
+        score_tile(scores, packed, queries, keys, count, dim)
         for i in range(queries):
-            fetch_tile(a, one, head, position + count, end, i, queries)
+            prefetch_tile(a, one, head, position + count, end, i, queries)
             low = max(0, _begin_of(a, _row(a, first + i // group)) - position)
             mine, best, norm = all_sums + (at + i) * dim * 4, all_best + (at + i) * 4, all_norm + (at + i) * 4
             weigh_tile(scores + i * TILE * 4, best, norm, mine, low, count, count, dim, scale, softcap)
-        sum_tile(all_sums + at * dim * 4, scores, queries, held, count, dim)
+        sum_tile(all_sums + at * dim * 4, scores, queries, values, count, dim)
 
 
 @njit(inline="never")
@@ -268,7 +273,7 @@ def advance(a, counters, place, until):  # type: ignore[no-untyped-def]
             clear(sums, best, norm, (end_head - first_head) * rows * a.group, a.head_dim, LOWEST)
             if a.k != 0:
                 for i in range(rows):
-                    _enter(a, _row(a, first + i), first_head, end_head)
+                    _append(a, _row(a, first + i), first_head, end_head)
         while segment < count and tokens < until:
             begins, together, start, end = _segment(a, first, segments + segment)
             position = max(position, start)
@@ -278,9 +283,9 @@ def advance(a, counters, place, until):  # type: ignore[no-untyped-def]
                 tile = min(TILE, end - position)
                 if together == 1:
                     tile = min(tile, a.page_tokens - position % a.page_tokens)
-                    _tile(a, _row(a, begins), heads, position, tile, scores, found)
+                    _attend_tile(a, _row(a, begins), heads, position, tile, scores, found)
                 else:
-                    _shared_tile(a, begins, together, heads, position, tile, end, wide, found)
+                    _attend_shared_tile(a, begins, together, heads, position, tile, end, wide, found)
                 position += tile
                 tokens += tile * together
             if position >= end:
@@ -310,6 +315,7 @@ def attend(a, counters):  # type: ignore[no-untyped-def]
 
 @kernel(AttentionArguments)
 def attend_all(pointer):  # type: ignore[no-untyped-def]
+    """Runs decode attention over all items."""
     attend(carray(pointer, 1)[0], address_of(pointer))
 
 
@@ -354,14 +360,8 @@ def decode_attention(
     one.
     """
     batch, heads, head_dim = q.shape
-    kv_heads = check_pages(arena, page_map, layer, head_dim)
-    layers = page_map.shape[1]
-    check("q", q, batch, heads, head_dim, dtypes=FLOAT)
-    check("out", out, batch, heads, head_dim, dtypes=FLOAT)
-    check("tables", tables, batch, tables.shape[-1], dtypes=INT)
+    kv_heads, layers = check_attention(out, q, arena, page_map, layer, tables, batch), page_map.shape[1]
     check("lengths", lengths, batch, dtypes=INT)
-    if heads % kv_heads:
-        raise ValueError(f"q: want a multiple of {kv_heads} heads, got {heads}")
     out_row, out_head, _ = out.stride()
     q_row, q_head, _ = q.stride()
     threads = torch.get_num_threads()

@@ -18,19 +18,20 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
+from kvloom.kernels.cpu.attention.checks import check_attention
 from kvloom.kernels.cpu.attention.tile import LOWEST
 from kvloom.kernels.cpu.attention.wide import (
     KEY_ROW,
     KEYS,
     SCORE_ROW,
-    bring_tile,
     clear,
-    fetch_tile,
+    load_tile,
+    prefetch_tile,
     score_tile,
     sum_tile,
     weigh_tile,
 )
-from kvloom.kernels.cpu.elementwise import FLOAT, INT, check_pages, copy_row
+from kvloom.kernels.cpu.elementwise import INT, copy_row
 from kvloom.kernels.cpu.kv_rows import KINDS
 from kvloom.kernels.cpu.lanes.floats import LANES
 from kvloom.kernels.cpu.memory import address_of, aligned, fetch_add, read, read_int, write
@@ -73,6 +74,7 @@ def _copy_queries(a, first, rows, head, to):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def _put(a, first, rows, head, sums, norm):  # type: ignore[no-untyped-def]
+    """Stores the output of an item."""
     size = a.head_dim * 4
     for i in range(rows * a.group):
         at = a.out + (first + i // a.group) * a.out_row + (head * a.group + i % a.group) * a.out_head
@@ -83,13 +85,14 @@ def _put(a, first, rows, head, sums, norm):  # type: ignore[no-untyped-def]
 
 @njit(inline="never")
 def _attend(a, item, head, place):  # type: ignore[no-untyped-def]
+    """Attends from the queries of an item in one KV head. place: the address of scratch."""
     at = a.items + item * 16
     b, first, rows, start = read_int(at), read_int(at + 4), read_int(at + 8), read_int(at + 12)
     group, dim, scale, softcap = a.group, a.head_dim, np.float32(a.scale), np.float32(a.softcap)
     queries, size = rows * group, dim * 4
-    turned = place
-    held = turned + dim * KEY_ROW
-    scores = held + KEYS * size
+    keys = place
+    values = keys + dim * KEY_ROW
+    scores = values + KEYS * size
     q = scores + queries * SCORE_ROW
     sums = q + queries * size
     best = sums + queries * size
@@ -99,18 +102,18 @@ def _attend(a, item, head, place):  # type: ignore[no-untyped-def]
     end, begin = start + rows, max(0, start - a.window + 1) if a.window > 0 else 0
     for position in range(begin // KEYS * KEYS, end, KEYS):
         count = min(KEYS, end - position)
-        bring_tile(a, b, head, position, count, turned, held)
+        load_tile(a, b, head, position, count, keys, values)
         low = max(0, position - start) * group  # the first query that sees a key of these, and past the last
         high = min(rows, position + count - 1 + a.window - start) * group if a.window > 0 else queries
-        score_tile(scores + low * SCORE_ROW, q + low * size, high - low, turned, count, dim)
+        score_tile(scores + low * SCORE_ROW, q + low * size, high - low, keys, count, dim)
         for i in range(low, high):
-            fetch_tile(a, b, head, position + count, end, i - low, high - low)
+            prefetch_tile(a, b, head, position + count, end, i - low, high - low)
             here = start + i // group - position
             sees = max(0, here - a.window + 1) if a.window > 0 else 0
             until, mine = min(count, here + 1), sums + i * size
             to = scores + i * SCORE_ROW
             weigh_tile(to, best + i * 4, norm + i * 4, mine, sees, until, count, dim, scale, softcap)
-        sum_tile(sums + low * size, scores + low * SCORE_ROW, high - low, held, count, dim)
+        sum_tile(sums + low * size, scores + low * SCORE_ROW, high - low, values, count, dim)
     _put(a, first, rows, head, sums, norm)
 
 
@@ -158,16 +161,11 @@ def prefill_attention(
     starts [B] and begins [B + 1] are int32; all else is as in `decode_attention`. Rows of q and out may lie
     anywhere; out may be q itself.
     """
-    rows, heads, head_dim = q.shape
-    kv_heads = check_pages(arena, page_map, layer, head_dim)
+    _, heads, head_dim = q.shape
     layers, batch = page_map.shape[1], len(starts)
-    check("q", q, rows, heads, head_dim, dtypes=FLOAT)
-    check("out", out, rows, heads, head_dim, dtypes=FLOAT)
-    check("tables", tables, batch, tables.shape[-1], dtypes=INT)
+    kv_heads = check_attention(out, q, arena, page_map, layer, tables, batch)
     check("starts", starts, batch, dtypes=INT)
     check("begins", begins, batch + 1, dtypes=INT)
-    if heads % kv_heads:
-        raise ValueError(f"q: want a multiple of {kv_heads} heads, got {heads}")
     group = heads // kv_heads
     most = max(1, _QUERIES // group)
     items = _items(starts.numpy().astype(np.int64), begins.numpy().astype(np.int64), most)

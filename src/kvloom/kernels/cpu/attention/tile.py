@@ -1,5 +1,8 @@
-"""Attention of some queries over a tile of tokens: scores, the online softmax, and sums of V, over rows of
-K and V in each format that the pool has for them."""
+"""Attention of the few queries of a KV head over a tile of tokens: scores, the online softmax, and sums of V,
+over rows of K and V in each format that the pool has for them.
+
+Of each query `best` is the largest score so far, `norm` the sum of exp(score - best), and `sums` that of
+exp(score - best) · v: FlashAttention's m, l and O before the division."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Attention of many queries over a tile of keys that all of them may see: K is turned so that keys lie in
-lanes, K and V are widened once for all queries, and both products are of rows by panels of 64 columns, with
-the sums of six rows in registers: 24 multiplications for ten loads.
+"""Attention of many queries over a tile of keys that all of them may see: K is transposed so that keys lie in
+lanes, K and V are widened to float32 once for all queries, and both products are of rows by panels of 64
+columns, with the sums of six rows in registers: 24 multiplications for ten loads. For the few queries of a
+decode step `tile.py` reads rows of K and V as they lie in the pool.
 
 A query's sums are the same, to the bit, whatever queries are beside it: each is taken from its first key to
 its last, over tiles that lie where its keys are.
@@ -14,7 +15,6 @@ from llvmlite import ir
 from numba import njit, types
 
 from kvloom.kernels.cpu.attention.tile import TILE, weigh
-from kvloom.kernels.cpu.half import keep
 from kvloom.kernels.cpu.kv_rows import BFLOAT16, FLOAT32, SCALE, load_int8, read_int8
 from kvloom.kernels.cpu.lanes.floats import (
     LANES,
@@ -31,9 +31,10 @@ from kvloom.kernels.cpu.lanes.floats import (
     variant,
 )
 from kvloom.kernels.cpu.memory import LINE, prefetch, read, read_int, write
+from kvloom.kernels.cpu.panels import store_four
 
 KEYS: Final = TILE  # of a tile at most; the columns of a panel
-KEY_ROW: Final = (KEYS + LANES) * 4  # bytes of a turned row of K, past whose end a page's last keys may go
+KEY_ROW: Final = (KEYS + LANES) * 4  # bytes of a row of transposed K; a page's last keys may go past its end
 SCORE_ROW: Final = KEYS * 4  # bytes of a query's scores
 _STEP: Final = LANES * 4
 _ROWS = 6  # whose sums are in registers
@@ -58,12 +59,12 @@ def _swapped(builder: Any, rows: list[Any], width: int) -> list[Any]:
 
 
 @operation(types.void, types.int64, *[float32x16] * LANES)
-def _store_turned(builder: Any, address: Any, *rows: Any) -> Any:
+def _store_transposed(builder: Any, address: Any, *rows: Any) -> Any:
     """Stores the first number of all rows, then the second, and so on, KEY_ROW bytes apart."""
-    turned = list(rows)
+    columns = list(rows)
     for width in (8, 4, 2, 1):
-        turned = _swapped(builder, turned, width)
-    for i, row in enumerate(turned):
+        columns = _swapped(builder, columns, width)
+    for i, row in enumerate(columns):
         at = builder.add(address, ir.Constant(ir.IntType(64), i * KEY_ROW))
         builder.store(row, pointer(builder, at, row.type), align=4)
 
@@ -98,11 +99,11 @@ def _read_int8(at, i, row):  # type: ignore[no-untyped-def]
     return read_int8(at + i) * read(at + row - SCALE)
 
 
-def _brought(load_numbers: Any, read_number: Any) -> Any:
-    """Makes `bring` for rows in a format that these read."""
+def _loader(load_numbers: Any, read_number: Any) -> Any:
+    """Makes `_load_rows` for rows in a format that these read."""
 
     @variant(load_numbers, read_number)
-    def keys(to, k, row, count, dim):  # type: ignore[no-untyped-def]
+    def load_keys(to, k, row, count, dim):  # type: ignore[no-untyped-def]
         whole = dim // LANES * LANES
         for t in range(0, count, LANES):
             last = k + (count - 1) * row
@@ -113,7 +114,7 @@ def _brought(load_numbers: Any, read_number: Any) -> Any:
             k10, k11, k12 = min(k0 + 10 * row, last), min(k0 + 11 * row, last), min(k0 + 12 * row, last)
             k13, k14, k15 = min(k0 + 13 * row, last), min(k0 + 14 * row, last), min(k0 + 15 * row, last)
             for i in range(0, whole, LANES):
-                _store_turned(
+                _store_transposed(
                     to + t * 4 + i * KEY_ROW,
                     load_numbers(k0, i, row), load_numbers(k1, i, row),
                     load_numbers(k2, i, row), load_numbers(k3, i, row),
@@ -129,7 +130,7 @@ def _brought(load_numbers: Any, read_number: Any) -> Any:
                 write(to + i * KEY_ROW + t * 4, read_number(k + t * row, i, row))
 
     @variant(load_numbers, read_number)
-    def values(to, v, row, count, dim):  # type: ignore[no-untyped-def]
+    def load_values(to, v, row, count, dim):  # type: ignore[no-untyped-def]
         whole = dim // LANES * LANES
         for t in range(count):
             at, here = to + t * dim * 4, v + t * row
@@ -139,28 +140,29 @@ def _brought(load_numbers: Any, read_number: Any) -> Any:
                 write(at + i * 4, read_number(here, i, row))
 
     @variant(load_numbers, read_number)
-    def bring(turned, held, k, v, row, count, dim):  # type: ignore[no-untyped-def]
-        keys(turned, k, row, count, dim)
-        values(held, v, row, count, dim)
+    def load_both(keys, values, k, v, row, count, dim):  # type: ignore[no-untyped-def]
+        load_keys(keys, k, row, count, dim)
+        load_values(values, v, row, count, dim)
 
-    return bring
+    return load_both
 
 
-_bring_float32 = _brought(_load_float32, _read_float32)
-_bring_bfloat16 = _brought(_load_bfloat16, _read_bfloat16)
-_bring_int8 = _brought(_load_int8, _read_int8)
+_load_rows_float32 = _loader(_load_float32, _read_float32)
+_load_rows_bfloat16 = _loader(_load_bfloat16, _read_bfloat16)
+_load_rows_int8 = _loader(_load_int8, _read_int8)
 
 
 @njit(inline="never")
-def bring(turned, held, k, v, row, kind, count, dim):  # type: ignore[no-untyped-def]
-    """Brings `count` rows of K, turned [D, KEY_ROW], and of V [count, D] into scratch as float32. Rows are of
-    the format `kind`, `row` bytes each. What lies in `turned` after them is overwritten."""
+def _load_rows(keys, values, k, v, row, kind, count, dim):  # type: ignore[no-untyped-def]
+    """Loads `count` rows of K, transposed, to `keys` [D, KEY_ROW], and of V to `values` [count, D], both in
+    float32. Rows are of the format `kind`, `row` bytes each. What lies in `keys` after them is
+    overwritten."""
     if kind == FLOAT32:
-        _bring_float32(turned, held, k, v, row, count, dim)
+        _load_rows_float32(keys, values, k, v, row, count, dim)
     elif kind == BFLOAT16:
-        _bring_bfloat16(turned, held, k, v, row, count, dim)
+        _load_rows_bfloat16(keys, values, k, v, row, count, dim)
     else:
-        _bring_int8(turned, held, k, v, row, count, dim)
+        _load_rows_int8(keys, values, k, v, row, count, dim)
 
 
 @njit(inline="never")
@@ -200,12 +202,12 @@ def _six(c0, c1, c2, c3, c4, c5, a0, a1, a2, a3, a4, a5, b, b_row, depth, onto):
         a = splat(read(a5 + i))
         u0, u1 = multiply_add(a, b0, u0), multiply_add(a, b1, u1)
         u2, u3 = multiply_add(a, b2, u2), multiply_add(a, b3, u3)
-    keep(c0, p0, p1, p2, p3)
-    keep(c1, q0, q1, q2, q3)
-    keep(c2, r0, r1, r2, r3)
-    keep(c3, s0, s1, s2, s3)
-    keep(c4, t0, t1, t2, t3)
-    keep(c5, u0, u1, u2, u3)
+    store_four(c0, p0, p1, p2, p3)
+    store_four(c1, q0, q1, q2, q3)
+    store_four(c2, r0, r1, r2, r3)
+    store_four(c3, s0, s1, s2, s3)
+    store_four(c4, t0, t1, t2, t3)
+    store_four(c5, u0, u1, u2, u3)
 
 
 @njit(inline="never")
@@ -218,20 +220,20 @@ def locate(a, b, head, position):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="never")
-def bring_tile(a, b, head, position, count, turned, held):  # type: ignore[no-untyped-def]
-    """Brings `count` tokens of row b from `position` on into scratch, page by page."""
+def load_tile(a, b, head, position, count, keys, values):  # type: ignore[no-untyped-def]
+    """Loads `count` tokens of row b from `position` on into scratch, as `_load_rows` does, page by page."""
     done = 0
     while done < count:
         k = locate(a, b, head, position + done)
         part = min(count - done, a.page_tokens - (position + done) % a.page_tokens)
-        v, to = k + a.page_tokens * a.row_bytes, held + done * a.head_dim * 4
-        bring(turned + done * 4, to, k, v, a.row_bytes, a.kind, part, a.head_dim)
+        v, to = k + a.page_tokens * a.row_bytes, values + done * a.head_dim * 4
+        _load_rows(keys + done * 4, to, k, v, a.row_bytes, a.kind, part, a.head_dim)
         done += part
 
 
 @njit(inline="never")
-def fetch_tile(a, b, head, position, end, part, parts):  # type: ignore[no-untyped-def]
-    """Fetches a part of the tile from `position` on, which is brought next, while others are weighed."""
+def prefetch_tile(a, b, head, position, end, part, parts):  # type: ignore[no-untyped-def]
+    """Fetches a part of the tile from `position` on, which is loaded next, while this one is weighed."""
     count = min(KEYS, end - position)
     for t in range(count * part // parts, count * (part + 1) // parts):
         k = locate(a, b, head, position + t)
@@ -301,11 +303,11 @@ def clear(sums, best, norm, rows, dim, lowest):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="never")
-def score_tile(scores, q, rows, turned, count, dim):  # type: ignore[no-untyped-def]
-    """Computes scores [rows, SCORE_ROW] of q [rows, D] against `count` keys that were brought, up to whole
+def score_tile(scores, q, rows, keys, count, dim):  # type: ignore[no-untyped-def]
+    """Computes scores [rows, SCORE_ROW] of q [rows, D] against `count` loaded keys, up to whole
     vectors."""
     columns = (count + LANES - 1) // LANES * LANES
-    multiply_rows(scores, SCORE_ROW, q, dim * 4, rows, turned, KEY_ROW, dim, columns, False)
+    multiply_rows(scores, SCORE_ROW, q, dim * 4, rows, keys, KEY_ROW, dim, columns, False)
 
 
 @njit(inline="never")
@@ -324,6 +326,6 @@ def weigh_tile(scores, best, norm, sums, low, high, count, dim, scale, softcap):
 
 
 @njit(inline="never")
-def sum_tile(sums, scores, rows, held, count, dim):  # type: ignore[no-untyped-def]
-    """Adds weights [rows, SCORE_ROW] times `count` rows of V that were brought to sums [rows, D]."""
-    multiply_rows(sums, dim * 4, scores, SCORE_ROW, rows, held, dim * 4, count, dim, True)
+def sum_tile(sums, scores, rows, values, count, dim):  # type: ignore[no-untyped-def]
+    """Adds weights [rows, SCORE_ROW] times `count` loaded rows of V to sums [rows, D]."""
+    multiply_rows(sums, dim * 4, scores, SCORE_ROW, rows, values, dim * 4, count, dim, True)

@@ -1,1 +1,1 @@
-"""What the kernels are written in: sixteen lanes of float32, and of integers, as numba values."""
+"""Vectors for the kernels: sixteen lanes of float32 and of integers, as numba values."""

@@ -1,6 +1,7 @@
-"""What a draw computes of one token, or of sixteen: its noise, its mass, and which comes first.
+"""Computes what a draw needs of one token, or of sixteen: its noise, its mass, and which comes first.
 
-What is of one token has the bits of `kernels/draw_reference.py`: no product is fused with a sum.
+What is of one token (all that is no vector) has the bits of `kernels/draw_reference.py`: no product is fused
+with a sum.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def _shifted(builder: Any, value: Any, by: Any) -> Any:
 
 @operation(float32x16, float32x16)
 def power(builder: Any, x: Any) -> Any:
-    """Computes 2^x for x up to 0, to about 1e-7: x = n + f with |f| <= 1/2. Below 2^-126 it is that."""
+    """Computes 2^x for x up to 0, to about 1e-7: x = n + f with |f| <= 1/2. What is less than 2^-126 becomes
+    that."""
 
     def constant(value: float) -> Any:
         return ir.Constant(x.type, [value] * LANES)
@@ -73,29 +75,32 @@ def power(builder: Any, x: Any) -> Any:
 
 @operation(float32x16, float32x16, float32x16, float32x16)
 def above(builder: Any, x: Any, edge: Any, value: Any) -> Any:
+    """Returns `value` in the lanes in which x > edge, and 0 in the others."""
     return builder.select(builder.fcmp_ordered(">", x, edge), value, ir.Constant(value.type, [0.0] * LANES))
 
 
 @operation(float32x16, float32x16, float32x16, float32x16)
 def not_below(builder: Any, x: Any, edge: Any, value: Any) -> Any:
+    """Returns `value` in the lanes in which x >= edge, and 0 in the others."""
     return builder.select(builder.fcmp_ordered(">=", x, edge), value, ir.Constant(value.type, [0.0] * LANES))
 
 
 @operation(types.int64, float32x16, float32x16)
 def which(builder: Any, x: Any, least: Any) -> Any:
-    """Computes a word of bits: which lanes are not below `least`."""
+    """Returns as bits of a word which lanes are not below `least`."""
     bits = builder.bitcast(builder.fcmp_ordered(">=", x, least), ir.IntType(LANES))
     return builder.zext(bits, ir.IntType(64))
 
 
 @operation(types.int64, types.int64)
 def lowest_bit(builder: Any, word: Any) -> Any:
-    """Computes the place of the lowest bit of a word that has one."""
+    """Returns the place of the lowest bit of a word that has one."""
     return builder.cttz(word, ir.Constant(ir.IntType(1), 1))
 
 
 @njit(error_model="numpy")
 def logarithm(x):  # type: ignore[no-untyped-def]
+    """Computes `draw_reference.logarithm` of one number."""
     bits = _bits(x)
     n = (bits - HALF_ROOT) >> 52
     m = _double(bits - (n << 52))
@@ -108,6 +113,7 @@ def logarithm(x):  # type: ignore[no-untyped-def]
 
 @njit(error_model="numpy")
 def mass_of(y):  # type: ignore[no-untyped-def]
+    """Computes `draw_reference.masses` of one number."""
     y = y if y > NO_MASS else NO_MASS
     n = np.int64(y * PER_LOG_2 - 0.5)
     r = y - n * LOG_2
@@ -118,6 +124,7 @@ def mass_of(y):  # type: ignore[no-untyped-def]
 
 @njit(error_model="numpy")
 def number(stream, counter):  # type: ignore[no-untyped-def]
+    """Returns the 64 random bits of a stream at a counter (SplitMix64)."""
     z = stream + (counter + 1) * GOLDEN
     z = (z ^ _shifted(z, 30)) * FIRST_FACTOR
     z = (z ^ _shifted(z, 27)) * SECOND_FACTOR
@@ -126,11 +133,13 @@ def number(stream, counter):  # type: ignore[no-untyped-def]
 
 @njit(error_model="numpy")
 def variate(bits):  # type: ignore[no-untyped-def]
+    """Returns the exponential variate that the upper 52 of these bits make."""
     return -logarithm((_shifted(bits, 12) + 0.5) * 2.0**-52)
 
 
 @njit(error_model="numpy")
 def key_of(x):  # type: ignore[no-untyped-def]
+    """Returns an integer from 0 to 2^32 - 1 that is ordered as float32 are; equal for both zeros."""
     bits = _narrow_bits(x + np.float32(0.0))
     return (1 << 31) + (bits ^ 0x7FFFFFFF if bits < 0 else bits)
 
@@ -144,6 +153,8 @@ def least_variate(stream, block):  # type: ignore[no-untyped-def]
 
 @njit(error_model="numpy")
 def noise(stream, token, least, place, most):  # type: ignore[no-untyped-def]
+    """Returns a token's Gumbel noise. least, place: of its block, by `least_variate`; most: the block's
+    largest noise."""
     if token & (BLOCK - 1) == place:
         return most
     return min(-logarithm(least + variate(number(stream, token))), most)

@@ -1,5 +1,5 @@
-"""How a decode step's rows are dealt with if some begin with the same pages: who goes through which tokens
-together.
+"""Says how a decode step's rows are dealt with if some begin with the same pages: which rows go through which
+tokens together.
 
 A run is what one thread does of a KV head: rows that share a prefix, or part of them if there are many, or a
 row by itself. Its segments go through its tokens in order; a segment is of neighbours that see the same pages

@@ -1,5 +1,5 @@
-"""The number format in which a CPU holds a model's weights: float32, or 16 bits that are widened as they are
-read."""
+"""Chooses the number format in which a CPU holds a model's weights: float32, or 16 bits that are widened as
+they are read. Formats of quantised checkpoints are read in `exec/formats/`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def choose_format(own: torch.dtype, outline: nn.Module, say: Callable[[str], Non
 
 
 def _linears(outline: nn.Module) -> list[nn.Linear]:
-    """Returns those that are not quantised."""
+    """Returns the linear layers that are not quantised."""
     found = (one for one in outline.modules() if isinstance(one, nn.Linear))
     return [one for one in found if getattr(one, "weight", None) is not None]
 
