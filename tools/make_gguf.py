@@ -26,6 +26,8 @@ ARCHITECTURES: Final = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3": gguf.MODEL_ARCH
 _MERGED: Final = ("Ġ", "Ġ")
 """llama.cpp wants at least one merge, and these tokenizers have none."""
 _ROWS: Final = 4096  # that are quantised at once
+_BLOCKS: Final = {Type.Q4_K: q4_k, Type.Q6_K: q6_k}
+"""What writes the types that the package does not write."""
 
 
 def make_gguf(checkpoint: Path, out: Path, kind: Kind | None = None) -> Path:
@@ -112,10 +114,13 @@ def _type_of(stored: str, kind: Kind, layers: int) -> Type:
 
 def _encoded(weight: Tensor, form: Type) -> NDArray[Any]:
     """Returns the matrix in a type, some rows at a time."""
-    encode = {Type.Q4_K: q4_k, Type.Q6_K: q6_k}.get(form, lambda rows: gguf.quantize(rows, form))
-    return np.concatenate(
-        [encode(weight[at : at + _ROWS].float().numpy()) for at in range(0, len(weight), _ROWS)]
-    )
+
+    def encode(rows: Tensor) -> NDArray[Any]:
+        numbers = rows.float().numpy()
+        found: NDArray[Any] = _BLOCKS[form](numbers) if form in _BLOCKS else gguf.quantize(numbers, form)
+        return found
+
+    return np.concatenate([encode(weight[at : at + _ROWS]) for at in range(0, len(weight), _ROWS)])
 
 
 def _add_tensor(writer: gguf.GGUFWriter, name: str, weight: Tensor) -> None:

@@ -99,11 +99,12 @@ class QuantizedPanels:
     def rows(self, ids: Tensor) -> Tensor:
         """Returns what the outputs `ids` [N] stand for, float32 [N, K]."""
         panel, output = ids // WIDTH, ids % WIDTH
-        codes = self.held[..., self.head :].unflatten(-1, (-1, WIDTH, STEP))[panel, :, :, output]
+        packed = self.held[..., self.head :].view(self.count, self.groups, -1, WIDTH, STEP)
+        codes = packed[panel, :, :, output]
         if self.bits == 4:
             codes = torch.stack((codes & 15, codes >> 4), dim=3)
         numbers = codes.flatten(2)[..., : self.shape[1] // self.groups].float() - self.zero
-        factors = self.held[panel, :, : self.head].view(self._factor).unflatten(-1, (-1, WIDTH))
+        factors = self.held[panel, :, : self.head].view(self._factor).view(len(ids), self.groups, -1, WIDTH)
         factors = factors[torch.arange(len(ids)), :, :, output].float()  # id, group, scale or offset
         numbers *= factors[..., 0, None]
         if self.offset:
