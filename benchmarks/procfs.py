@@ -44,6 +44,12 @@ def peak_memory(pid: int) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024 / _MIB
 
 
+def pss(pid: int) -> float:
+    """Returns the MiB of a process, with shared pages split among who shares them."""
+    lines = (PROC / str(pid) / "smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024 / _MIB
+
+
 def memory(pid: int) -> Memory:
     found = dict.fromkeys(("rss", "pss", "arena", "files"), 0)
     mapping = ""

@@ -1,6 +1,6 @@
-"""Make a GGUF file of a checkpoint of tools/make_checkpoint.py, in the number format of its weights.
+"""Make a GGUF file of a checkpoint of tools/make_checkpoint.py, in its own number format or another.
 
-python tools/make_gguf.py --checkpoint DIR --out FILE
+python -m tools.make_gguf --checkpoint DIR --out FILE [--kind q8_0]
 """
 
 from __future__ import annotations
@@ -8,34 +8,48 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 import gguf
+import numpy as np
 import torch
+from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 from safetensors.torch import load_file
+from tools.k_quants import q4_k, q6_k
 from torch import Tensor
+
+Kind = Literal["f16", "bf16", "q8_0", "q4_0", "q4_k_m"]
 
 ARCHITECTURES: Final = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3": gguf.MODEL_ARCH.QWEN3}
 """By `model_type` of the checkpoint."""
 _MERGED: Final = ("Ġ", "Ġ")
 """llama.cpp wants at least one merge, and these tokenizers have none."""
+_ROWS: Final = 4096  # that are quantised at once
+_BLOCKS: Final = {Type.Q4_K: q4_k, Type.Q6_K: q6_k}
+"""What writes the types that the package does not write."""
 
 
-def make_gguf(checkpoint: Path, out: Path) -> Path:
-    """Writes the checkpoint, one of Llama's or Qwen3's architecture, as a GGUF file."""
+def make_gguf(checkpoint: Path, out: Path, kind: Kind | None = None) -> Path:
+    """Writes the checkpoint, one of Llama's or Qwen3's architecture, as a GGUF file. kind: of its matrices,
+    as llama.cpp's tools name it; None is the number format that they have."""
     config = json.loads((checkpoint / "config.json").read_text())
-    kind = config["model_type"]
-    architecture = ARCHITECTURES[kind]
+    model_type, layers = config["model_type"], config["num_hidden_layers"]
+    architecture = ARCHITECTURES[model_type]
     writer = gguf.GGUFWriter(out, gguf.MODEL_ARCH_NAMES[architecture])
     _add_shape(writer, config)
     _add_tokenizer(writer, checkpoint)
-    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(architecture, layers)
     for name, weight in load_file(checkpoint / "model.safetensors").items():
         stored = names.get_name(name, try_suffixes=(".weight",))
         assert stored is not None, name
-        heads = _permuted_heads(stored, config) if kind == "llama" else None
-        _add_tensor(writer, stored, weight if heads is None else _permuted(weight, heads))
+        heads = _permuted_heads(stored, config) if model_type == "llama" else None
+        ordered = weight if heads is None else _permuted(weight, heads)
+        if kind is None or weight.dim() == 1:
+            _add_tensor(writer, stored, ordered)
+        else:
+            form = _type_of(stored, kind, layers)
+            writer.add_tensor(stored, _encoded(ordered, form), raw_dtype=form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -85,6 +99,30 @@ def _permuted(weight: Tensor, heads: int) -> Tensor:
     return weight.view(heads, 2, -1, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
 
 
+def _type_of(stored: str, kind: Kind, layers: int) -> Type:
+    """Returns the type that llama.cpp gives a matrix in a file of this kind. Q4_K_M has some in 6 bits."""
+    if kind != "q4_k_m":
+        return Type[kind.upper()]
+    if stored in ("token_embd.weight", "output.weight"):
+        return Type.Q6_K
+    if not any(f".{part}." in stored for part in ("attn_v", "ffn_down")):
+        return Type.Q4_K
+    layer, eighth = int(stored.split(".")[1]), layers // 8
+    exact = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+    return Type.Q6_K if exact else Type.Q4_K
+
+
+def _encoded(weight: Tensor, form: Type) -> NDArray[Any]:
+    """Returns the matrix in a type, some rows at a time."""
+
+    def encode(rows: Tensor) -> NDArray[Any]:
+        numbers = rows.float().numpy()
+        found: NDArray[Any] = _BLOCKS[form](numbers) if form in _BLOCKS else gguf.quantize(numbers, form)
+        return found
+
+    return np.concatenate([encode(weight[at : at + _ROWS]) for at in range(0, len(weight), _ROWS)])
+
+
 def _add_tensor(writer: gguf.GGUFWriter, name: str, weight: Tensor) -> None:
     """llama.cpp wants vectors in float32."""
     if weight.dtype == torch.bfloat16 and weight.dim() > 1:
@@ -98,8 +136,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="make a GGUF file of a random checkpoint")
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--kind", choices=get_args(Kind), help="of the matrices; as the checkpoint has them if none"
+    )
     options = parser.parse_args()
-    print(make_gguf(options.checkpoint, options.out))
+    print(make_gguf(options.checkpoint, options.out, options.kind))
 
 
 if __name__ == "__main__":

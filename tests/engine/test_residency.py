@@ -126,7 +126,7 @@ def test_little_is_lost_to_waking(sizes: list[int], more: int) -> None:
 
 def residency(name: str, *, awake: bool = False, wanted: bool = False, **more: int) -> Residency:
     numbers = {"blocks": 10, "priority": 0} | more
-    return Residency(name=name, awake=awake, wanted=wanted, since=0.0, turn=TURN, **numbers)  # type: ignore[arg-type]
+    return Residency(name=name, awake=awake, wanted=wanted, since=0.0, turn=TURN, **numbers)
 
 
 def seen(*models: Residency, free: int = 0, available: int | None = None, **more: object) -> ResidencyView:

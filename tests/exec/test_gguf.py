@@ -23,18 +23,23 @@ from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, LlamaTokenizer, PreTrainedTokenizerFast
 
 from kvloom.exec.checkpoint import WHOLE, open_checkpoint
+from kvloom.exec.cpu import number_format
 from kvloom.exec.cpu.decoder import FusedDecoder
-from kvloom.exec.cpu.quantized import PackedQuantizedLinear
+from kvloom.exec.cpu.executor import CPU
+from kvloom.exec.cpu.linear import HalfEmbedding, HalfLinear
+from kvloom.exec.cpu.quantized import PackedQuantizedLinear, QuantizedEmbedding, QuantizedPanels
 from kvloom.exec.gguf.architecture import read_config
 from kvloom.exec.gguf.blocks import MappedEmbedding, map_embedding, read_plain, read_quantized
 from kvloom.exec.gguf.header import read_header
 from kvloom.exec.gguf.model import QuantizedRecords, fill, gguf_bytes
 from kvloom.exec.gguf.tokenizer import read_tokenizer
 from kvloom.exec.huggingface import outline
-from kvloom.types.spec import ModelSpec
+from kvloom.exec.loader import LoadedModel, load_model
+from kvloom.kernels.cpu.half import narrow_formats
+from kvloom.types.spec import Dtype, ModelSpec
 from tests.checkpoints import EOS, VOCAB, make_checkpoint
 from tests.engines import ask, body, running, spec_of
-from tests.exec.loading import load
+from tests.exec.loading import BLOCK, load
 from tests.ggufs import (
     K_TYPES,
     KINDS,
@@ -95,6 +100,7 @@ def test_blocks_stand_for_what_the_format_says(
     assert plain.equal(expected)
     tokens = torch.from_numpy(rng.integers(0, rows, (2, 7)))
     assert embedding(tokens).equal(expected[tokens])
+    assert QuantizedEmbedding(QuantizedPanels(held), torch.float32)(tokens).equal(expected[tokens])
 
 
 @pytest.mark.parametrize("kind", WRITTEN, ids=lambda kind: kind.name)
@@ -142,12 +148,12 @@ def test_the_header_is_what_the_package_reads(tmp_path: Path) -> None:
 # -- tokens ---------------------------------------------------------------------------------------------
 
 
-def serves_as(file: Path, source: Path) -> None:
+def serves_as(file: Path, source: Path, dtype: Dtype = "float32") -> None:
     rng = random.Random(0)
     prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (1, 3, 25, 70)]
 
     async def serve() -> list[list[int]]:
-        exact = (ModelSpec(name="m", path=str(file), dtype="float32"),)
+        exact = (ModelSpec(name="m", path=str(file), dtype=dtype),)
         async with running(msgspec.structs.replace(spec_of({}), models=exact)) as engine:
             answers = await asyncio.gather(*(ask(engine, body("m", p, max_tokens=12)) for p in prompts))
             return [answer.tokens[0] for answer in answers]
@@ -178,13 +184,89 @@ def test_a_file_that_is_not_quantised(kind: Type, tmp_path: Path) -> None:
     assert read_config(read_header(file)).dtype == own
 
 
+HALVES: tuple[tuple[Type, Dtype], ...] = ((Type.F16, "float16"), (Type.BF16, "bfloat16"))
+
+
+def loaded_by_auto(
+    file: Path, halves: float, monkeypatch: pytest.MonkeyPatch
+) -> tuple[LoadedModel, list[str]]:
+    """The model, and what its load has said, on a machine that takes 1 second for float32 and `halves` for 16
+    bits."""
+    monkeypatch.setattr(number_format, "_MEASURED", 1 << 12)
+    monkeypatch.setattr(number_format, "measure", lambda own, depth: (halves, 1.0))
+    said = list[str]()
+    return load_model(ModelSpec(name="m", path=str(file)), BLOCK, CPU, progress=said.append), said
+
+
+def products(loaded: LoadedModel, kind: type) -> int:
+    return sum(isinstance(one, kind) for one in loaded.module.modules())
+
+
+@pytest.mark.parametrize(("kind", "dtype"), HALVES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_file_of_16_bits_keeps_them_where_that_is_quicker(
+    tied: bool, kind: Type, dtype: Dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if getattr(torch, dtype) not in narrow_formats():
+        pytest.skip(f"this processor does not widen {dtype}")
+    file, source = make_gguf(tmp_path, "qwen3", kind, tie_word_embeddings=tied)
+    serves_as(file, source, dtype)
+    slower, said = loaded_by_auto(file, 1.5, monkeypatch)
+    assert slower.card.dtype == "float32"
+    assert said[0].startswith("model m: weights in float32: ")
+    quicker, said = loaded_by_auto(file, 0.5, monkeypatch)
+    assert said[0].startswith(f"model m: weights in {dtype}: ")
+    assert isinstance(quicker.forward, FusedDecoder)
+    assert quicker.kv_dtype == torch.float32
+    module: Any = quicker.module
+    assert module.lm_head.panels.dtype == getattr(torch, dtype)
+    assert isinstance(module.model.embed_tokens, HalfEmbedding) == tied
+    assert module.model.norm.weight.dtype == torch.float32  # as the file has it
+
+
+@pytest.mark.parametrize(("kind", "dtype"), HALVES)
+def test_plain_matrices_beside_quantised_ones_keep_their_16_bits(
+    kind: Type, dtype: Dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if getattr(torch, dtype) not in narrow_formats():
+        pytest.skip(f"this processor does not widen {dtype}")
+    file, source = make_gguf(tmp_path, "llama", Type.Q8_0, kind, Type.Q4_1)
+    serves_as(file, source, dtype)
+    loaded, said = loaded_by_auto(file, 0.5, monkeypatch)
+    assert said[0].startswith(f"model m: weights in {dtype}: ")
+    assert loaded.kv_dtype == torch.float32
+    assert products(loaded, HalfLinear)
+    assert products(loaded, PackedQuantizedLinear)
+
+
+def test_matrices_of_two_plain_formats_become_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No number is rounded unasked."""
+    file, _ = make_gguf(tmp_path, "qwen2", Type.F16, Type.F16, Type.F32)
+    loaded, said = loaded_by_auto(file, 0.5, monkeypatch)
+    assert loaded.card.dtype == "float32"
+    assert not said
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_experts_that_are_dequantised_become_float32(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their modules would compute in 16 bits."""
+    file, _ = make_gguf(tmp_path, architecture, Type.F16, Type.Q4_0)
+    loaded, said = loaded_by_auto(file, 0.5, monkeypatch)
+    assert (loaded.card.dtype, loaded.kv_dtype) == ("float32", torch.float32)
+    assert not said
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_is_held_of_embedding_and_head(tied: bool, tmp_path: Path) -> None:
     file, _ = make_gguf(tmp_path, "qwen2", Type.Q8_0, tie_word_embeddings=tied)
     loaded = load(file)
     module: Any = loaded.module
     assert isinstance(loaded.forward, FusedDecoder)
-    assert isinstance(module.model.embed_tokens, MappedEmbedding)
+    assert isinstance(module.model.embed_tokens, QuantizedEmbedding if tied else MappedEmbedding)
     assert isinstance(module.lm_head, PackedQuantizedLinear)
     assert isinstance(module.model.layers[0].mlp.down, PackedQuantizedLinear)
 
@@ -233,7 +315,7 @@ def test_experts_are_held_in_the_number_format_asked_for(architecture: str, tmp_
     file, source = make_gguf(tmp_path, architecture, Type.Q4_0)
     header, wanted = read_header(file), AutoModelForCausalLM.from_pretrained(source).state_dict()
     module = outline(read_config(header), torch.bfloat16)
-    fill(module, header, torch.bfloat16)
+    fill(module, header, torch.bfloat16, torch.bfloat16)
     held = module.state_dict()
     for name, numbers in wanted.items():
         if ".mlp.gate." in name or ".experts." in name:
@@ -256,9 +338,9 @@ def test_each_tensor_is_read_once(tmp_path: Path) -> None:
     file, _ = make_wide_gguf(tmp_path, "qwen3", Type.Q8_0, vocab_size=4096)
     header = read_header(file)
     config = read_config(header)
-    fill(outline(config, torch.float32), header, torch.float32)
+    fill(outline(config, torch.float32), header, torch.float32, torch.float32)
     before = read_bytes()
-    fill(outline(config, torch.float32), header, torch.float32)
+    fill(outline(config, torch.float32), header, torch.float32, torch.float32)
     assert read_bytes() - before < 1.2 * file.stat().st_size
 
 

@@ -16,9 +16,10 @@ from kvloom.exec.card import read_sampling_defaults, read_tokenizer
 from kvloom.exec.checkpoint import Checkpoint
 from kvloom.exec.formats.weights import QuantizedTensors, quantized_weights
 from kvloom.exec.gguf import tokenizer as gguf_tokenizer
+from kvloom.exec.gguf.architecture import plain_formats
 from kvloom.exec.gguf.architecture import read_config as read_gguf_config
 from kvloom.exec.gguf.header import GgufHeader
-from kvloom.exec.gguf.model import fill, gguf_bytes
+from kvloom.exec.gguf.model import fill, gguf_bytes, take_out_quantized
 from kvloom.exec.huggingface import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -58,8 +59,7 @@ class Description(Protocol):
         """Returns whether weights are quantised, or may be: it is not served everywhere."""
 
     def matrices(self) -> Set[str]:
-        """Returns safetensors' names of the number formats of the matrices that are not quantised, and
-        nothing for a GGUF file, whose norms are more exact than these."""
+        """Returns safetensors' names of the number formats of the matrices that are not held quantised."""
 
     def outline(self, dtype: torch.dtype) -> nn.Module:
         """Returns the model without memory for its weights. Raises ConfigError if the files hold by far too
@@ -72,9 +72,9 @@ class Description(Protocol):
     def release(self) -> None:
         """Gives the pages of mapped weights back, which are read again when they are needed."""
 
-    def build(self, outlined: nn.Module, dtype: torch.dtype) -> Built:
-        """Returns the module, which may be `outlined` itself; that is not used after it. Raises ConfigError
-        if a weight is missing or has another shape."""
+    def build(self, outlined: nn.Module, dtype: torch.dtype, widens: bool) -> Built:
+        """Returns the module. dtype: of what is not quantised; widens: whether it is to compute in float32
+        over matrices of `dtype`. Raises ConfigError if a weight is missing or has another shape."""
 
 
 def describe(checkpoint: Checkpoint) -> Description:
@@ -92,10 +92,12 @@ class _GgufFile:
         self._header = header
 
     def matrices(self) -> Set[str]:
-        return frozenset()
+        return plain_formats(self._header)
 
     def outline(self, dtype: torch.dtype) -> nn.Module:
-        return outline(self.config, dtype)
+        module = outline(self.config, dtype)
+        take_out_quantized(module, self._header)
+        return module
 
     def size(self, outlined: nn.Module, dtype: torch.dtype) -> int:
         return gguf_bytes(self._header, dtype)
@@ -103,10 +105,11 @@ class _GgufFile:
     def release(self) -> None:
         """Does nothing: only the embedding is mapped, and few of its pages are read."""
 
-    def build(self, outlined: nn.Module, dtype: torch.dtype) -> Built:
-        parameters = fill(outlined, self._header, dtype)
+    def build(self, outlined: nn.Module, dtype: torch.dtype, widens: bool) -> Built:
+        module = outline(self.config, dtype)
+        parameters = fill(module, self._header, dtype, torch.float32 if widens else dtype)
         tokenizer = gguf_tokenizer.read_tokenizer(self._header)
-        return Built(outlined, parameters, tokenizer, gguf_tokenizer.read_sampling(self._header))
+        return Built(module, parameters, tokenizer, gguf_tokenizer.read_sampling(self._header))
 
 
 class _Folder:
@@ -153,7 +156,7 @@ class _Folder:
     def release(self) -> None:
         self._files.release()
 
-    def build(self, outlined: nn.Module, dtype: torch.dtype) -> Built:
+    def build(self, outlined: nn.Module, dtype: torch.dtype, widens: bool) -> Built:
         module = self._plain(outlined, dtype)
         parameters = sum(p.numel() for p in module.parameters())
         put_quantized(module, self._stored or {})

@@ -110,6 +110,7 @@ def kept_names(read: Callable[[Any], Any], file: Path) -> Callable[[Any], Any]:
 
 
 with without_compiler(), _keeping_names():
+    import torch.fx.experimental.symbolic_shapes  # which modules without weights need: forks are to share it
     import transformers
     import transformers.generation.utils  # what the modules of all models import
     import transformers.modeling_layers

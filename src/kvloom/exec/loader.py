@@ -16,7 +16,7 @@ from kvloom.exec.card import card_of
 from kvloom.exec.checkpoint import open_checkpoint
 from kvloom.exec.parallel.group import Team
 from kvloom.exec.parallel.slicing import slice_model
-from kvloom.exec.widened import computes_in_float32
+from kvloom.exec.widened import computes_in_float32, widen
 from kvloom.types.errors import ConfigError, Unavailable
 from kvloom.types.geometry import I64, SCALED, Geometry, KVDtype
 from kvloom.types.request import ModelCard
@@ -77,9 +77,9 @@ class LoadTarget(Protocol):
     def check_room(self, size: int) -> None:
         """Raises ConfigError if there is no room for weights of `size` bytes, before they are read."""
 
-    def widen(self, module: nn.Module) -> None:
-        """Makes the module compute in another number format than its weights', in place, if that is right
-        for both it and the device."""
+    def widens(self, outline: nn.Module, dtype: torch.dtype) -> bool:
+        """Returns whether a model with weights in `dtype` is to compute in float32 over them. outline: the
+        model without weights."""
 
     def kv_dtype(self, wanted: KVDtype, dtype: torch.dtype) -> torch.dtype:
         """Returns the number format of K and V of a model that computes in `dtype`. Raises ConfigError if
@@ -283,10 +283,11 @@ def _load(
     target.check_room(described.size(outlined, dtype))
     if team is None or team.group.rank == 0:
         checkpoint.require_digest(spec.sha256)
-    built = described.build(outlined, dtype)
+    widens = bool(described.matrices()) and target.widens(outlined, dtype)
+    built = described.build(outlined, dtype, widens)
     module = built.module.eval().requires_grad_(False)
-    if described.matrices():
-        target.widen(module)
+    if widens:
+        widen(module)
     kept = target.kv_dtype(spec.kv_dtype, torch.float32 if computes_in_float32(module) else dtype)
     observer = prove(module, team, target, described.release)
     target.settle(module)

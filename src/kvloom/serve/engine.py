@@ -64,10 +64,8 @@ class UnitExecutor(Executor, Protocol):
 def ahead() -> list[Callable[[], object]]:
     """Returns what a fork server may do ahead of time for engines, step by step, once it has imported this
     module."""
-    # for units that borrow; and what torch imports when modules are built without their weights
-    used = ("kvloom.router.client", "torch.fx.experimental.symbolic_shapes")
-    imports = [functools.partial(importlib.import_module, name) for name in used]
-    return [*(kernel.compile for kernel in kernels()), *imports]
+    client = functools.partial(importlib.import_module, "kvloom.router.client")  # for units that borrow
+    return [*(kernel.compile for kernel in kernels()), client]
 
 
 async def serve(parent: Parent, order: EngineOrder, lease: HeldLease | None = None) -> None:

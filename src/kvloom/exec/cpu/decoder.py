@@ -23,7 +23,8 @@ from kvloom.exec.cpu.layer import (
     set_addresses,
 )
 from kvloom.exec.cpu.linear import GatedMLP, HalfEmbedding, Linear, TiedLinear
-from kvloom.exec.cpu.small_batch import SmallBatchDecode
+from kvloom.exec.cpu.quantized import QuantizedEmbedding
+from kvloom.exec.cpu.small_batch import Embedding, SmallBatchDecode
 from kvloom.exec.fuse import MergedLinearPart
 from kvloom.exec.gguf.blocks import MappedEmbedding
 from kvloom.exec.loader import padded
@@ -34,7 +35,6 @@ from kvloom.types.geometry import I64, Geometry
 from kvloom.types.job import ForwardPlan
 
 Head = Linear | TiedLinear | Gathered
-Embedding = nn.Embedding | HalfEmbedding | MappedEmbedding
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -120,7 +120,7 @@ class FusedDecoder:
 
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_EMBEDDINGS = (nn.Embedding, WidenedEmbedding, HalfEmbedding, MappedEmbedding)
+_EMBEDDINGS = (nn.Embedding, WidenedEmbedding, HalfEmbedding, MappedEmbedding, QuantizedEmbedding)
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _PROMPT, _STEPS = 9, 3
 _AGREES = 1e-5

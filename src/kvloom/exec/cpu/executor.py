@@ -24,7 +24,7 @@ from kvloom.exec.parallel.group import RankGroup
 from kvloom.exec.parallel.ranks import Member, Ranks, check
 from kvloom.exec.parallel.wire import StartRank, Step, ToldMap
 from kvloom.exec.sampler import prompt_logprobs, sample
-from kvloom.exec.widened import can_widen, widen
+from kvloom.exec.widened import can_widen
 from kvloom.kernels.cpu.draw import prepare as prepare_draws
 from kvloom.kernels.cpu.half import narrow_formats
 from kvloom.kv.arena import Arena, ArenaMemory, ArenaPart, map_arena
@@ -61,9 +61,8 @@ class CpuTarget:
                 "model, a half precision or a larger machine is right"
             )
 
-    def widen(self, module: nn.Module) -> None:
-        if next(module.parameters()).dtype in narrow_formats() and can_widen(module):
-            widen(module)
+    def widens(self, outline: nn.Module, dtype: torch.dtype) -> bool:
+        return dtype in narrow_formats() and can_widen(outline)
 
     def kv_dtype(self, wanted: KVDtype, dtype: torch.dtype) -> torch.dtype:
         return dtype if wanted == "auto" else getattr(torch, wanted)

@@ -4,13 +4,15 @@ float32 kernels."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvloom.exec.cpu.linear import GatedMLP, HalfEmbedding, HalfLinear, TiedLinear, can_pack, packed
-from kvloom.exec.cpu.quantized import PackedQuantizedLinear, pack_quantized
+from kvloom.exec.cpu.quantized import PackedQuantizedLinear, QuantizedEmbedding, pack_quantized
 from kvloom.exec.fuse import STOCK, MergedLinearPart, Replacements, find_gated, fuse, put_merged
+from kvloom.exec.gguf.blocks import MappedEmbedding
 from kvloom.exec.huggingface import GATED, QKV, children
 from kvloom.exec.quantized import QuantizedLinear
 from kvloom.exec.widened import WidenedEmbedding, WidenedLinear, computes_in_float32
@@ -51,6 +53,7 @@ def fuse_on_cpu(model: nn.Module) -> None:
     if wide:
         _fuse_quantized(model)
     pack_quantized(model)
+    _look_up_in_head(model)
     if not wide:
         return
     _share_panels(model)  # first: it is the largest weight, and takes room for two
@@ -82,6 +85,16 @@ def _share_panels(model: nn.Module) -> None:
             setattr(parent, name, HalfEmbedding(panels))
             for owner, head, linear in tied:
                 setattr(owner, head, HalfLinear(panels, linear.bias))
+
+
+def _look_up_in_head(model: Any) -> None:
+    """Lets an embedding that is tied to a quantised head have its rows of the head's panels, so that no page
+    of the file stays in memory for them."""
+    for parent, name, child in children(model):
+        if isinstance(child, MappedEmbedding) and model.config.tie_word_embeddings:
+            head = model.get_output_embeddings()
+            if isinstance(head, PackedQuantizedLinear):
+                setattr(parent, name, QuantizedEmbedding(head.panels[0], child.dtype))
 
 
 def _fuse_quantized(model: nn.Module) -> None:

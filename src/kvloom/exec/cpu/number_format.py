@@ -21,8 +21,9 @@ _TURNS: Final = 16
 
 
 def own_format(config: Any, matrices: Callable[[], Set[str]]) -> torch.dtype:
-    """Returns the format of 16 bits that the config tells, if all matrices are saved in it and it is widened
-    here, else float32: nothing is rounded unasked. matrices: tells safetensors' names of their formats."""
+    """Returns the format of 16 bits that the config tells, if all plain matrices are saved in it and it is
+    widened here, else float32: nothing is rounded unasked. matrices: tells safetensors' names of their
+    formats."""
     own = getattr(torch, str(getattr(config, "dtype", None)).removeprefix("torch."), None)
     return own if own in narrow_formats() and matrices() == {_NAMES[own]} else torch.float32
 

@@ -96,6 +96,21 @@ class QuantizedPanels:
         whole = numbers[..., :inputs].transpose(1, 2).reshape(len(held) * WIDTH, -1)
         return whole[: self.shape[0] - first * WIDTH]
 
+    def rows(self, ids: Tensor) -> Tensor:
+        """Returns what the outputs `ids` [N] stand for, float32 [N, K]."""
+        panel, output = ids // WIDTH, ids % WIDTH
+        packed = self.held[..., self.head :].view(self.count, self.groups, -1, WIDTH, STEP)
+        codes = packed[panel, :, :, output]
+        if self.bits == 4:
+            codes = torch.stack((codes & 15, codes >> 4), dim=3)
+        numbers = codes.flatten(2)[..., : self.shape[1] // self.groups].float() - self.zero
+        factors = self.held[panel, :, : self.head].view(self._factor).view(len(ids), self.groups, -1, WIDTH)
+        factors = factors[torch.arange(len(ids)), :, :, output].float()  # id, group, scale or offset
+        numbers *= factors[..., 0, None]
+        if self.offset:
+            numbers += factors[..., 1, None]
+        return numbers.flatten(1)
+
     def multiply(self, x: Tensor, out: Tensor, to: int, bias: int) -> None:
         """Stores x [rows, K] · weightᵀ + bias into rows of `out`, whose first has the address `to`. bias: its
         address, 0 for none; it has room for whole panels, as rows from `to` on have."""
@@ -283,6 +298,19 @@ class PackedQuantizedLinear(nn.Module):
                 torch.mm(x, weight.T, out=out[:, start : start + len(weight)])
                 start += len(weight)
         return out if self.bias is None else out.add_(self.bias)
+
+
+class QuantizedEmbedding(nn.Module):
+    """Returns rows of a weight [V, K] out of the panels that a tied head has."""
+
+    def __init__(self, panels: QuantizedPanels, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._panels = panels
+        self._dtype = dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self._panels.rows(ids.flatten()).to(self._dtype)
+        return rows.view(*ids.shape, -1)
 
 
 def _joined(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kvloom.exec.cpu.fuse import FusedRMSNorm
 from kvloom.exec.cpu.layer import AttentionRecords, DecoderLayer, set_addresses
 from kvloom.exec.cpu.linear import GatedMLP, HalfEmbedding, Linear, Stage, TiedLinear, stage_of
+from kvloom.exec.cpu.quantized import QuantizedEmbedding
 from kvloom.exec.gguf.blocks import MappedEmbedding
 from kvloom.exec.parallel.slicing import Gathered, Summed
 from kvloom.kernels.cpu.attention.tile import TILE
@@ -28,13 +29,18 @@ _UP = 3  # the number of `up` in a layer's products; it is in one stage with `ga
 _KINDS = {"silu": SWISH, "gelu_tanh": GELU}
 
 
+LookedUpEmbedding = MappedEmbedding | QuantizedEmbedding
+"""Those whose rows the host looks up."""
+Embedding = nn.Embedding | HalfEmbedding | LookedUpEmbedding
+
+
 class SmallBatchDecode:
     """Holds the addresses of all weights, made once; a call adds one forward's buffers and runs the
     kernel."""
 
     def __init__(
         self,
-        embedding: nn.Embedding | HalfEmbedding | MappedEmbedding,
+        embedding: Embedding,
         layers: Sequence[DecoderLayer],
         mlps: Sequence[GatedMLP],
         norm: FusedRMSNorm,
@@ -44,7 +50,7 @@ class SmallBatchDecode:
         """mlps: the layers' own. stages: four a layer, in the order of LayerArguments, and the head's if it
         has panels."""
         self._alive = (embedding, layers, norm, head, stages)
-        self._mapped = embedding if isinstance(embedding, MappedEmbedding) else None
+        self._looked_up = embedding if isinstance(embedding, LookedUpEmbedding) else None
         weights = [one for stage in stages for one in stage.weights]
         fields = [one for stage in stages for one in stage.fields]
         self._size, first = len(norm.weight), layers[0]
@@ -81,7 +87,7 @@ class SmallBatchDecode:
     @classmethod
     def of(
         cls,
-        embedding: nn.Embedding | HalfEmbedding | MappedEmbedding,
+        embedding: Embedding,
         layers: Sequence[DecoderLayer],
         norm: FusedRMSNorm,
         head: Linear | TiedLinear | Gathered,
@@ -139,8 +145,8 @@ class SmallBatchDecode:
         the last rows, which are not in `records`."""
         rows, wide = len(tokens), -(-self._size // PANEL) * PANEL
         x, qkv, attended, inner = (torch.empty(rows, width) for width in (wide, *self._widths))
-        if self._mapped is not None:
-            x[:, : self._size] = self._mapped(torch.from_numpy(tokens))
+        if self._looked_up is not None:
+            x[:, : self._size] = self._looked_up(torch.from_numpy(tokens))
         logits = torch.empty(len(kept), -(-self._vocab // PANEL) * PANEL)
         counters = np.zeros((2 + STAGES * len(records)) * COUNTERS, np.int64)
         set_addresses(records, qkv, attended)
@@ -175,9 +181,9 @@ def _norm(norm: FusedRMSNorm) -> tuple[int, float, float]:
     return norm.weight.data_ptr(), norm.eps, norm.offset
 
 
-def _embedding(embedding: nn.Embedding | HalfEmbedding | MappedEmbedding) -> dict[str, int]:
+def _embedding(embedding: Embedding) -> dict[str, int]:
     """Returns the fields of StepArguments that are of the embedding; none if the host looks rows up."""
-    if isinstance(embedding, MappedEmbedding):
+    if isinstance(embedding, LookedUpEmbedding):
         return {}
     if isinstance(embedding, HalfEmbedding):
         panels = embedding.panels

@@ -42,8 +42,8 @@ class DeviceTarget:
     def choose_format(self, own: torch.dtype, outline: nn.Module, say: Callable[[str], None]) -> torch.dtype:
         return own
 
-    def widen(self, module: nn.Module) -> None:
-        """Does nothing: a GPU multiplies in the format of its weights."""
+    def widens(self, outline: nn.Module, dtype: torch.dtype) -> bool:
+        return False  # a GPU multiplies in the format of its weights
 
     def kv_dtype(self, wanted: KVDtype, dtype: torch.dtype) -> torch.dtype:
         """Returns `dtype`, which is the only one that the kernels of GPUs attend over."""

@@ -9,7 +9,7 @@ convert_hf_to_gguf.py has made them from.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Final
@@ -122,6 +122,19 @@ def is_quantized_linear(name: str, weight: StoredWeight) -> bool:
     transformers has it. Routers and experts are held in a plain number format."""
     record = weight.record
     return record.quantized and len(record.shape) == 2 and not name.endswith(_ROUTER)
+
+
+def plain_formats(header: GgufHeader) -> Set[str]:
+    """Returns the names of the formats of the matrices that are held as plain numbers. Those that are
+    dequantised count as F32, in which nothing of them is rounded."""
+    return {"F32" if record.quantized else record.type.name for record in _plain_matrices(header)}
+
+
+def _plain_matrices(header: GgufHeader) -> Iterator[TensorRecord]:
+    """Yields the matrices that are held as plain numbers."""
+    for name, weight in weights_of(header).items():
+        if len(weight.record.shape) > 1 and not is_quantized_linear(name, weight):
+            yield from weight.parts
 
 
 def row_order(name: str, header: GgufHeader, config: Any) -> NDArray[np.int64] | None:
@@ -285,13 +298,12 @@ def _rope(values: _Values) -> dict[str, Any]:
 
 
 def _own_format(header: GgufHeader) -> torch.dtype:
-    """Returns the number format of the model's matrices, or float32 if any is quantised."""
-    matrices = [one for one in header.tensors.values() if len(one.shape) > 1]
-    if not matrices or any(one.quantized for one in matrices):
-        return torch.float32
-    sizes: dict[torch.dtype, int] = {}
-    for one in matrices:
-        sizes[format_of(one)] = sizes.get(format_of(one), 0) + one.elements
+    """Returns the number format of most numbers of the matrices that are held as plain numbers; float32 if
+    there are none."""
+    sizes = {torch.float32: 0}
+    for one in _plain_matrices(header):
+        dtype = torch.float32 if one.quantized else format_of(one)
+        sizes[dtype] = sizes.get(dtype, 0) + one.elements
     return max(sizes, key=lambda dtype: sizes[dtype])
 
 

@@ -212,7 +212,7 @@ def read_plain(
     opened: BinaryIO, record: TensorRecord, dtype: torch.dtype, order: NDArray[np.int64] | None = None
 ) -> Tensor:
     """Returns a tensor in `dtype`, whatever its type in the file. order: as `read_quantized` has it."""
-    made = torch.empty(record.elements // record.shape[-1], record.shape[-1], dtype=dtype)
+    made = own_pages(record.elements * dtype.itemsize).view(dtype).view(-1, record.shape[-1])
     for span, read in _read_rows(opened, record):
         if record.quantized:
             made[span] = _weight_of(read, record).dequantized()
@@ -231,12 +231,12 @@ class MappedEmbedding(nn.Module):
         super().__init__()
         self._record = record
         self._rows = rows
-        self._dtype = dtype
+        self.dtype = dtype
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Takes tokens [...] and returns their rows [..., K]."""
         asked, places = np.unique(tokens.reshape(-1).numpy(), return_inverse=True)
-        found = _weight_of(self._rows[asked], self._record).dequantized().to(self._dtype)
+        found = _weight_of(self._rows[asked], self._record).dequantized().to(self.dtype)
         return found[torch.from_numpy(places)].view(*tokens.shape, -1)
 
 

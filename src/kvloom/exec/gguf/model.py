@@ -56,29 +56,39 @@ class QuantizedRecords(Mapping[str, QuantizedWeight]):
 
 
 def gguf_bytes(header: GgufHeader, dtype: torch.dtype) -> int:
-    """Returns the bytes of memory that the model takes. The embedding stays in the file if it is
-    quantised."""
+    """Returns the bytes of memory that the model takes at most. The embedding stays in the file if it is
+    quantised. dtype: of plain matrices."""
     held, seen = 0, set[str]()
     for name, weight in weights_of(header).items():
         if is_quantized_linear(name, weight):
             held += 0 if name.startswith(_EMBEDDING) else held_bytes(weight.record)
         elif weight.record.name not in seen:
-            held += weight.elements * dtype.itemsize
+            vector = len(weight.record.shape) == 1
+            held += weight.elements * (torch.float32.itemsize if vector else dtype.itemsize)
         seen.add(weight.record.name)
     return held
 
 
-def fill(module: Any, header: GgufHeader, dtype: torch.dtype) -> int:
+def take_out_quantized(module: nn.Module, header: GgufHeader) -> None:
+    """Takes the weights that are held quantised out of a module that is without memory for them."""
+    quantized = {name for name, weight in weights_of(header).items() if is_quantized_linear(name, weight)}
+    for name, one in module.named_modules():
+        if f"{name}.weight" in quantized:
+            one.register_parameter("weight", None)
+
+
+def fill(module: Any, header: GgufHeader, dtype: torch.dtype, computes: torch.dtype) -> int:
     """Puts the file's tensors into the module, which is without memory for them. Returns how many parameters
-    it has. Raises ConfigError if the file lacks a tensor of it, has one of another shape, or has one with an
-    infinite scale."""
+    it has. dtype: of plain matrices; computes: of vectors, which are more exact than these in the file, and
+    of rows of a quantised embedding. Raises ConfigError if the file lacks a tensor of it, has one of another
+    shape, or has one with an infinite scale."""
     weights = weights_of(header)
     _check_shapes(module, weights)
     parameters: int = sum(one.numel() for one in module.parameters())
     with header.file.open("rb") as opened:
         quantized = QuantizedRecords(opened, header, module.config)
         put_quantized(module, quantized)
-        _put_plain(module, opened, header, quantized, dtype)
+        _put_plain(module, opened, header, quantized, dtype, computes)
         _put_rotary(module, opened, header)
     return parameters
 
@@ -107,7 +117,12 @@ def _check_shapes(module: nn.Module, weights: Mapping[str, StoredWeight]) -> Non
 
 
 def _put_plain(
-    module: Any, opened: BinaryIO, header: GgufHeader, quantized: Mapping[str, object], dtype: torch.dtype
+    module: Any,
+    opened: BinaryIO,
+    header: GgufHeader,
+    quantized: Mapping[str, object],
+    dtype: torch.dtype,
+    computes: torch.dtype,
 ) -> None:
     """Puts what is no quantised linear layer in its place: each tensor once, also if it has two names."""
     made: dict[str, nn.Parameter] = {}
@@ -117,11 +132,12 @@ def _put_plain(
         if name.removesuffix(".weight") in quantized:
             continue
         if name.startswith(_EMBEDDING) and record.quantized:
-            module.set_input_embeddings(map_embedding(opened, record, dtype))
+            module.set_input_embeddings(map_embedding(opened, record, computes))
             continue
         if record.name not in made:
             order = row_order(name, header, module.config)
-            parts = [read_plain(opened, one, dtype, order) for one in weight.parts]
+            form = computes if len(record.shape) == 1 else dtype
+            parts = [read_plain(opened, one, form, order) for one in weight.parts]
             values = parts[0] if len(parts) == 1 else torch.cat(parts, -2)
             made[record.name] = nn.Parameter(values, requires_grad=False)
         state[name] = made[record.name]

@@ -62,6 +62,7 @@ class Kernel:
         record = from_dtype(np.dtype(self.arguments))
         self._compiled = cfunc(types.void(types.CPointer(record)), cache=True, error_model="numpy")(self.body)
         self._address = self._compiled.address
+        self._compiled._library._shared_module = None  # LLVM's form of it, for others to call: 2 MB each
         self._enter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
 
 
