@@ -1,9 +1,8 @@
 """Experts of a mixture as linear layers of their own, so that each may hold few bits.
 
 transformers holds all experts of a layer in two tensors, `gate_up_proj` and `down_proj`. Where weights are
-quantised, `split_experts` puts a module in their place that is called as theirs is, and has the layers
-`0.gate_proj`, `0.up_proj`, `0.down_proj`, `1.gate_proj`, … . All that is done to other linear layers is done to
-these.
+quantised, `split_experts` puts a module in their place that is called as theirs is, and has the linear layers
+`0.gate_proj`, `0.up_proj`, `0.down_proj`, `1.gate_proj`, … . What is done to others is done to these.
 """
 
 from __future__ import annotations
@@ -69,8 +68,8 @@ class Experts(nn.ModuleList):
 
 def split_experts(model: nn.Module, names: Iterable[str]) -> None:
     """Replaces the experts to which linear layers of these names would belong, as
-    `model.layers.0.mlp.experts.3.up_proj`, in place. Their weights have no memory, as those of the model. Names
-    of other layers, and of experts of another form, are left."""
+    `model.layers.0.mlp.experts.3.up_proj`, in place. Weights have no memory then. Names of other layers, and
+    of experts of another form, are left."""
     for name in dict.fromkeys(match[1] for name in names if (match := _LAYER.fullmatch(name))):
         try:
             stock = model.get_submodule(name)

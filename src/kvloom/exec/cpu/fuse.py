@@ -98,8 +98,8 @@ def _fuse_quantized(model: nn.Module) -> None:
 
 
 def _fuse_experts(experts: Experts) -> None:
-    """Makes gated MLPs of those experts whose layers are all quantised. All have the activation that the first
-    of them is found to have."""
+    """Makes gated MLPs of those experts whose layers are all quantised. All have the activation that the
+    first of them is found to have."""
     activation: Activation | None = None
     for name, expert in experts.named_children():
         linears = _quantized(expert, GATED)

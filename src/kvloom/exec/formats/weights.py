@@ -78,14 +78,14 @@ def quantized_weights(checkpoint: Checkpoint) -> QuantizedTensors | None:
     for module, parts in modules.items():
         quantized = not reader.names.isdisjoint(parts) or _holds_integers(parts)
         if quantized:
-            layouts[_module_name(module)] = reader.layout(parts)
+            layouts[module_name(module)] = reader.layout(parts)
         left = {"bias"} if quantized else parts.keys()
         plain |= {one.name: one for part, one in parts.items() if part in left}
     return QuantizedTensors(layouts, plain, files)
 
 
-def _module_name(stored: str) -> str:
-    """Returns transformers' name of a layer, which for the experts of Mixtral is another than in its files."""
+def module_name(stored: str) -> str:
+    """Returns transformers' name of a linear layer, which for Mixtral's experts is another than in files."""
     match = _MIXTRAL.fullmatch(stored)
     return f"{match[1]}.mlp.experts.{match[2]}.{_MIXTRAL_LAYERS[match[3]]}" if match else stored
 

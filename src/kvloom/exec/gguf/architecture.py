@@ -121,8 +121,8 @@ def weights_of(header: GgufHeader) -> Mapping[str, StoredWeight]:
 
 
 def with_experts_apart(weights: Mapping[str, StoredWeight]) -> Mapping[str, StoredWeight]:
-    """Returns the weights, in layers of which some experts are quantised with a linear layer for each matrix of
-    each expert, as `split_experts` names them. weights: of shapes that fit."""
+    """Returns the weights; of layers in which experts are quantised, those of the linear layers that
+    `split_experts` makes of each. weights: of shapes that fit."""
     apart = {
         match[1]
         for name, weight in weights.items()

@@ -8,6 +8,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
+from kvloom.exec.experts import split_experts
 from kvloom.exec.gguf.architecture import (
     StoredWeight,
     is_quantized_linear,
@@ -16,7 +17,6 @@ from kvloom.exec.gguf.architecture import (
     weights_of,
     with_experts_apart,
 )
-from kvloom.exec.experts import split_experts
 from kvloom.exec.gguf.blocks import held_bytes, map_embedding, read_plain, read_quantized
 from kvloom.exec.gguf.header import GgufHeader
 from kvloom.exec.huggingface import children, some_of
