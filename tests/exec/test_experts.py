@@ -40,7 +40,7 @@ def asked(rows: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(rows, HIDDEN, generator=random), chosen, weights
 
 
-def with_bits(model: Any, bits: Bits) -> nn.ModuleDict:
+def with_bits(model: Any, bits: Bits) -> Any:
     """The same experts of few bits, and in `model` what they stand for."""
     gate_up, down = model["experts"].gate_up_proj, model["experts"].down_proj
     ours = nn.ModuleDict({"experts": model["experts"], "norm": nn.LayerNorm(1)}).requires_grad_(False)

@@ -156,9 +156,9 @@ class _Folder:
     def build(self, outlined: nn.Module, dtype: torch.dtype) -> Built:
         module = self._plain(outlined, dtype)
         parameters = sum(p.numel() for p in module.parameters())
-        quantized = self._stored or {}
-        split_experts(module, quantized)
-        put_quantized(module, quantized)
+        if self._stored is not None:
+            split_experts(module, self._stored)
+            put_quantized(module, self._stored)
         for weight in _weights(module):
             self._files.release_after(weight)
         tokenizer = read_tokenizer(self._folder)

@@ -44,7 +44,8 @@ class Experts(nn.ModuleList):
     @property
     def stacked(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the tensors in which transformers holds them all, by name."""
-        inner, hidden = self[0].gate_proj.out_features, self[0].gate_proj.in_features
+        first: Any = self[0]
+        inner, hidden = first.gate_proj.out_features, first.gate_proj.in_features
         return dict(zip(_STACKED, ((len(self), 2 * inner, hidden), (len(self), hidden, inner)), strict=True))
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

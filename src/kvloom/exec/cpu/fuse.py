@@ -111,7 +111,8 @@ def _fuse_experts(experts: Experts) -> None:
                 return
             activation = gated.activation
         else:
-            gated = GatedMLP(*(PackedQuantizedLinear.of([linear]) for linear in linears), activation)
+            gate, up, down = (PackedQuantizedLinear.of([linear]) for linear in linears)
+            gated = GatedMLP(gate, up, down, activation)
         setattr(experts, name, gated)
 
 
