@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,12 @@ def test_a_load_holds_little_more_than_what_stays(checkpoint: Path, dtype: Dtype
 
 
 def test_experts_of_few_bits_are_never_whole(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 4, "num_local_experts": 16}
+    sizes: dict[str, Any] = {
+        "hidden_size": 512,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_local_experts": 16,
+    }
     file, source = make_gguf(tmp_path, "mixtral", Type.Q4_0, initializer_range=0.05, **sizes)
     whole = (source / "model.safetensors").stat().st_size / (1 << 20)
     found = asyncio.run(measured(file, "float32"))
