@@ -179,9 +179,10 @@ FORMATS: dict[str, Format] = {
 
 
 def is_quantised(name: str) -> bool:
-    """Whether we quantise the weight of this name: those of the layers, but for experts, and for the second
-    one's way down, which stay plain."""
-    return name.endswith("_proj.weight") and "layers.1.mlp.down" not in name and ".experts." not in name
+    """Whether we quantise the weight of this name: those of the layers, but for the second one's way down, or
+    its experts, which stay plain."""
+    linear = name.endswith("_proj.weight") or (".experts." in name and name.endswith(".weight"))
+    return linear and "layers.1.mlp.down" not in name and not ("layers.1." in name and ".experts." in name)
 
 
 def quantise(path: Path, made: Format, seed: int = 0) -> dict[str, Matrix]:

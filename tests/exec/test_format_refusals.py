@@ -285,15 +285,33 @@ def test_what_is_left_out_of_activations_and_the_cache(path: Path) -> None:
     assert load(path).geometry.layers == 3
 
 
-def test_experts_that_transformers_holds_in_one_tensor(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, "qwen3_moe")
-    expert = {"weight": torch.zeros(48, 64, dtype=torch.int8), "weight_scale": torch.ones(48, 1)}
-    name = "model.layers.0.mlp.experts.1.gate_proj"
-    change(path, lambda tensors: tensors.update({f"{name}.{part}": one for part, one in expert.items()}))
-    reconfigure(path, quantization_config=dict(FORMATS["integers"].config))
-    assert f"{name} is quantised, and is no linear layer of transformers' Qwen3MoeForCausalLM" in refusal(
-        path
-    )
+def mixture(tmp_path: Path) -> Path:
+    (tmp_path / "mixture").mkdir()
+    path = make_checkpoint(tmp_path / "mixture", "qwen3_moe")
+    quantise(path, FORMATS["integers"])
+    return path
+
+
+EXPERT = "model.layers.0.mlp.experts.1.gate_proj"
+
+
+def test_experts_that_are_quantised_in_part(tmp_path: Path) -> None:
+    path = mixture(tmp_path)
+    change(path, lambda tensors: [tensors.pop(f"{EXPERT}.{part}") for part in ("weight", "weight_scale")])
+    said = refusal(path)
+    assert "model.layers.0.mlp.experts.1.gate_proj.weight is not quantised, or missing, and others" in said
+
+
+def test_experts_that_the_config_does_not_have(tmp_path: Path) -> None:
+    path = mixture(tmp_path)
+    reconfigure(path, num_experts=3, num_local_experts=3)
+    assert "experts.3.down_proj is quantised, and is no linear layer of" in refusal(path)
+
+
+def test_experts_of_another_shape(tmp_path: Path) -> None:
+    path = mixture(tmp_path)
+    reconfigure(path, moe_intermediate_size=32)
+    assert "experts.0.down_proj has shape [64, 48] in its files and [64, 32] in its config" in refusal(path)
 
 
 def test_a_quantised_embedding(path: Path) -> None:

@@ -128,6 +128,9 @@ def test_what_is_plain_keeps_its_16_bits_if_the_model_computes_in_float32(
         ("awq", "gemma2"),
         ("awq row", "phi3"),
         ("packed 8", "qwen3_moe"),
+        ("packed 4", "mixtral"),
+        ("gptq 4 zeros", "mixtral"),
+        ("awq", "olmoe"),
     ],
 )
 def test_tokens_are_those_of_the_plain_checkpoint_of_these_numbers(

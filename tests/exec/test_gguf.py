@@ -20,13 +20,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tokenizers import AddedToken
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaTokenizer, PreTrainedTokenizerFast
 
 from kvloom.exec.checkpoint import WHOLE, open_checkpoint
 from kvloom.exec.cpu import number_format
 from kvloom.exec.cpu.decoder import FusedDecoder
 from kvloom.exec.cpu.executor import CPU
-from kvloom.exec.cpu.linear import HalfEmbedding, HalfLinear
+from kvloom.exec.cpu.linear import GatedMLP, HalfEmbedding, HalfLinear
 from kvloom.exec.cpu.quantized import PackedQuantizedLinear, QuantizedEmbedding, QuantizedPanels
 from kvloom.exec.gguf.architecture import read_config
 from kvloom.exec.gguf.blocks import MappedEmbedding, map_embedding, read_plain, read_quantized
@@ -35,6 +36,7 @@ from kvloom.exec.gguf.model import QuantizedRecords, fill, gguf_bytes
 from kvloom.exec.gguf.tokenizer import read_tokenizer
 from kvloom.exec.huggingface import outline
 from kvloom.exec.loader import LoadedModel, load_model
+from kvloom.exec.quantized import QuantizedLinear
 from kvloom.kernels.cpu.half import narrow_formats
 from kvloom.types.spec import Dtype, ModelSpec
 from tests.checkpoints import EOS, VOCAB, make_checkpoint
@@ -311,18 +313,63 @@ def test_the_bytes_that_are_announced_are_held(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", MIXTURES)
-def test_experts_are_held_in_the_number_format_asked_for(architecture: str, tmp_path: Path) -> None:
-    file, source = make_gguf(tmp_path, architecture, Type.Q4_0)
+def test_each_expert_is_held_in_the_bits_of_the_file(architecture: str, tmp_path: Path) -> None:
+    """Routers, and matrices that the file has in 16 bits, are held in the number format asked for."""
+    file, source = make_gguf(tmp_path, architecture, Type.Q4_0, Type.F16, num_hidden_layers=1)
     header, wanted = read_header(file), AutoModelForCausalLM.from_pretrained(source).state_dict()
     module = outline(read_config(header), torch.bfloat16)
     fill(module, header, torch.bfloat16, torch.bfloat16)
-    held = module.state_dict()
+    held, kinds = dict(module.named_parameters()), set()
     for name, numbers in wanted.items():
-        if ".mlp.gate." in name or ".experts." in name:
+        if ".mlp.gate." in name:
             assert held[name].equal(numbers.to(torch.bfloat16))
-    experts = sum(2 * one.numel() for name, one in wanted.items() if ".experts." in name)
-    others = sum(one.nbytes for one in header.tensors.values() if "_exps" not in one.name)
-    assert experts < gguf_bytes(header, torch.bfloat16) < experts + 2 * others
+        if ".experts." not in name:
+            continue
+        layer = name.rpartition(".")[0]
+        for i, matrix in enumerate(numbers):
+            gated = zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True)
+            for part, expected in gated if "gate_up" in name else (("down_proj", matrix),):
+                linear: Any = module.get_submodule(f"{layer}.{i}.{part}")
+                kinds.add(type(linear))
+                if isinstance(linear, QuantizedLinear):
+                    assert linear.quantized.bits == 4
+                    assert linear.quantized.dequantized().equal(expected)
+                else:
+                    assert linear.weight.equal(expected.to(torch.bfloat16))
+    assert kinds == {QuantizedLinear, nn.Linear}
+    quantised = [one.quantized for one in module.modules() if isinstance(one, QuantizedLinear)]
+    plain = {one.data_ptr(): one.nbytes for one in held.values()}
+    assert gguf_bytes(header, torch.bfloat16) == sum(one.nbytes for one in quantised) + sum(plain.values())
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_experts_round_their_inputs_as_other_layers_do(architecture: str, tmp_path: Path) -> None:
+    file, _ = make_gguf(tmp_path, architecture, Type.Q4_0)
+    ids = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(0))
+    found = dict[str, torch.Tensor]()
+    for dtype in ("float32", "auto"):
+        module: Any = load(file, dtype=dtype).module
+        experts = module.model.layers[1].mlp.experts
+        assert {type(one) for one in experts.children()} == {GatedMLP}
+        packed = [one for one in module.modules() if isinstance(one, PackedQuantizedLinear)]
+        assert {one.exact for one in packed} == {dtype == "float32"}
+        with torch.inference_mode():
+            found[dtype] = experts(
+                torch.randn(40, 64, generator=torch.Generator().manual_seed(1)),
+                (ids[:, None] + torch.arange(2)) % 4,
+                torch.full((40, 2), 0.5),
+            )
+    error = (found["auto"] - found["float32"]).abs().max() / found["float32"].abs().max()
+    assert 1e-5 < error < 0.05
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_a_mixture_of_which_nothing_is_quantised(architecture: str, tmp_path: Path) -> None:
+    file, source = make_gguf(tmp_path, architecture, Type.BF16)
+    found, expected = load(file, dtype="bfloat16"), load(source, dtype="bfloat16")
+    assert {name for name, _ in found.module.named_parameters()} == {
+        name for name, _ in expected.module.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("architecture", sorted(KINDS))

@@ -256,11 +256,20 @@ def test_a_mixture_of_which_a_half_is_missing(tmp_path: Path) -> None:
     assert "its file has blk.0.ffn_gate_exps.weight, and lacks ffn_up_exps beside it" in refusal(file)
 
 
-def test_no_room_for_experts_that_are_dequantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_for_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, _ = make_gguf(tmp_path, "mixtral", Type.Q4_0, num_hidden_layers=1)
-    experts = 2 * 4 * 3 * 64 * 96  # bytes
+    experts = 4 * 3 * 64 * 96 * (16 + 4) // 32  # bytes of codes, scales and offsets
     monkeypatch.setattr("kvloom.exec.cpu.executor.available_memory", lambda: experts)
     assert f"bytes of memory, and {experts:,} are available here" in refusal(file, dtype="bfloat16")
+
+
+def test_an_expert_that_has_an_infinite_scale(tmp_path: Path) -> None:
+    file, _ = make_gguf(tmp_path, "mixtral", Type.Q4_0, num_hidden_layers=1)
+    record = read_header(file).tensors["blk.0.ffn_up_exps.weight"]
+    with file.open("r+b") as opened:
+        opened.seek(record.offset + 3 * record.nbytes // 4)
+        opened.write(np.array(np.inf, np.float16).tobytes())
+    assert "blk.0.ffn_up_exps.weight[3]: a scale or an offset is infinite" in refusal(file)
 
 
 def test_another_architecture(tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from benchmarks.memory_load import MOST, measured
+from gguf import GGMLQuantizationType as Type
 from safetensors.torch import save_file
 from torch import nn
 
@@ -16,6 +18,7 @@ from kvloom.exec.mapped import MappedFiles
 from kvloom.types.spec import Dtype
 from tests.checkpoints import make_checkpoint
 from tests.exec.loading import load
+from tests.ggufs import make_gguf
 
 SHAPE = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 8, "num_attention_heads": 12}
 SLACK_MIB = 64.0  # of products' scratch, and what the C library keeps
@@ -33,6 +36,20 @@ def test_a_load_holds_little_more_than_what_stays(checkpoint: Path, dtype: Dtype
     found = asyncio.run(measured(checkpoint, dtype))
     assert 0.9 * stays < found.private < stays + SLACK_MIB
     assert found.peak < MOST * stays + SLACK_MIB
+
+
+def test_experts_of_few_bits_are_never_whole(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {
+        "hidden_size": 512,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_local_experts": 16,
+    }
+    file, source = make_gguf(tmp_path, "mixtral", Type.Q4_0, initializer_range=0.05, **sizes)
+    whole = (source / "model.safetensors").stat().st_size / (1 << 20)
+    found = asyncio.run(measured(file, "float32"))
+    assert whole / 8 < found.private
+    assert found.peak < MOST * whole / 6 + SLACK_MIB < whole
 
 
 def test_a_large_weight_that_is_not_packed_stays_in_its_file(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from kvloom.exec.quantize import packed, quantize_checkpoint, rounded
 from kvloom.exec.quantized import Bits
 from kvloom.types.errors import ConfigError
 from tests.checkpoints import make_checkpoint
+from tests.exec.loading import load
 
 LAYER = "model.layers.1.mlp.up_proj"
 
@@ -119,6 +120,32 @@ def test_files_stay_apart_and_have_an_index(tmp_path: Path) -> None:
     assert {f"{LAYER}.weight_packed", "lm_head.weight"} <= set(made)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "router"), [("mixtral", "block_sparse_moe.gate"), ("qwen3_moe", "mlp.gate")]
+)
+def test_a_mixture_of_few_bits(architecture: str, router: str, tmp_path: Path) -> None:
+    """Its experts are quantised under their names in the files, and its routers are not."""
+    source, out = make_checkpoint(tmp_path / "whole", architecture), tmp_path / "small"
+    quantize_checkpoint(str(source), None, out, 8, silent)
+    before, after = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
+    experts = [name for name in before if ".experts." in name]
+    assert len(experts) == 3 * 4 * 3
+    assert all(f"{name}_packed" in after and name not in after for name in experts)
+    ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    assert sorted(ignored) == ["lm_head", *(f"model.layers.{layer}.{router}" for layer in range(3))]
+    loaded: Any = load(out, dtype="float32")
+    assert loaded.card.parameters == load(source).card.parameters
+    gate, down, up = (
+        ("w1", "w2", "w3") if architecture == "mixtral" else ("gate_proj", "down_proj", "up_proj")
+    )
+    for layer, block in enumerate(loaded.module.model.layers):
+        for i, expert in enumerate(block.mlp.experts):
+            stem = f"model.layers.{layer}.{router.removesuffix('gate')}experts.{i}"
+            for name, linear in ((gate, expert.gate), (down, expert.down), (up, expert.up)):
+                weight = before[f"{stem}.{name}.weight"]
+                assert (linear.dequantized() - weight).norm() < 0.007 * weight.norm()
+
+
 def spoil(source: Path, name: str, value: float) -> None:
     tensors = load_file(source / "model.safetensors")
     tensors[name][0, 0] = value
@@ -131,7 +158,14 @@ def test_what_cannot_be_quantised_is_refused_and_leaves_nothing(tmp_path: Path) 
     with pytest.raises(ConfigError, match=f"{LAYER}.weight in model.safetensors has a number"):
         quantize_checkpoint(str(source), None, out, 4, silent)
     mixture = make_checkpoint(tmp_path / "mixture", "mixtral")
-    with pytest.raises(ConfigError, match="a model without experts is right"):
+    spoil(mixture, "model.layers.1.block_sparse_moe.experts.3.w2.weight", float("nan"))
+    with pytest.raises(ConfigError, match=r"experts.3.w2.weight in model.safetensors has a number"):
+        quantize_checkpoint(str(mixture), None, out, 4, silent)
+    tensors = load_file(mixture / "model.safetensors")
+    plain = {name: one for name, one in tensors.items() if ".experts." not in name}
+    stacked = {f"model.layers.{i}.mlp.experts.gate_up_proj": torch.zeros(4, 192, 64) for i in range(3)}
+    save_file(plain | stacked, mixture / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="gate_up_proj holds several experts; files with tensors of each"):
         quantize_checkpoint(str(mixture), None, out, 4, silent)
     other = make_checkpoint(tmp_path / "gpt2", "gpt2")
     with pytest.raises(ConfigError, match="its layers have no linear modules"):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kvloom.exec.card import read_sampling_defaults, read_tokenizer
 from kvloom.exec.checkpoint import Checkpoint
+from kvloom.exec.experts import Expert, Experts, split_experts
 from kvloom.exec.formats.weights import QuantizedTensors, quantized_weights
 from kvloom.exec.gguf import tokenizer as gguf_tokenizer
 from kvloom.exec.gguf.architecture import plain_formats
@@ -159,7 +160,9 @@ class _Folder:
     def build(self, outlined: nn.Module, dtype: torch.dtype, widens: bool) -> Built:
         module = self._plain(outlined, dtype)
         parameters = sum(p.numel() for p in module.parameters())
-        put_quantized(module, self._stored or {})
+        if self._stored is not None:
+            split_experts(module, self._stored)
+            put_quantized(module, self._stored)
         for weight in _weights(module):
             self._files.release_after(weight)
         tokenizer = read_tokenizer(self._folder)
@@ -176,7 +179,11 @@ class _Folder:
                 part.__dict__.pop("quantization_config", None)
             state = {name: tensor.values for name, tensor in stored.plain.items()}
             for name, layout in stored.layouts.items():
-                state[f"{name}.weight"] = torch.zeros((), dtype=dtype).expand(layout.shape)
+                if not isinstance(outlined.get_submodule(name.rpartition(".")[0]), Expert):
+                    state[f"{name}.weight"] = torch.zeros((), dtype=dtype).expand(layout.shape)
+            for name, experts in outlined.named_modules():
+                for part, shape in experts.stacked.items() if isinstance(experts, Experts) else ():
+                    state[f"{name}.{part}"] = torch.zeros((), dtype=dtype).expand(shape)
         generation = (Path(self._folder) / "generation_config.json").is_file()
         with without_compiler():
             module, info = type(outlined).from_pretrained(
@@ -195,13 +202,22 @@ class _Folder:
 
 def _take_out(module: nn.Module, stored: QuantizedTensors) -> None:
     """Takes the weights that are quantised out of a module. Raises ConfigError for one that is no linear
-    layer's, or has another shape, or a bias that the layer has not."""
+    layer's, or has another shape, or a bias that the layer has not, and for experts that are quantised in
+    part."""
+    split_experts(module, stored)
     for name, layout in stored.layouts.items():
         linear = linear_of(module, name, layout.shape)
         bias = stored.plain.get(f"{name}.bias")
         if bias is not None and linear.bias is None and bias.read().any():  # AutoGPTQ adds some of zeros
             raise bias.error("is a bias, and the layer has none in its config")
         linear.register_parameter("weight", None)
+    for name, experts in module.named_modules():
+        whole = [part for part, _ in experts.named_parameters()] if isinstance(experts, Experts) else []
+        if whole:
+            raise ConfigError(
+                f"{name}.{whole[0]} is not quantised, or missing, and others of these experts are quantised; "
+                "all of them are right"
+            )
 
 
 def _weights(module: nn.Module) -> Iterator[Tensor]:

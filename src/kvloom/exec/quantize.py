@@ -22,7 +22,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kvloom.exec.checkpoint import CONFIG, INDEX, SMALL, TEMPLATES, Checkpoint, open_checkpoint
+from kvloom.exec.experts import split_experts
+from kvloom.exec.formats.weights import module_name
 from kvloom.exec.huggingface import AutoConfig, outline
+from kvloom.exec.mapped import MappedFiles
 from kvloom.exec.quantized import Bits, from_halves
 from kvloom.types.errors import ConfigError
 
@@ -98,19 +101,30 @@ def packed(codes: Tensor, bits: Bits) -> Tensor:
 
 
 def _linears(checkpoint: Checkpoint) -> tuple[dict[str, int], list[str]]:
-    """Returns the inputs of the linear modules in the decoder's layers, by name, and the others' names."""
+    """Returns the inputs of the linear modules in the decoder's layers, by their names in its files, and the
+    names of the others, routers of experts among them."""
     config = AutoConfig.from_pretrained(str(checkpoint.folder), trust_remote_code=False)
     module = outline(config, torch.float32)
+    tensors = MappedFiles(checkpoint.weights).tensors()
+    matrices = {one.name.removesuffix(_WEIGHT) for one in tensors if len(one.get_shape()) == 2}
+    stored = {module_name(name): name for name in matrices}
+    split_experts(module, stored)
     stacked = [name for name, one in module.named_parameters() if one.dim() == 3]
     if stacked:
-        raise ConfigError(f"{stacked[0]} holds several experts; a model without experts is right")
-    linears = {name: one for name, one in module.named_modules() if type(one) is nn.Linear}
-    widths = {
-        name: one.in_features for name, one in linears.items() if any(map(str.isdigit, name.split(".")))
-    }
+        raise ConfigError(
+            f"{stacked[0]} holds several experts; files with tensors of each expert's gate_proj, up_proj and "
+            "down_proj are right"
+        )
+    linears = {stored.get(name, name): one for name, one in module.named_modules() if type(one) is nn.Linear}
+    widths = {name: one.in_features for name, one in linears.items() if _in_layer(name)}
     if not widths:
         raise ConfigError("its layers have no linear modules; a decoder that has some is right")
-    return widths, [name for name in linears if name not in widths]
+    routers = [name for name in sorted(matrices - widths.keys()) if _in_layer(name)]
+    return widths, [name for name in linears if name not in widths] + routers
+
+
+def _in_layer(name: str) -> bool:
+    return any(map(str.isdigit, name.split(".")))
 
 
 def _group(widths: dict[str, int]) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kvloom.exec.cpu.linear import GatedMLP, HalfEmbedding, HalfLinear, TiedLinear, can_pack, packed
 from kvloom.exec.cpu.quantized import PackedQuantizedLinear, QuantizedEmbedding, pack_quantized
+from kvloom.exec.experts import Experts
 from kvloom.exec.fuse import STOCK, MergedLinearPart, Replacements, find_gated, fuse, put_merged
 from kvloom.exec.gguf.blocks import MappedEmbedding
 from kvloom.exec.huggingface import GATED, QKV, children
@@ -18,6 +19,7 @@ from kvloom.exec.quantized import QuantizedLinear
 from kvloom.exec.widened import WidenedEmbedding, WidenedLinear, computes_in_float32
 from kvloom.kernels.cpu import rms_norm, rotate
 from kvloom.kernels.cpu.half import HalfPanels
+from kvloom.kernels.reference import Activation
 
 
 class FusedRMSNorm(nn.Module):
@@ -102,8 +104,29 @@ def _fuse_quantized(model: nn.Module) -> None:
     for parent, name, child in children(model):
         if type(child).__name__.endswith("Attention") and (linears := _quantized(child, QKV)):
             put_merged(child, QKV, PackedQuantizedLinear.of(linears))
+        elif isinstance(child, Experts):
+            _fuse_experts(child)
         elif (linears := _quantized(child, GATED)) and (gated := _gated(child, linears)):
             setattr(parent, name, gated)
+
+
+def _fuse_experts(experts: Experts) -> None:
+    """Makes gated MLPs of those experts whose layers are all quantised. All have the activation that the
+    first of them is found to have."""
+    activation: Activation | None = None
+    for name, expert in experts.named_children():
+        linears = _quantized(expert, GATED)
+        if not linears:
+            continue
+        if activation is None:
+            gated = _gated(expert, linears)
+            if gated is None:
+                return
+            activation = gated.activation
+        else:
+            gate, up, down = (PackedQuantizedLinear.of([linear]) for linear in linears)
+            gated = GatedMLP(gate, up, down, activation)
+        setattr(experts, name, gated)
 
 
 def _quantized(module: nn.Module, names: tuple[str, ...]) -> list[QuantizedLinear]:
@@ -113,12 +136,12 @@ def _quantized(module: nn.Module, names: tuple[str, ...]) -> list[QuantizedLinea
     return linears if len(linears) == len(names) else []
 
 
-def _gated(stock: nn.Module, linears: Sequence[QuantizedLinear]) -> nn.Module | None:
+def _gated(stock: nn.Module, linears: Sequence[QuantizedLinear]) -> GatedMLP | None:
     """Returns our gated MLP in the stock one's place; None if no activation makes them agree."""
     gate, up, down = (PackedQuantizedLinear.of([linear]) for linear in linears)
     x = torch.randn(4, linears[0].in_features, generator=torch.Generator().manual_seed(0))
     found = find_gated(stock, lambda activation: GatedMLP(gate, up, down, activation), x)
-    return None if found is None else found[1]
+    return None if found is None else GatedMLP(gate, up, down, found[0])
 
 
 def round_inputs(model: nn.Module) -> None:

@@ -212,9 +212,9 @@ class PackedQuantizedLinear(nn.Module):
         self.exact = exact
         self.bias = None if bias is None else nn.Parameter(bias.detach().float(), requires_grad=False)
         self._width = self.out_features + -self.panels[-1].shape[0] % WIDTH
-        self._wide_bias = torch.zeros(self._width)
+        self._wide_bias: Tensor | None = None
         if bias is not None:
-            self._wide_bias[: self.out_features] = bias.detach()
+            self._wide_bias = functional.pad(bias.detach().float(), (0, self._width - self.out_features))
 
     @property
     def exact(self) -> bool:
@@ -283,7 +283,7 @@ class PackedQuantizedLinear(nn.Module):
         out, first = torch.empty(len(x), self._width), 0
         for panels in self.panels:  # in order: what one writes past its outputs the next one writes over
             place = first * _FLOAT
-            bias = 0 if self.bias is None else self._wide_bias.data_ptr() + place
+            bias = 0 if self._wide_bias is None else self._wide_bias.data_ptr() + place
             panels.multiply(x, out, out.data_ptr() + place, bias)
             first += panels.shape[0]
         return out[:, : self.out_features].contiguous()

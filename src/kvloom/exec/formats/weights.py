@@ -8,6 +8,7 @@ expressions of strangers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -23,6 +24,9 @@ _READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], Reader]]] = {
     "gptq": gptq,
     "awq": awq,
 }
+
+_MIXTRAL: Final = re.compile(r"(.*)\.block_sparse_moe\.experts\.(\d+)\.(w[123])")
+_MIXTRAL_LAYERS: Final = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 class QuantizedTensors(Mapping[str, QuantizedWeight]):
@@ -72,11 +76,18 @@ def quantized_weights(checkpoint: Checkpoint) -> QuantizedTensors | None:
     layouts: dict[str, Layout] = {}
     plain: dict[str, StoredTensor] = {}
     for module, parts in modules.items():
-        if not reader.names.isdisjoint(parts) or _holds_integers(parts):
-            layouts[module] = reader.layout(parts)
-        left = {"bias"} if module in layouts else parts.keys()
+        quantized = not reader.names.isdisjoint(parts) or _holds_integers(parts)
+        if quantized:
+            layouts[module_name(module)] = reader.layout(parts)
+        left = {"bias"} if quantized else parts.keys()
         plain |= {one.name: one for part, one in parts.items() if part in left}
     return QuantizedTensors(layouts, plain, files)
+
+
+def module_name(stored: str) -> str:
+    """Returns transformers' name of a linear layer, which for Mixtral's experts is another than in files."""
+    match = _MIXTRAL.fullmatch(stored)
+    return f"{match[1]}.mlp.experts.{match[2]}.{_MIXTRAL_LAYERS[match[3]]}" if match else stored
 
 
 def _holds_integers(parts: Parts) -> bool:

@@ -55,6 +55,9 @@ _EXPERTS: Final = {
     "ffn_down_exps": "mlp.experts.down_proj",
 }
 """Matrices [E, N, K] of all experts of a layer. transformers holds those of gates above those of ups."""
+_EACH: Final = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+"""An expert's own layers."""
+_STACKED: Final = re.compile(r"(.*\.experts)\.(?:gate_up|down)_proj")
 _ROUTER: Final = ".mlp.gate.weight"
 _TENSOR: Final = re.compile(r"(?:blk\.(\d{1,4})\.)?(\w+)\.(weight|bias)", re.ASCII)
 _UNSERVED: Final = (
@@ -117,9 +120,30 @@ def weights_of(header: GgufHeader) -> Mapping[str, StoredWeight]:
     return {name: StoredWeight(tuple(sorted(some, key=in_order))) for name, some in parts.items()}
 
 
+def with_experts_apart(weights: Mapping[str, StoredWeight]) -> Mapping[str, StoredWeight]:
+    """Returns the weights; of layers in which experts are quantised, those of the linear layers that
+    `split_experts` makes of each. weights: of shapes that fit."""
+    apart = {
+        match[1]
+        for name, weight in weights.items()
+        if (match := _STACKED.fullmatch(name)) and any(one.quantized for one in weight.parts)
+    }
+    made: dict[str, StoredWeight] = {}
+    for name, weight in weights.items():
+        match = _STACKED.fullmatch(name)
+        if match is None or match[1] not in apart:
+            made[name] = weight
+            continue
+        for stacked in weight.parts:
+            layer = _EACH[stacked.name.split(".")[2]]
+            for i in range(stacked.shape[0]):
+                made[f"{match[1]}.{i}.{layer}.weight"] = StoredWeight((stacked.part(i),))
+    return made
+
+
 def is_quantized_linear(name: str, weight: StoredWeight) -> bool:
     """Returns whether the weight is that of a linear layer, or an embedding's, and quantised. name: as
-    transformers has it. Routers and experts are held in a plain number format."""
+    transformers has it. Routers are held in a plain number format."""
     record = weight.record
     return record.quantized and len(record.shape) == 2 and not name.endswith(_ROUTER)
 

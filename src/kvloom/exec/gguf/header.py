@@ -94,6 +94,11 @@ class TensorRecord:
         """Returns the bytes of the numbers of the last dimension."""
         return self.shape[-1] // self.type.block * self.type.size
 
+    def part(self, index: int) -> TensorRecord:
+        """Returns the record of what lies at `index` of the first dimension."""
+        size = self.nbytes // self.shape[0]
+        return TensorRecord(f"{self.name}[{index}]", self.type, self.shape[1:], self.offset + index * size)
+
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:

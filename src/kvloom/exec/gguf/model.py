@@ -8,12 +8,14 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
+from kvloom.exec.experts import split_experts
 from kvloom.exec.gguf.architecture import (
     StoredWeight,
     is_quantized_linear,
     rotary_factors,
     row_order,
     weights_of,
+    with_experts_apart,
 )
 from kvloom.exec.gguf.blocks import held_bytes, map_embedding, read_plain, read_quantized
 from kvloom.exec.gguf.header import GgufHeader
@@ -36,7 +38,7 @@ class QuantizedRecords(Mapping[str, QuantizedWeight]):
         self._config = config
         self._records = {
             name.removesuffix(".weight"): weight.record
-            for name, weight in weights_of(header).items()
+            for name, weight in with_experts_apart(weights_of(header)).items()
             if is_quantized_linear(name, weight) and not name.startswith(_EMBEDDING)
         }
 
@@ -59,7 +61,7 @@ def gguf_bytes(header: GgufHeader, dtype: torch.dtype) -> int:
     """Returns the bytes of memory that the model takes at most. The embedding stays in the file if it is
     quantised. dtype: of plain matrices."""
     held, seen = 0, set[str]()
-    for name, weight in weights_of(header).items():
+    for name, weight in with_experts_apart(weights_of(header)).items():
         if is_quantized_linear(name, weight):
             held += 0 if name.startswith(_EMBEDDING) else held_bytes(weight.record)
         elif weight.record.name not in seen:
@@ -87,6 +89,7 @@ def fill(module: Any, header: GgufHeader, dtype: torch.dtype, computes: torch.dt
     parameters: int = sum(one.numel() for one in module.parameters())
     with header.file.open("rb") as opened:
         quantized = QuantizedRecords(opened, header, module.config)
+        split_experts(module, quantized)
         put_quantized(module, quantized)
         _put_plain(module, opened, header, quantized, dtype, computes)
         _put_rotary(module, opened, header)
@@ -127,7 +130,7 @@ def _put_plain(
     """Puts what is no quantised linear layer in its place: each tensor once, also if it has two names."""
     made: dict[str, nn.Parameter] = {}
     state: dict[str, nn.Parameter] = {}
-    for name, weight in weights_of(header).items():
+    for name, weight in with_experts_apart(weights_of(header)).items():
         record = weight.record
         if name.removesuffix(".weight") in quantized:
             continue
