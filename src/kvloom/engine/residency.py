@@ -46,7 +46,7 @@ class ResidencyView:
     models: tuple[Residency, ...]
     total: int  # blocks that weights and pool have together
     free: int  # blocks that nobody holds
-    available: int  # blocks that are free or cached
+    available: int  # blocks that are free or cached, and that the next job of no model awake takes
     now: float  # seconds
     moving: bool = False  # a model is being woken, or falls asleep as soon as its job has ended
     short: bool = False  # K and V lack blocks which the weights that nobody wants have

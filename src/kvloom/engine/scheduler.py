@@ -107,6 +107,14 @@ class Scheduler:
         first = view.urgent or alone
         return first.name if first and first.head_blocks > view.free_blocks else None
 
+    @property
+    def needed(self) -> int:
+        """The blocks that the next jobs of all models that are awake take."""
+        return sum(
+            model.head_blocks * model.wants_prefill + model.decode_blocks * model.wants_decode
+            for model in self._view().models
+        )
+
     def start_next(self, *, watched: bool = False) -> bool:
         """Does what the policy says. Returns False if nothing began: the policy says nothing, what it says
         needs a running job's end first, or the decode step waits for a sequence that is about to arrive.

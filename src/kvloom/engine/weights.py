@@ -242,7 +242,7 @@ class WeightResidency:
             models=tuple(map(self._residency, self._models.values())),
             total=self._pool.total,
             free=self._pool.free,
-            available=self._pool.available,
+            available=max(0, self._pool.available - self._scheduler.needed),
             now=self._clock.now(),
             moving=any(one.phase in (Phase.WAKING, Phase.LEAVING) for one in self._models.values()),
             short=unwanted > 0 and self._scheduler.lacks(unwanted),
