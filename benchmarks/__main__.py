@@ -24,6 +24,7 @@ benchmark starts both sides itself. Some two hours in full; --quick proves that 
   truth          what the simulation says of this machine against what it does
   formats        decoding and prefill by the number format of the weights
   mixed          time per token while long prompts come, with and without mixed jobs
+  many-models    twenty models in the memory of four, against processes that are swapped
   throughput     one model against vLLM and transformers
   multimodel     four models against four vLLM servers
 """
@@ -47,6 +48,7 @@ from benchmarks import (
     fleet,
     formats,
     kv_formats,
+    many_models,
     memory_load,
     memory_start,
     migration,
@@ -122,6 +124,11 @@ def alone(options: argparse.Namespace, console: Console) -> dict[str, Measure]:
         ),
         "mixed": lambda: mixed.measure(
             "B", [1] if quick else [1, 2], mixed.QUICK if quick else mixed.Effort()
+        ),
+        "many-models": lambda: many_models.measure(
+            many_models.SYSTEMS[:2] if quick else many_models.SYSTEMS,
+            many_models.QUICK if quick else many_models.Effort(),
+            console,
         ),
     }
 
