@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Final
 
 from kvloom.engine.guide import Guides, GuideTrial, no_trial
+from kvloom.engine.kept import KeptPrefixes
 from kvloom.engine.leases import Leases, Pins, Promises
 from kvloom.engine.migration import Llumlet, Pauses
 from kvloom.engine.quotas import QuotaTuner, fit
@@ -22,6 +23,7 @@ from kvloom.types.clock import Clock
 from kvloom.types.errors import BadRequest, Unavailable
 from kvloom.types.job import Executor
 from kvloom.types.load import UnitLoad
+from kvloom.types.prefix_store import PrefixStore
 from kvloom.types.request import EndEvent, Event, ModelCard, StartGenerate
 from kvloom.types.spec import EngineSpec
 from kvloom.types.transfer import Transport
@@ -58,6 +60,7 @@ class Engine:
         clock: Clock,
         offload: OffloadBackend | None = None,
         trial: GuideTrial = no_trial,
+        store: PrefixStore | None = None,
     ) -> None:
         self._spec = spec
         self._stopping = False
@@ -74,6 +77,7 @@ class Engine:
             queues, promises, transport, clock, spec.lease, new_id=requests.new_id
         )
         self._arrivals = Arrivals(queues, self._reservations, clock)
+        self._kept = None if store is None else KeptPrefixes(queues, self.pool, store, clock, requests.new_id)
 
         # What runs next.
         pool = self.pool
@@ -109,6 +113,8 @@ class Engine:
                 self._start_jobs()
             await self._rest()
         self.borrower.give_back_all()
+        if self._kept is not None:
+            await self._kept.save_hottest()
 
     @property
     def _has_stopped(self) -> bool:
@@ -173,6 +179,8 @@ class Engine:
         stream = self._requests.open(body)
         try:
             guides = await self._guides.compiled(body, wanted=lambda: not stream.ended)
+            if self._kept is not None and not self._reservations.has(body.request):
+                await self._kept.bring_back(body.model, stream.cacheable, body.salt)
             if self._stopping:
                 raise Unavailable("the engine is stopping")
             self._interrupt()
@@ -217,6 +225,8 @@ class Engine:
         self._requests.check_prompt(body.model, body.prompt)
         self._interrupt()
         await self._pauses.publish(body.request)
+        if self._kept is not None:
+            await self._kept.bring_back(body.model, body.prompt, body.salt)
         return await self._transfers.send(body)
 
     async def renew(self, request: str) -> Lease:
@@ -267,6 +277,8 @@ class Engine:
         self._requests.check_prompt(body.model, body.prompt)
         tree = self.pool.caches[body.model].prefixes
         dropped = tree.evict(body.prompt, body.salt)
+        if self._kept is not None:
+            self._kept.forget(body.model, body.prompt, body.salt)
         return Evicted(tokens=dropped, pinned=tree.pinned(body.prompt, body.salt))
 
     async def contents(self, body: CachedSince) -> CacheChanges:
