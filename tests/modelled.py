@@ -16,6 +16,7 @@ from kvloom.offload.terms import OffloadBackend
 from kvloom.types.clock import Clock
 from kvloom.types.geometry import Geometry
 from kvloom.types.job import Job, JobResult
+from kvloom.types.prefix_store import PrefixStore
 from kvloom.types.request import Level, ModelCard, StartGenerate, TokenLogprob
 from kvloom.types.spec import EngineSpec, ModelSpec, Policy, Quotas
 from kvloom.types.transfer import Transport
@@ -163,6 +164,7 @@ def engine_over(
     priorities: tuple[Level, ...] = (),
     offload: OffloadBackend | None = None,
     quotas: Quotas = "adaptive",
+    store: PrefixStore | None = None,
 ) -> Engine:
     models = tuple(
         ModelSpec(name=model, path="/nowhere", rate=(rates or {}).get(model, 1.0)) for model in executor.cards
@@ -180,7 +182,7 @@ def engine_over(
         quotas=quotas,
     )
     transport = transport or Plane().join("alone", executor)
-    return Engine(executor, transport, spec, clock or JobClock(executor), offload)
+    return Engine(executor, transport, spec, clock or JobClock(executor), offload, store=store)
 
 
 @asynccontextmanager
