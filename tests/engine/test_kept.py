@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from kvloom.engine.kept import LONGEST_WAIT, RETRY, SAVING, STALL
+from kvloom.kv.kept import LONGEST_WAIT, RETRY, SAVING, STALL
 from kvloom.types.request import StartGenerate
 from kvloom.types.verbs import Pin, Prefix
 from tests.modelled import ModelledExecutor, ask, engine_over, expected, modelled, turns

@@ -8,7 +8,6 @@ from contextlib import suppress
 from typing import Final
 
 from kvloom.engine.guide import Guides, GuideTrial, no_trial
-from kvloom.engine.kept import KeptPrefixes
 from kvloom.engine.leases import Leases, Pins, Promises
 from kvloom.engine.migration import Llumlet, Pauses
 from kvloom.engine.quotas import QuotaTuner, fit
@@ -17,6 +16,7 @@ from kvloom.engine.requests import Requests
 from kvloom.engine.reservations import MOST_RESERVATIONS, Arrivals, Reservations
 from kvloom.engine.scheduler import Scheduler
 from kvloom.engine.transfers import Transfers
+from kvloom.kv.kept import KeptPrefixes
 from kvloom.offload.loans import Borrower, Lender
 from kvloom.offload.terms import Borrow, Loan, OffloadBackend
 from kvloom.types.clock import Clock
@@ -77,7 +77,7 @@ class Engine:
             queues, promises, transport, clock, spec.lease, new_id=requests.new_id
         )
         self._arrivals = Arrivals(queues, self._reservations, clock)
-        self._kept = None if store is None else KeptPrefixes(queues, self.pool, store, clock, requests.new_id)
+        self._kept = None if store is None else KeptPrefixes(self.pool, store, clock, requests.new_id)
 
         # What runs next.
         pool = self.pool
@@ -166,6 +166,14 @@ class Engine:
         self._transfers.stop()
         self._interrupt()
 
+    async def _bring_back(self, model: str, tokens: list[int], salt: str) -> None:
+        """Caches what the store of prefixes has of the tokens, if there is one."""
+        if self._kept is not None:
+            queue = self._queues[model]
+            speed = queue.prefill_speed.tokens_a_second
+            brought = await self._kept.bring_back(model, tokens, salt, speed)
+            queue.stats.restored_tokens += brought
+
     # -- what others call -----------------------------------------------------------------------------
 
     async def models(self) -> list[ModelCard]:
@@ -179,8 +187,8 @@ class Engine:
         stream = self._requests.open(body)
         try:
             guides = await self._guides.compiled(body, wanted=lambda: not stream.ended)
-            if self._kept is not None and not self._reservations.has(body.request):
-                await self._kept.bring_back(body.model, stream.cacheable, body.salt)
+            if not self._reservations.has(body.request):
+                await self._bring_back(body.model, stream.cacheable, body.salt)
             if self._stopping:
                 raise Unavailable("the engine is stopping")
             self._interrupt()
@@ -225,8 +233,7 @@ class Engine:
         self._requests.check_prompt(body.model, body.prompt)
         self._interrupt()
         await self._pauses.publish(body.request)
-        if self._kept is not None:
-            await self._kept.bring_back(body.model, body.prompt, body.salt)
+        await self._bring_back(body.model, body.prompt, body.salt)
         return await self._transfers.send(body)
 
     async def renew(self, request: str) -> Lease:

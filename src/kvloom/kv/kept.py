@@ -8,11 +8,11 @@ an answer, or for some time after it was late, or slower than computing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvloom.engine.model_queue import ModelQueue
+from kvloom.kv.cache import ModelCache
 from kvloom.kv.page_keys import page_keys, root_key
 from kvloom.kv.pool import Pool
 from kvloom.kv.prefix import CachedPage
@@ -23,6 +23,8 @@ from kvloom.types.prefix_store import PageName, PrefixStore
 
 LONGEST_WAIT: Final = 2.0
 """Seconds that a request waits for a store at most."""
+LEAST_WAIT: Final = 0.05
+"""Seconds that it may wait however soon its tokens would be computed."""
 STALL: Final = 0.5
 """Seconds that it waits for the next pages at most."""
 RETRY: Final = 30.0
@@ -35,39 +37,31 @@ SAVING: Final = 2.0
 class _Wanted:
     """The tokens that a request begins with, as far as they fill pages."""
 
-    queue: ModelQueue
+    cache: ModelCache
     tokens: Sequence[int]
     salt: str
 
     @property
     def width(self) -> int:
-        return self.queue.cache.geometry.tokens_per_block
+        return self.cache.geometry.tokens_per_block
 
     @property
     def cached(self) -> int:
         """Returns how many of its pages are cached. They count as used now."""
-        _, length = self.queue.cache.prefixes.match(self.tokens, len(self.tokens), self.salt)
+        _, length = self.cache.prefixes.match(self.tokens, len(self.tokens), self.salt)
         return length // self.width
 
     def names(self) -> list[PageName]:
         """Returns the names of all its pages."""
         root = root_key(self.width, self.salt)
-        model = self.queue.card.name
-        return [PageName(model, root, key) for key in page_keys(root, self.tokens, self.width)]
+        return [PageName(self.cache.model, root, key) for key in page_keys(root, self.tokens, self.width)]
 
 
 class KeptPrefixes:
     """One unit's prefixes in a store."""
 
-    def __init__(
-        self,
-        queues: Mapping[str, ModelQueue],
-        pool: Pool,
-        store: PrefixStore,
-        clock: Clock,
-        new_id: Callable[[], int],
-    ) -> None:
-        self._queues = queues
+    def __init__(self, pool: Pool, store: PrefixStore, clock: Clock, new_id: Callable[[], int]) -> None:
+        """new_id: gives ids of sequences."""
         self._pool = pool
         self._store = store
         self._clock = clock
@@ -79,21 +73,20 @@ class KeptPrefixes:
 
     # -- from the store -------------------------------------------------------------------------------
 
-    async def bring_back(self, model: str, tokens: Sequence[int], salt: str = "") -> None:
+    async def bring_back(self, model: str, tokens: Sequence[int], salt: str = "", speed: float = 0.0) -> int:
         """Caches as many pages of `tokens` as the store has behind those that are cached, and as come in
-        time."""
-        queue = self._queues[model]
-        width = queue.cache.geometry.tokens_per_block
-        wanted = _Wanted(queue, tokens[: len(tokens) - len(tokens) % width], salt)
+        time. Returns the number of tokens. speed: tokens a second that are computed, if that is known."""
+        cache = self._pool.caches[model]
+        width = cache.geometry.tokens_per_block
+        wanted = _Wanted(cache, tokens[: len(tokens) - len(tokens) % width], salt)
         lacking = len(wanted.tokens) - wanted.cached * width
         if not lacking or self._is_unwell:
-            return
-        speed = queue.prefill_speed.tokens_a_second
+            return 0
         began = self._clock.now()
-        until = began + (min(LONGEST_WAIT, lacking / speed) if speed else LONGEST_WAIT)
+        until = began + (min(LONGEST_WAIT, max(LEAST_WAIT, lacking / speed)) if speed else LONGEST_WAIT)
         while self._turn is not None:
             if not await self._in_time(self._turn, until) or self._is_unwell:
-                return
+                return 0
         turn = self._turn = asyncio.get_running_loop().create_future()
         try:
             began = self._clock.now()
@@ -101,8 +94,9 @@ class KeptPrefixes:
         finally:
             self._turn = None
             turn.set_result(None)
-        if brought and speed and self._clock.now() - began > brought / speed:
+        if brought and speed and self._clock.now() - began > max(LEAST_WAIT, brought / speed):
             self._again = self._clock.now() + RETRY  # computing them would have been quicker
+        return brought
 
     @property
     def _is_unwell(self) -> bool:
@@ -135,7 +129,7 @@ class KeptPrefixes:
     def _place(self, wanted: _Wanted, begin: int, pages: list[AnyArray]) -> int:
         """Caches pages, the first of which is page `begin` of what is wanted. Returns the number of tokens; 0
         if the blocks are short, or what comes before them is not cached any more."""
-        queue, cache, width = wanted.queue, wanted.queue.cache, wanted.width
+        cache, width = wanted.cache, wanted.width
         end = (begin + len(pages)) * width
         sequence = self._new_id()
         matched = cache.adopt(sequence, wanted.tokens, end, salt=wanted.salt, whole_pages=True)
@@ -143,14 +137,13 @@ class KeptPrefixes:
             if not begin * width <= matched < end:
                 return 0
             blocks = cache.prepare_receive(sequence, end - matched)
-            self._store.place(queue.card.name, pages[matched // width - begin :], blocks)
+            self._store.place(cache.model, pages[matched // width - begin :], blocks)
             cache.commit_receive(sequence, end - matched)
             cache.keep(sequence, wanted.tokens)
         except OutOfBlocks:
             return 0
         finally:
             cache.remove_sequence(sequence)
-        queue.stats.restored_tokens += end - matched
         return end - matched
 
     async def _in_time(self, future: asyncio.Future[Any], until: float) -> bool:
@@ -192,12 +185,10 @@ class KeptPrefixes:
     def forget(self, model: str, tokens: Sequence[int], salt: str = "") -> None:
         """Gives up what the store has of `tokens`, but for pages that are still cached; without tokens all
         that it has with the salt, and without a salt either, all of the model."""
-        queue = self._queues[model]
-        width = queue.cache.geometry.tokens_per_block
+        wanted = _Wanted(self._pool.caches[model], tokens, salt)
         if not tokens:
-            self._store.forget(model, root_key(width, salt) if salt else b"")
+            self._store.forget(model, root_key(wanted.width, salt) if salt else b"")
             return
-        wanted = _Wanted(queue, tokens, salt)
         names = wanted.names()[wanted.cached :]
         if names:
             self._store.forget(model, names[0].root, [name.key for name in names])
