@@ -78,8 +78,11 @@ class ModelledExecutor:
         models: Collection[str] = tuple(GEOMETRIES),
         failing: Collection[int] = (),
         context: int = CONTEXT,
+        seconds: float = 0.0,
     ) -> None:
+        """seconds: what each job says that it took."""
         self.blocks = blocks
+        self._seconds = seconds
         self.compute = compute
         self.max_steps, self.lookahead = 1, 0
         self.geometries = {model: GEOMETRIES[model] for model in models}
@@ -136,7 +139,7 @@ class ModelledExecutor:
     def _read(self, job: Job) -> JobResult:
         tokens, read = self.witness.draw(job, 0), self.witness.read(job) if job.prompts else []
         prompts = [TokenLogprob(surprise(job.model, read[p.row], p.token)) for p in job.prompts]
-        return JobResult(tokens, [None] * len(tokens), prompts, 0.0)
+        return JobResult(tokens, [None] * len(tokens), prompts, self._seconds)
 
 
 class JobClock:

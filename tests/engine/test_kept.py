@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from kvloom.kv.kept import LONGEST_WAIT, RETRY, SAVING, STALL
+from kvloom.kv.kept import LEAST_WAIT, LONGEST_WAIT, RETRY, SAVING, STALL
 from kvloom.types.request import StartGenerate
 from kvloom.types.verbs import Pin, Prefix
 from tests.modelled import ModelledExecutor, ask, engine_over, expected, modelled, turns
@@ -53,10 +53,11 @@ class TestClock:
 
 @asynccontextmanager
 async def life(
-    store: MemoryStore, *, blocks: int = FEW, clock: TestClock | None = None
+    store: MemoryStore, *, blocks: int = FEW, clock: TestClock | None = None, seconds: float = 0.0
 ) -> AsyncIterator[Unit]:
-    """An engine over the store, from its start to its end; laws 1 and 4 hold afterwards."""
-    executor = ModelledExecutor(blocks)
+    """An engine over the store, from its start to its end; laws 1 and 4 hold afterwards. seconds: of a job,
+    which takes 16 tokens of a prompt at most."""
+    executor = ModelledExecutor(blocks, seconds=seconds)
     transport = Plane().join("unit-0", executor)
     clock = clock or TestClock()
     engine = engine_over(executor, transport, clock=clock, store=store.over(executor))
@@ -245,6 +246,51 @@ def test_pages_that_trickle_in_are_waited_for_up_to_a_bound() -> None:
             assert await waiting == LENGTH - pages * WIDTH
             assert await restored(unit) == pages * WIDTH
             store.gate.set()
+
+    run(test)
+
+
+@pytest.mark.parametrize(("seconds", "longest"), [(1e-6, LEAST_WAIT), (0.08, 0.2), (60.0, STALL)])
+def test_nobody_waits_longer_than_computing_would_take(seconds: float, longest: float) -> None:
+    async def test() -> None:
+        store, clock = MemoryStore(), TestClock()
+        async with life(store, blocks=200) as unit:
+            await computed(unit, first(prompt(LENGTH)))
+        async with life(store, blocks=200, clock=clock, seconds=seconds) as unit:
+            await computed(unit, first(prompt(16, 5)))  # at 16 tokens in so many seconds
+            store.gate.clear()
+            waiting = asyncio.create_task(computed(unit, first(prompt(LENGTH))))
+            await clock.go(0.99 * longest)
+            assert not waiting.done()
+            await clock.go(0.02 * longest)
+            assert await waiting == LENGTH
+            store.gate.set()
+            await turns()
+
+    run(test)
+
+
+@pytest.mark.parametrize(("seconds", "again"), [(0.3, True), (0.08, False)])
+def test_a_store_that_is_slower_than_computing_is_left_alone_for_a_while(seconds: float, again: bool) -> None:
+    """A third of the prompt is there, and takes a tenth of a second."""
+
+    async def test() -> None:
+        store, clock = MemoryStore(most=100), TestClock()
+        async with life(store, blocks=200) as unit:
+            await computed(unit, first(prompt(12)))
+        async with life(store, blocks=200, clock=clock, seconds=seconds) as unit:
+            await computed(unit, first(prompt(16, 5)))
+            store.gate.clear()
+            waiting = asyncio.create_task(computed(unit, first(prompt(LENGTH))))
+            await clock.go(0.1)
+            store.gate.set()
+            assert await waiting == LENGTH - 12
+            store.reads.clear()
+            await computed(unit, first(prompt(LENGTH, 1)))
+            assert bool(store.reads) == again
+            await clock.go(RETRY)
+            await computed(unit, first(prompt(LENGTH, 2)))
+            assert store.reads
 
     run(test)
 

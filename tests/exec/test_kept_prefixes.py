@@ -37,8 +37,8 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(VOCAB) for _ in range(length)] for length in LENGTHS]
 
 
-def keeping(path: Path, cache: Path, kv_dtype: KVDtype = "auto", **changes: int) -> EngineSpec:
-    spec = spec_of({MODEL: path}, **changes)
+def keeping(path: Path, cache: Path, kv_dtype: KVDtype = "auto") -> EngineSpec:
+    spec = spec_of({MODEL: path})
     models = tuple(replace(model, kv_dtype=kv_dtype) for model in spec.models)
     return replace(spec, models=models, cache_dir=str(cache), cache_size=1 << 30)
 
@@ -114,7 +114,7 @@ def test_a_restarted_engine_goes_on_from_files_and_makes_the_same_tokens(
 def test_formats_do_not_find_each_others_pages(path: Path, tmp_path: Path) -> None:
     async def test() -> None:
         for kv_dtype in ("auto", "int8", "bfloat16"):
-            async with life(keeping(path, tmp_path, kv_dtype)) as engine:  # type: ignore[arg-type]
+            async with life(keeping(path, tmp_path, kv_dtype)) as engine:
                 await answers(engine)
                 assert await restored(engine) == 0
 
@@ -128,7 +128,7 @@ def test_a_pool_for_one_prompt_has_the_others_in_files(path: Path, tmp_path: Pat
             total = engine.pool.total
             most = (await engine.load()).models[MODEL].blocks(max(LENGTHS) + COUNT)
         assert total > 2 * most
-        async with life(keeping(path, tmp_path, kv_bytes=(most + 20) * 2048)) as engine:
+        async with life(replace(keeping(path, tmp_path), kv_bytes=(most + 20) * 2048)) as engine:
             assert await answers(engine) == alone
             assert await restored(engine) == 0
             assert await answers(engine) == alone
