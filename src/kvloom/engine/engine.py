@@ -188,7 +188,7 @@ class Engine:
         try:
             guides = await self._guides.compiled(body, wanted=lambda: not stream.ended)
             if not self._reservations.has(body.request):
-                await self._bring_back(body.model, stream.cacheable, body.salt)
+                await self._bring_back(body.model, stream.sequences[0].prefix, body.salt)
             if self._stopping:
                 raise Unavailable("the engine is stopping")
             self._interrupt()

@@ -65,12 +65,6 @@ class RequestStream:
         return [one for one in self.sequences if not one.over and one.status is not Status.ENDED]
 
     @property
-    def cacheable(self) -> list[int]:
-        """Returns the tokens of the first choice that may come from the cache, and one more."""
-        first = self.sequences[0]
-        return first.tokens.list()[: first.cacheable + 1]
-
-    @property
     def in_job(self) -> bool:
         return any(sequence.in_job for sequence in self.sequences)
 
