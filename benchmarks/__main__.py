@@ -18,6 +18,7 @@ benchmark starts both sides itself. Some two hours in full; --quick proves that 
   tcp-plane      the rate of the KV plane over TCP against plain sockets
   streaming      what the gateway adds, and how many tokens it streams
   shared-prefix  prompts with common beginnings over two engines; with --trace FILE also those of a trace
+  kept-prefixes  a prompt from files after a restart against computed again
   migration      a context moved against computed again
   weaving        what having attention done elsewhere costs and brings
   downtime       how long a request that moves keeps its caller waiting
@@ -47,6 +48,7 @@ from benchmarks import (
     engine_step,
     fleet,
     formats,
+    kept_prefixes,
     kv_formats,
     many_models,
     memory_load,
@@ -114,6 +116,9 @@ def alone(options: argparse.Namespace, console: Console) -> dict[str, Measure]:
         "tcp-plane": lambda: asyncio.to_thread(tcp_plane.measure, 2 if quick else 30),
         "streaming": lambda: streaming.measure(streams, console),
         "shared-prefix": lambda: shared_prefix.measure(options.trace, console, talks),
+        "kept-prefixes": lambda: kept_prefixes.measure(
+            "A", [500] if quick else kept_prefixes.LENGTHS, rounds, console
+        ),
         "migration": lambda: migration.measure(rounds, console, [500] if quick else [*migration.WANTED]),
         "weaving": lambda: weaving.measure(weaving.QUICK if quick else weaving.Effort(), console),
         "downtime": lambda: downtime.measure(moves, console),

@@ -2,12 +2,12 @@
 
 python -m benchmarks.many_models [--models 20] [--rate 1] [--seconds 60] [--systems budget swap units]
 
-Models have the shapes A and B in turn, in bfloat16; popularity by power law, α = 0.9; Poisson arrivals from one
-seed, the same for each system. budget: one kvloom with `memory`, which holds two models of each shape and a
-pool. swap: a server as llama-swap is, of one kvloom process at a time: a request for another model waits until
-all before it have been answered and that model's process has started. units: a unit a model with `least: 0`,
-which has as much memory as it likes. A request is in time if its first token comes within 2 s of when it was
-due, and each further one within 200 ms on average.
+Models have the shapes A and B in turn, in bfloat16; popularity by power law, α = 0.9; Poisson arrivals from
+one seed, the same for each system. budget: one kvloom with `memory`, which holds two models of each shape and
+a pool. swap: a server as llama-swap is, of one kvloom process at a time: a request for another model waits
+until all before it have been answered and that model's process has started. units: a unit a model with
+`least: 0`, which has as much memory as it likes. A request is in time if its first token comes within 2 s of
+when it was due, and each further one within 200 ms on average.
 """
 
 from __future__ import annotations
@@ -173,9 +173,7 @@ async def measure(systems: Sequence[str], effort: Effort, console: Console) -> R
     asks, found = effort.asks(), dict[str, list[Outcome]]()
     for name in systems:
         async with system(name, effort) as served:
-            if (
-                name == "budget"
-            ):  # compiled and warm; the others' processes begin cold, which is what they are
+            if name == "budget":  # the others' processes are new for each model, which is what is measured
                 await drive(served, burst("m00", 4, 8, seed=99))
             console.print(f"{name}: {len(asks)} requests", style="dim")
             found[name] = await drive(served, asks)

@@ -16,6 +16,7 @@ from kvloom.offload.terms import OffloadBackend
 from kvloom.types.clock import Clock
 from kvloom.types.geometry import I32, Geometry
 from kvloom.types.job import Job, JobResult
+from kvloom.types.prefix_store import PrefixStore
 from kvloom.types.request import Level, ModelCard, StartGenerate, TokenLogprob
 from kvloom.types.spec import EngineSpec, ModelSpec, Policy, Quotas
 from kvloom.types.transfer import Transport
@@ -116,8 +117,11 @@ class ModelledExecutor:
         models: Collection[str] = tuple(GEOMETRIES),
         failing: Collection[int] = (),
         context: int = CONTEXT,
+        seconds: float = 0.0,
     ) -> None:
+        """seconds: what each job says that it took."""
         self.blocks = blocks
+        self._seconds = seconds
         self.compute = compute
         self.max_steps, self.lookahead = 1, 0
         self.geometries = {model: GEOMETRIES[model] for model in models}
@@ -180,7 +184,7 @@ class ModelledExecutor:
     def _read(self, job: Job) -> JobResult:
         tokens, read = self.witness.draw(job, 0), self.witness.read(job) if job.prompts else []
         prompts = [TokenLogprob(surprise(job.model, read[p.row], p.token)) for p in job.prompts]
-        return JobResult(tokens, [None] * len(tokens), prompts, 0.0)
+        return JobResult(tokens, [None] * len(tokens), prompts, self._seconds)
 
 
 class JobClock:
@@ -208,6 +212,7 @@ def engine_over(
     priorities: tuple[Level, ...] = (),
     offload: OffloadBackend | None = None,
     quotas: Quotas = "adaptive",
+    store: PrefixStore | None = None,
 ) -> Engine:
     models = tuple(
         ModelSpec(name=model, path="/nowhere", rate=(rates or {}).get(model, 1.0)) for model in executor.cards
@@ -225,7 +230,7 @@ def engine_over(
         quotas=quotas,
     )
     transport = transport or Plane().join("alone", executor)
-    return Engine(executor, transport, spec, clock or JobClock(executor), offload)
+    return Engine(executor, transport, spec, clock or JobClock(executor), offload, store=store)
 
 
 @asynccontextmanager

@@ -68,6 +68,7 @@ def test_defaults_and_short_form(folder: Path) -> None:
     assert not config.admin_keys()
     assert (config.drain, config.patience, config.load_timeout) == (60.0, 120.0, 1800.0)
     assert config.watchdog == 30.0
+    assert (config.cache_dir, engine.cache_dir, engine.cache_size) == (None, None, 0)
 
 
 def test_all_keys(folder: Path) -> None:
@@ -96,6 +97,14 @@ def test_all_keys(folder: Path) -> None:
     assert (first.revision, first.sha256, first.kv_dtype) == (None, "ab" * 32, "int8")
     assert (second.name, second.path, second.kv_dtype) == ("b", "org/name", "auto")
     assert (second.revision, second.sha256) == ("refs/pr/3", None)
+
+
+def test_the_folder_of_kept_prefixes(folder: Path) -> None:
+    """It need not be there yet."""
+    (engine,) = load(folder, M + "cache_dir: new/cache").engines
+    assert (engine.cache_dir, engine.cache_size) == (str(folder / "new" / "cache"), 10 << 30)
+    (engine,) = load(folder, M + f"cache_dir: {folder}\ncache_size: 2GB").engines
+    assert (engine.cache_dir, engine.cache_size) == (str(folder), 2_000_000_000)
 
 
 def test_flags_win(folder: Path) -> None:
@@ -275,6 +284,11 @@ def test_what_units_cannot_be(folder: Path, text: str, message: str) -> None:
         (M + "program: {name: balanced, 2: 1}", ["program", "2 is no option's name"]),
         (M + "program: {name: balanced, ratio: {}}", ["program", "ratio: {}", "a number"]),
         (M + "max_body: 1TiB", ["max_body"]),
+        (M + "cache_dir: keys.txt", ["cache_dir", "keys.txt", "a folder, or a place for one"]),
+        (M + "cache_dir: keys.txt/cache", ["cache_dir", "a folder, or a place for one"]),
+        (M + "cache_dir: cache\ncache_size: 4KiB", ["cache_size"]),
+        (M + "cache_dir: cache\ncache_size: much", ["cache_size", "no size"]),
+        (M + "cache_size: 2GiB", ["cache_size: there is no cache_dir; a folder for it"]),
         (M + "max_connections: 0", ["max_connections", "0"]),
         (M + "admin_key_file: none.txt", ["admin_key_file", "none.txt", "one key a line"]),
         (M + "drain: 0s", ["drain", "1 s to 3600 s"]),

@@ -70,6 +70,7 @@ def test_ranks_have_gpus_one_after_the_other(folder: Path) -> None:
     ("text", "words"),
     [
         (AB + "device: cuda\ntransport: tcp", "transport: tcp carries K and V of CPU units; nixl or shm"),
+        (AB + "device: cuda\ncache_dir: cache", "cache_dir: all units are on GPUs"),
         (AB + "device: gpu", "device: .*'auto', 'cpu' or 'cuda'"),
         (
             AB.replace("./other", "{path: ./other, kv_dtype: int8}") + "device: cuda",

@@ -25,8 +25,8 @@ from tests.lab.sim.fleets import unit, virtually
 from tests.lab.sim.plans import make_plan
 
 KEPT: tuple[KVDtype, ...] = ("auto", "float32", "bfloat16", "int8")
-ALL = UnitAbilities(moves=True, shares=True, weaves=True, sleeps=True, mixes=True, kv_dtypes=KEPT)
-GPU = replace(ALL, sleeps=False, mixes=False, kv_dtypes=KEPT[:3])
+ALL = UnitAbilities(moves=True, shares=True, weaves=True, sleeps=True, mixes=True, kv_dtypes=KEPT, keeps=True)
+GPU = replace(ALL, sleeps=False, mixes=False, kv_dtypes=KEPT[:3], keeps=False)
 RANKS = replace(GPU, moves=False, shares=False, weaves=False)
 NIXL = pytest.mark.skipif(find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed")
 

@@ -191,6 +191,11 @@ _TOTALS: tuple[tuple[str, str, Callable[[ModelLoad], int]], ...] = (
     ("kvloom_prompt_tokens", "Prompt tokens the engine computed.", lambda load: load.prompt_tokens_total),
     ("kvloom_cached_tokens", "Tokens found in the prefix cache.", lambda load: load.cached_tokens_total),
     ("kvloom_received_tokens", "Tokens whose KV peers sent.", lambda load: load.received_tokens_total),
+    (
+        "kvloom_restored_tokens",
+        "Tokens whose KV came from cache_dir.",
+        lambda load: load.restored_tokens_total,
+    ),
     ("kvloom_away_tokens", "Tokens that another unit attended for.", lambda load: load.away_tokens_total),
     ("kvloom_output_tokens", "Tokens the engine made.", lambda load: load.output_tokens_total),
     ("kvloom_preemptions", "Requests put back to free blocks.", lambda load: load.preemptions_total),

@@ -61,6 +61,8 @@ CONFIG.yaml, with the defaults:
   keys: keys.yaml        # keys with names and limits: see `kvloom key --help`
   share_prefixes: auto   # or all, key: who finds whose prompts cached
   audit_file: audit.jsonl # what administrators did; left out, the log has it
+  cache_dir: /var/cache/kvloom # prefixes that give way, also for later; none by default
+  cache_size: 10GiB      # of its files
   models:
     chat: Qwen/Qwen3-0.6B
     code: {path: /models/coder, dtype: auto, rate: 1.0, max_context: 4096}

@@ -139,6 +139,8 @@ class Config(ConfigSection):
     keys: Path | None = None
     share_prefixes: Literal["auto", "all", "key"] = "auto"
     audit_file: Path | None = None
+    cache_dir: Path | None = None
+    cache_size: Annotated[Size, Field(ge=1 << 20)] = 10 << 30
     tls: Annotated[TlsConfig | None, NoNull] = None
     proxies: Proxies = Field(default=[], validate_default=True)
     allow_origins: Origins = Field(default=[], validate_default=True)
@@ -218,6 +220,14 @@ class Config(ConfigSection):
             raise ValueError(f"{path}; a file in a folder that is there is right")
         return path
 
+    @field_validator("cache_dir")
+    @classmethod
+    def _a_folder(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        path = None if value is None else Surroundings.of(info).folder / value.expanduser()
+        if path is not None and not next(one for one in (path, *path.parents) if one.exists()).is_dir():
+            raise ValueError(f"{path}; a folder, or a place for one, is right")
+        return path
+
     @field_validator("models")
     @classmethod
     def _named(cls, value: dict[str, ModelConfig]) -> dict[str, ModelConfig]:
@@ -274,7 +284,14 @@ class Config(ConfigSection):
             for engine, pool, threads, device in zip(engines, pools, cores, devices, strict=True)
         )
         check_abilities(self._engines, engines, self.program.name)
+        self._check_cache()
         return self
+
+    def _check_cache(self) -> None:
+        if self.cache_dir is None and "cache_size" in self.model_fields_set:
+            raise ValueError("cache_size: there is no cache_dir; a folder for it, or no size, is right")
+        if self.cache_dir is not None and not any(spec.abilities.keeps for spec in self._engines):
+            raise ValueError("cache_dir: all units are on GPUs, which keep nothing in files; none is right")
 
     def _transport(self) -> TransportName:
         """Returns the transport of a unit. Units of a cluster may be on two hosts, which share no memory, so
@@ -304,6 +321,8 @@ class Config(ConfigSection):
             weave=weave,
             memory=PROCESS_BYTES * unit.tensor_parallel,
             sleep_dir=str(self.sleep_dir) if self._sleeps(unit) else "",
+            cache_dir=None if self.cache_dir is None else str(self.cache_dir),
+            cache_size=0 if self.cache_dir is None else self.cache_size,
         )
 
     def _sleeps(self, unit: UnitConfig) -> bool:

@@ -17,12 +17,14 @@ from kvloom.engine.reservations import MOST_RESERVATIONS, Arrivals, Reservations
 from kvloom.engine.scheduler import Scheduler
 from kvloom.engine.transfers import Transfers
 from kvloom.engine.weights import WeightResidency
+from kvloom.kv.kept import KeptPrefixes
 from kvloom.offload.loans import Borrower, Lender
 from kvloom.offload.terms import Borrow, Loan, OffloadBackend
 from kvloom.types.clock import Clock
 from kvloom.types.errors import BadRequest, Unavailable
 from kvloom.types.job import Executor
 from kvloom.types.load import UnitLoad
+from kvloom.types.prefix_store import PrefixStore
 from kvloom.types.request import EndEvent, Event, ModelCard, StartGenerate
 from kvloom.types.spec import EngineSpec
 from kvloom.types.transfer import Transport
@@ -59,6 +61,7 @@ class Engine:
         clock: Clock,
         offload: OffloadBackend | None = None,
         trial: GuideTrial = no_trial,
+        store: PrefixStore | None = None,
     ) -> None:
         self._spec = spec
         self._stopping = False
@@ -77,6 +80,7 @@ class Engine:
             queues, promises, transport, clock, spec.lease, new_id=requests.new_id
         )
         self._arrivals = Arrivals(queues, self._reservations, clock)
+        self._kept = None if store is None else KeptPrefixes(self.pool, store, clock, requests.new_id)
 
         # What runs next.
         pool = self.pool
@@ -120,6 +124,8 @@ class Engine:
                 self._start_jobs()
             await self._rest()
         self.borrower.give_back_all()
+        if self._kept is not None:
+            await self._kept.save_hottest()
         if self._residency is not None:
             self._residency.sleep_all()
 
@@ -180,6 +186,14 @@ class Engine:
         self._transfers.stop()
         self._interrupt()
 
+    async def _bring_back(self, model: str, tokens: list[int], salt: str) -> None:
+        """Caches what the store of prefixes has of the tokens, if there is one."""
+        if self._kept is not None:
+            queue = self._queues[model]
+            speed = queue.prefill_speed.tokens_a_second
+            brought = await self._kept.bring_back(model, tokens, salt, speed)
+            queue.stats.restored_tokens += brought
+
     # -- what others call -----------------------------------------------------------------------------
 
     async def models(self) -> list[ModelCard]:
@@ -193,6 +207,8 @@ class Engine:
         stream = self._requests.open(body)
         try:
             guides = await self._guides.compiled(body, wanted=lambda: not stream.ended)
+            if not self._reservations.has(body.request):
+                await self._bring_back(body.model, stream.sequences[0].prefix, body.salt)
             if self._stopping:
                 raise Unavailable("the engine is stopping")
             self._interrupt()
@@ -237,6 +253,7 @@ class Engine:
         self._requests.check_prompt(body.model, body.prompt)
         self._interrupt()
         await self._pauses.publish(body.request)
+        await self._bring_back(body.model, body.prompt, body.salt)
         return await self._transfers.send(body)
 
     async def renew(self, request: str) -> Lease:
@@ -287,6 +304,8 @@ class Engine:
         self._requests.check_prompt(body.model, body.prompt)
         tree = self.pool.caches[body.model].prefixes
         dropped = tree.evict(body.prompt, body.salt)
+        if self._kept is not None:
+            self._kept.forget(body.model, body.prompt, body.salt)
         return Evicted(tokens=dropped, pinned=tree.pinned(body.prompt, body.salt))
 
     async def contents(self, body: CachedSince) -> CacheChanges:

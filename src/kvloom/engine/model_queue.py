@@ -75,6 +75,7 @@ class ModelStats:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.received_tokens = 0
+        self.restored_tokens = 0  # whose K and V came back from a store
         self.output_tokens = 0
         self.preemptions = 0
         self.ended = 0  # sequences

@@ -64,6 +64,7 @@ def model_load(queue: ModelQueue, levels: Sequence[Level], weights: WeightLoad |
         prompt_tokens_total=queue.stats.prompt_tokens,
         cached_tokens_total=queue.stats.cached_tokens,
         received_tokens_total=queue.stats.received_tokens,
+        restored_tokens_total=queue.stats.restored_tokens,
         output_tokens_total=queue.stats.output_tokens,
         preemptions_total=queue.stats.preemptions,
         displaced_total=queue.stats.displaced,

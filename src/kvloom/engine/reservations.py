@@ -106,6 +106,10 @@ class Reservations:
         self._open[body.request] = KVReservation(body, answer, cache, sequence, beyond, due, expected)
         return answer
 
+    def has(self, request: str) -> bool:
+        """Returns whether room is kept for the request."""
+        return request in self._open
+
     def expected(self, model: str) -> list[float]:
         """Returns when requests of this model for which room is kept are to begin, by the clock, for those of
         which that is known."""

@@ -182,6 +182,11 @@ class Sequence:
             return known
         return self.tokens.length - 1
 
+    @property
+    def prefix(self) -> list[int]:
+        """Returns the tokens that may come from the cache, and the one after them, which fills a page."""
+        return self.tokens.list()[: self.cacheable + 1]
+
     def adopted(self, tokens: int) -> None:
         """Notes that the sequence begins with `tokens` tokens of the cache."""
         self.computed = tokens

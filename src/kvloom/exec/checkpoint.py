@@ -33,6 +33,7 @@ MOST_CONFIG: Final = 4 << 20  # bytes of a config
 MOST_INDEX: Final = 32 << 20  # bytes of a weight index
 MOST_READ: Final = 256 << 20  # bytes of any other file that is read as a whole: tokenizers, vocabularies
 MOST_HEADERS: Final = 64 << 20  # bytes of the headers of all weight files together
+_HEAD: Final = 1 << 20  # bytes at a weight file's begin that tell it from others
 MOST_DEPTH: Final = 64  # of a config's nesting
 MOST_NUMBER: Final = 1 << 40  # of any number in a config
 MOST_DIMENSIONS: Final = 16  # of a tensor
@@ -104,6 +105,24 @@ class Checkpoint:
         if self.gguf is not None:
             return lines[0].strip()
         return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
+
+    def identity(self) -> str:
+        """Returns what tells these weights from others without reading them: a digest over the config and the
+        weight files' names, sizes, headers and, of each, the time of its last change. In the hub's cache a
+        file's own name is its digest, and stands for that time. Who changes weights in place and sets the
+        time back deceives it."""
+        digest = hashlib.sha256()
+        config = self.folder / CONFIG
+        if self.gguf is None and config.is_file():
+            digest.update(config.read_bytes())
+        for file in self.weights:
+            target = file.resolve()
+            state = target.stat()
+            since = target.name if target.parent.name == "blobs" else state.st_mtime_ns
+            digest.update(repr((file.name, state.st_size, since)).encode())
+            with file.open("rb") as weights:
+                digest.update(weights.read(_HEAD))
+        return digest.hexdigest()
 
     def require_digest(self, wanted: str | None) -> None:
         """Raises ConfigError if another digest is wanted; with None nothing is read."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -226,6 +228,7 @@ class LoadedModel:
     geometry: Geometry
     card: ModelCard
     heads: int = 0  # of q, in all layers; 0 if they differ
+    identity: str = ""  # a digest over the weights and all else that K and V of given tokens depend on
 
 
 def load_models(
@@ -304,7 +307,19 @@ def _load(
         target.round_inputs(module)  # after all comparisons, which are closer than that
     card = card_of(spec, module, built.parameters, built.tokenizer, built.sampling, kv_name)
     q_heads = next(iter(observer.heads)) if len(observer.heads) == 1 else 0
-    return LoadedModel(module, decoder or Modular(module), kept, geometry, card, q_heads)
+    facts = (checkpoint.identity(), spec.dtype, str(dtype), decoder is None, *_program())
+    identity = hashlib.sha256(repr(facts).encode()).hexdigest()
+    return LoadedModel(module, decoder or Modular(module), kept, geometry, card, q_heads, identity)
+
+
+def _program() -> tuple[str, ...]:
+    """Returns what numbers may depend on besides the model: our own code, torch and the processor's kind."""
+    own = hashlib.sha256()
+    package = Path(__file__).parents[1]
+    for room in ("exec", "kernels"):
+        for file in sorted((package / room).rglob("*.py")):
+            own.update(file.read_bytes())
+    return own.hexdigest(), torch.__version__, torch.backends.cpu.get_cpu_capability()
 
 
 def _outlined(

@@ -60,6 +60,11 @@ class Pool:
         return self._recency.feed
 
     @property
+    def recency(self) -> Recency:
+        """Returns the order in which all models' cached pages give way."""
+        return self._recency
+
+    @property
     def available(self) -> int:
         """Blocks that can be had: free and cached."""
         return self._allocator.available

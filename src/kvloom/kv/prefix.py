@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
+from kvloom.kv.page_keys import page_key, root_key
 from kvloom.kv.pages import PageTable
 from kvloom.kv.prefix_feed import PrefixFeed, page_name, root_name
-from kvloom.types.geometry import I64
+from kvloom.types.geometry import I32, I64
+from kvloom.types.prefix_store import PageName
 
 Run = tuple[int, ...]  # the token ids of one page
 
@@ -33,6 +36,8 @@ class Node:
     """Those tokens, sorted; none begins another."""
     name: bytes = b""
     """The name of a full page, or of a root, in the feed (`kv/prefix_feed.py`)."""
+    key: bytes = b""
+    """The key of a full page in a store, once it has been asked for, or of a root (`kv/page_keys.py`)."""
 
     def add(self, child: Node) -> None:
         self.children[child.tokens] = child
@@ -79,8 +84,8 @@ class Root(Node):
 
     __slots__ = ("salt",)
 
-    def __init__(self, salt: str, name: bytes) -> None:
-        super().__init__((), -1, None, name=name)
+    def __init__(self, salt: str, name: bytes, key: bytes) -> None:
+        super().__init__((), -1, None, name=name, key=key)
         self.salt = salt
 
 
@@ -100,11 +105,18 @@ class Recency:
         """Blocks that `reclaim` can give back; the page tables count them."""
         self.feed = PrefixFeed()
         """Tells others which full pages all trees hold."""
+        self.on_reclaim: Callable[[list[CachedPage]], None] = _nobody_keeps
+        """Called with the full pages that `reclaim` has dropped, parents first, before their blocks are
+        others'."""
         self._order: OrderedDict[Node, PrefixTree] = OrderedDict()
 
     @property
     def nodes(self) -> tuple[Node, ...]:
         return tuple(self._order)
+
+    def hottest(self) -> list[CachedPage]:
+        """Returns the full pages, most recently used first, each after its parent."""
+        return [CachedPage(tree, node) for node, tree in reversed(self._order.items()) if node.name]
 
     def enter(self, node: Node, tree: PrefixTree) -> None:
         """Adds a new leaf; `touch` its path next."""
@@ -127,9 +139,12 @@ class Recency:
         """
         left = max(self.blocks - count, 0)
         in_use: list[Node] = []
+        gone: list[CachedPage] = []
         while self.blocks > left:
             node, tree = next(iter(self._order.items()))
             if tree.is_idle(node):
+                if node.name:
+                    gone.append(CachedPage(tree, node))
                 tree.drop(node)
             else:
                 self._order.move_to_end(node)
@@ -137,6 +152,41 @@ class Recency:
         for node in in_use:
             if node in self._order and not node.children:
                 self.touch(node)
+        if gone:
+            self.on_reclaim(gone[::-1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedPage:
+    """A full page of a tree, or one that the tree has just dropped."""
+
+    tree: PrefixTree
+    node: Node
+
+    @property
+    def is_here(self) -> bool:
+        return self.tree.has(self.node)
+
+    @property
+    def blocks(self) -> I32:
+        """Returns [layers, kv_heads]."""
+        return self.tree.blocks_of(self.node)
+
+    @property
+    def name(self) -> PageName:
+        """Returns the name by which a store knows the page. The keys that it takes are worked out once."""
+        path = [*self.node.upwards()]
+        parent = path[-1].parent
+        assert parent is not None, "a node has a root above it"
+        root = parent.key
+        above = [parent, *reversed(path)]
+        for before, node in pairwise(above):
+            node.key = node.key or page_key(before.key, node.tokens)
+        return PageName(self.tree.model, root, self.node.key)
+
+
+def _nobody_keeps(gone: list[CachedPage]) -> None:
+    """Is called where what gives way is gone."""
 
 
 TokenIds = Sequence[int] | I64
@@ -161,7 +211,7 @@ class PrefixTree:
     """
 
     def __init__(self, pages: PageTable, recency: Recency, model: str) -> None:
-        self._model = model
+        self.model = model
         self._pages = pages
         self._width = pages.geometry.tokens_per_block
         self._recency = recency
@@ -190,7 +240,8 @@ class PrefixTree:
         ids, found = _plain(tokens), list[int]()
         node: Node | None = self._roots.get(salt)
         if node is None:
-            node = self._roots[salt] = Root(salt, root_name(self._model, self._width, salt))
+            name, key = root_name(self.model, self._width, salt), root_key(self._width, salt)
+            node = self._roots[salt] = Root(salt, name, key)
         for i, page in enumerate(pages):
             run = tuple(ids[i * self._width : (i + 1) * self._width])
             node = self._child(node, run, page)
@@ -276,6 +327,14 @@ class PrefixTree:
         return sum(len(node.tokens) for root in roots for node in root.subtree() if node.pins)
 
     # -- what the pool asks ---------------------------------------------------------------------------
+
+    def has(self, node: Node) -> bool:
+        return self._nodes.get(node.page) is node
+
+    def blocks_of(self, node: Node) -> I32:
+        """Returns the blocks [layers, kv_heads] of the node's page."""
+        blocks: I32 = self._pages.map[node.page]
+        return blocks
 
     def is_idle(self, node: Node) -> bool:
         """Returns whether nobody but the tree holds the node's page."""

@@ -38,6 +38,7 @@ from kvloom.transfer.shared_memory import ShmTransport
 from kvloom.types.clock import Clock, WallClock
 from kvloom.types.errors import ConfigError
 from kvloom.types.job import Executor
+from kvloom.types.prefix_store import PrefixStore
 from kvloom.types.spec import EngineSpec, ModelSpec, WeaveSpec
 from kvloom.types.transfer import NoTransport, Transport
 
@@ -80,7 +81,8 @@ async def serve(parent: Parent, order: EngineOrder, lease: HeldLease | None = No
     clock = WallClock()
     sandbox = Sandbox("grammars", TRIALS, TRIAL_LIMITS)
     offload = open_offload(spec, executor, transport)
-    engine = Engine(executor, transport, spec, clock, offload, grammar_trial(sandbox))
+    store = open_store(spec, executor)
+    engine = Engine(executor, transport, spec, clock, offload, grammar_trial(sandbox), store)
     cards = await engine.models()
     keep_cards(folder, spec.unit, cards)
     chat = tuple(card.name for card in cards if card.chat_template is not None)
@@ -103,6 +105,8 @@ async def serve(parent: Parent, order: EngineOrder, lease: HeldLease | None = No
                 for task in beside:
                     task.cancel()
         finally:
+            if store is not None:
+                store.close()
             transport.close_all()
             executor.close()
 
@@ -213,6 +217,16 @@ async def _end_when_over(lease: HeldLease, engine: Engine) -> None:
     engine.stop()
     await asyncio.sleep(TOLD_SECONDS)
     end_at_once("this host's lease is over: the fleet's controller cannot be reached")
+
+
+def open_store(spec: EngineSpec, executor: UnitExecutor) -> PrefixStore | None:
+    """Returns the store of the unit's prefixes; None if it is to have none, or a unit of its kind keeps
+    none."""
+    if spec.cache_dir is None or not isinstance(executor, TorchExecutor):
+        return None
+    from kvloom.transfer.disk.store import open_disk_store  # noqa: PLC0415 -- few units have one
+
+    return open_disk_store(spec, executor.arena, executor.geometries, executor.identities, executor.blocks)
 
 
 def open_transport(spec: EngineSpec, arena: ArenaMemory, secret: str = "") -> Transport:

@@ -60,6 +60,7 @@ class ModelLoad(Struct, frozen=True, kw_only=True):
     step_seconds: float = 0.0  # median of the last decode steps; 0 if there was none
     prefill_speed: float = 0.0  # tokens a second of the last prefill jobs; 0 if there was none
     mixed_jobs_total: int = 0  # that count both as prefill jobs and as decode jobs
+    restored_tokens_total: int = 0  # tokens whose K and V came back from the folder of `cache_dir`
     weights: WeightLoad | None = None  # None if they never sleep
 
     @property

@@ -64,6 +64,8 @@ class UnitAbilities(Struct, frozen=True, cache_hash=True):
     recorded; nobody has measured whether that pays."""
     kv_dtypes: tuple[KVDtype, ...]
     """The number formats that it can keep K and V in. On GPUs a model's must be the one it computes in."""
+    keeps: bool = False
+    """Its cached prefixes go to files when they give way. Nobody has tried that on GPUs."""
 
 
 def unit_abilities(device: str, ranks: int, transport: TransportName = "shm") -> UnitAbilities:
@@ -81,6 +83,7 @@ def unit_abilities(device: str, ranks: int, transport: TransportName = "shm") ->
         sleeps=alone and device == "cpu",
         mixes=device == "cpu",
         kv_dtypes=("auto", "float32", "bfloat16", "int8") if device == "cpu" else _ON_GPUS,
+        keeps=device == "cpu",
     )
 
 
@@ -110,6 +113,8 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     weave: WeaveSpec | None = None  # the loan that this unit asks for
     memory: int = 0  # bytes of the host's memory that its processes take besides models and pool
     sleep_dir: str = ""  # the folder in which weights lie while they sleep; empty: they stay in memory
+    cache_dir: str | None = None  # the folder for cached prefixes that give way
+    cache_size: int = 0  # bytes of all files there
 
     @property
     def abilities(self) -> UnitAbilities:

@@ -172,6 +172,11 @@ class TorchExecutor:
     def geometries(self) -> dict[str, Geometry]:
         return {name: model.geometry for name, model in self._models.items()}
 
+    @property
+    def identities(self) -> dict[str, str]:
+        """Returns what tells each model's K and V from others'."""
+        return {name: model.identity for name, model in self._models.items()}
+
     def heads(self, model: str) -> int:
         """Returns the number of a model's query heads in all its layers; 0 if layers differ."""
         return self._models[model].heads
