@@ -208,10 +208,11 @@ def _row(name: str, outcomes: Sequence[Outcome], count: int) -> list[Cell]:
 
 
 def main() -> None:
-    parser = make_parser(__doc__ or "")
-    parser.add_argument("--models", type=int, default=Effort.models)
-    parser.add_argument("--rate", type=float, default=Effort.rate)
-    parser.add_argument("--seconds", type=float, default=Effort.seconds)
+    parser = make_parser(__doc__)
+    whole = Effort()
+    parser.add_argument("--models", type=int, default=whole.models)
+    parser.add_argument("--rate", type=float, default=whole.rate)
+    parser.add_argument("--seconds", type=float, default=whole.seconds)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     given = parser.parse_args()
     console = Console()

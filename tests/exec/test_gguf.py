@@ -301,8 +301,9 @@ def test_a_half_precision_over_quantised_weights(tmp_path: Path) -> None:
 # -- what is held, and what is told ---------------------------------------------------------------------
 
 
-def test_the_bytes_that_are_announced_are_held(tmp_path: Path) -> None:
-    file, _ = make_gguf(tmp_path, "llama", *WRITTEN)
+@pytest.mark.parametrize("kinds", [WRITTEN, K_TYPES], ids=["written", "K"])
+def test_the_bytes_that_are_announced_are_held(kinds: tuple[Type, ...], tmp_path: Path) -> None:
+    file, _ = make_wide_gguf(tmp_path, "llama", *kinds)
     header = read_header(file)
     config = read_config(header)
     with file.open("rb") as opened:

@@ -25,7 +25,7 @@ def test_codes_stand_for_the_nearest_numbers(bits: Bits, group: int, groups: int
     assert found.shape == (5, group * groups)
     assert found.group == group
     error = (found.dequantized() - weight).abs().view(5, groups, group)
-    assert bool((error <= found.scales[..., None] * 0.501).all())
+    assert bool((error <= found.scales.float()[..., None] * 0.501).all())
 
 
 def test_each_number_is_scaled_by_its_group() -> None:

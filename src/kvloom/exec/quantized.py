@@ -7,7 +7,7 @@ with a scale and, in some formats, an offset.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -40,6 +40,53 @@ def narrowed(values: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Multiples:
+    """Scales or offsets [N, G] that are small integers times a factor that each run of neighbours shares."""
+
+    numbers: Tensor
+    """int8 [N, G]."""
+    factors: Tensor
+    """float16 [N, R], of which each is that of G / R groups, a power of two."""
+
+    def __getitem__(self, rows: slice | Tensor) -> Multiples:
+        return Multiples(self.numbers[rows], self.factors[rows])
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.numbers.shape
+
+    @property
+    def run(self) -> int:
+        """Returns how many groups share a factor."""
+        return self.numbers.shape[1] // self.factors.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers.nbytes + self.factors.nbytes
+
+    def float(self) -> Tensor:
+        """Returns what they are, float32 [N, G]."""
+        runs = self.numbers.float().view(*self.factors.shape, self.run)
+        return runs.mul_(self.factors.float()[..., None]).flatten(1)
+
+
+Factors = Tensor | Multiples
+"""Scales or offsets [N, G]: float32, float16 if that holds them exactly, or integers with common factors."""
+
+
+def joined(parts: Sequence[Factors]) -> Factors:
+    """Returns one below the other, all of which are of one form."""
+    if len(parts) == 1:
+        return parts[0]
+    multiples = [one for one in parts if isinstance(one, Multiples)]
+    if not multiples:
+        return torch.cat([one.float() for one in parts])
+    return Multiples(
+        torch.cat([one.numbers for one in multiples]), torch.cat([one.factors for one in multiples])
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizedWeight:
     """A matrix [N, K] of which the element at (n, k) is scales[n, g] · codes[n, k] + offsets[n, g], where the
     group g is k // (K / G)."""
@@ -48,10 +95,9 @@ class QuantizedWeight:
     codes: Tensor
     """With 8 bits, int8 [N, K]. With 4 bits, numbers from 0 to 15 as `from_halves` makes bytes of them, uint8
     [N, K / 2]."""
-    scales: Tensor
-    """[N, G], float32 or, if that holds them exactly, float16."""
-    offsets: Tensor | None = None
-    """The same; None stands for zeros."""
+    scales: Factors
+    offsets: Factors | None = None
+    """None stands for zeros."""
 
     def __post_init__(self) -> None:
         rows, columns = self.shape
@@ -63,7 +109,8 @@ class QuantizedWeight:
                 f"{', '.join(map(str, GROUPS))} or a whole row are right"
             )
         for values in (self.scales, self.offsets):
-            if values is not None and not bool(values.isfinite().all()):
+            checked = values.factors if isinstance(values, Multiples) else values
+            if checked is not None and not bool(checked.isfinite().all()):
                 raise ConfigError("a scale or an offset is infinite or no number; finite ones are right")
 
     @property
@@ -90,9 +137,10 @@ class QuantizedWeight:
     def dequantized(self) -> Tensor:
         """Returns what it stands for, float32 [N, K]."""
         codes = to_halves(self.codes) if self.bits == 4 else self.codes
-        groups = codes.to(torch.float32).view(*self.scales.shape, self.group).mul_(self.scales[..., None])
+        groups = codes.to(torch.float32).view(*self.scales.shape, self.group)
+        groups *= self.scales.float()[..., None]
         if self.offsets is not None:
-            groups += self.offsets[..., None]
+            groups += self.offsets.float()[..., None]
         return groups.flatten(-2)
 
 

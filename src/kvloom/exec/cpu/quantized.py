@@ -12,22 +12,31 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvloom.exec.huggingface import children
-from kvloom.exec.quantized import Bits, QuantizedLinear, QuantizedWeight, to_halves
+from kvloom.exec.quantized import (
+    Factors,
+    Multiples,
+    QuantizedLinear,
+    QuantizedWeight,
+    joined,
+    to_halves,
+)
 from kvloom.kernels.cpu.half import HalfPanels
 from kvloom.kernels.cpu.lanes.floats import HAS_HALF
 from kvloom.kernels.cpu.products import ItemArguments, ReadyArguments
-from kvloom.kernels.cpu.quantized import (
+from kvloom.kernels.cpu.quantized import WIDTH, ProductArguments, multiply_quantized
+from kvloom.kernels.cpu.quantized_rows import (
+    FACTOR16,
+    FACTOR32,
+    MULTIPLES,
     STEP,
-    WIDTH,
-    ProductArguments,
     QuantizedArguments,
-    multiply_quantized,
     ready_bytes,
 )
 
 _FLOAT: Final = 4  # bytes
 _LINE: Final = 64  # bytes
 _UNIT: Final = 32  # inputs that are rounded with one scale
+_RAISED: Final = {4: 0, 6: 32, 8: 128}  # what is added to codes, so that they are unsigned
 _WIDEN_ROWS: Final = 96  # more rows of float32 are faster by torch's products over widened weights
 _WIDEN_NUMBERS: Final = 1 << 20  # numbers of a weight that are widened at a time
 
@@ -36,39 +45,40 @@ class QuantizedPanels:
     """A weight [N, K] in the kernel's panels, as `kernels.cpu.quantized` describes them."""
 
     def __init__(self, weight: QuantizedWeight) -> None:
-        self.bits: Bits = weight.bits
+        self.bits = _held_bits(weight)
         self.shape = weight.shape
         self.groups = weight.scales.shape[1]
         self._size = _UNIT if weight.group > _UNIT // 2 else _UNIT // 2
         self.steps, self.units = self._size // STEP, -(-weight.group // self._size)
         self.count = -(-self.shape[0] // WIDTH)
         zero, offsets = _zero_of(weight)
-        self.zero = zero + (128 if self.bits == 8 else 0)
-        factors = [weight.scales.float()] if offsets is None else [weight.scales.float(), offsets]
-        self.half = HAS_HALF and all(one.to(torch.float16).float().equal(one) for one in factors)
-        self._factor = torch.float16 if self.half else torch.float32
-        line = WIDTH * self._factor.itemsize
+        self.zero = zero + _RAISED[self.bits]
+        factors = [weight.scales] if offsets is None else [weight.scales, offsets]
+        self.form, self._factor, self._block = _form_of(factors)
+        line = WIDTH * self._factor.itemsize + (self._block * WIDTH if self.form == MULTIPLES else 0)
         self.offset = 0 if offsets is None else line
         self.head = line * len(factors)
-        self.group_bytes = self.head + self.units * self._size * WIDTH * self.bits // 8
-        self.held = torch.empty(self.count, self.groups, self.group_bytes, dtype=torch.uint8)
+        group_bytes = self.units * self._size * WIDTH * self.bits // 8
+        block_bytes, blocks = self.head + self._block * group_bytes, self.groups // self._block
+        self.held = torch.empty(self.count, blocks, block_bytes, dtype=torch.uint8)
         for panel in range(self.count):
             rows = slice(panel * WIDTH, (panel + 1) * WIDTH)
             for i, one in enumerate(factors):
-                packed = _padded(one[rows], WIDTH).to(self._factor).T.contiguous().view(torch.uint8)
-                self.held[panel, :, i * line : (i + 1) * line] = packed
-            self.held[panel, :, self.head :] = self._pack(weight.codes[rows])
+                self.held[panel, :, i * line : (i + 1) * line] = self._pack_factors(one[rows])
+            self.held[panel, :, self.head :] = self._pack(weight.codes[rows]).reshape(blocks, -1)
         self.record = QuantizedArguments(
             panels=self.held.data_ptr(),
             count=self.count,
-            stride=self.groups * self.group_bytes,
+            stride=blocks * block_bytes,
             bits=self.bits,
             groups=self.groups,
             units=self.units,
             steps=self.steps,
-            group_bytes=self.group_bytes,
+            shift=self._block.bit_length() - 1,
+            block_bytes=block_bytes,
             head=self.head,
-            half=self.half,
+            group_bytes=group_bytes,
+            form=self.form,
             offset=self.offset,
             zero=self.zero,
         )
@@ -86,12 +96,12 @@ class QuantizedPanels:
     def dequantized(self, first: int = 0, count: int | None = None) -> Tensor:
         """Returns what `count` panels stand for, float32 [outputs, K]; all the others if None."""
         held = self.held[first:] if count is None else self.held[first : first + count]
-        factors = held[..., : self.head].contiguous().view(self._factor).float()
-        factors = factors.view(len(held), self.groups, -1, WIDTH)  # panel, group, scale or offset, output
-        numbers = self._unpack(held[..., self.head :]).float() - self.zero
-        numbers *= factors[:, :, 0, :, None]
+        line = self.offset or self.head
+        codes = held[..., self.head :].reshape(len(held), self.groups, -1)
+        numbers = self._unpack(codes).float() - self.zero
+        numbers *= self._unpack_factors(held[..., :line])[..., None]
         if self.offset:
-            numbers += factors[:, :, 1, :, None]
+            numbers += self._unpack_factors(held[..., line : self.head])[..., None]
         inputs = self.shape[1] // self.groups
         whole = numbers[..., :inputs].transpose(1, 2).reshape(len(held) * WIDTH, -1)
         return whole[: self.shape[0] - first * WIDTH]
@@ -125,9 +135,27 @@ class QuantizedPanels:
         call.ready, call.ready_row = ready.data_ptr(), ready_row
         multiply_quantized(call, torch.get_num_threads())
 
+    def _pack_factors(self, some: Factors) -> Tensor:
+        """Returns a panel's scales or offsets as its blocks hold them, of [at most 32, G]."""
+        shared = some.factors if self.form == MULTIPLES and isinstance(some, Multiples) else some.float()
+        parts = [_padded(shared, WIDTH).to(self._factor).T.contiguous().view(torch.uint8)]
+        if self.form == MULTIPLES and isinstance(some, Multiples):
+            numbers = _padded(some.numbers, WIDTH).T.contiguous().view(torch.uint8)
+            parts.append(numbers.view(-1, self._block * WIDTH))
+        return torch.cat(parts, dim=1)
+
+    def _unpack_factors(self, packed: Tensor) -> Tensor:
+        """Returns scales or offsets, float32 [panel, group, output], of blocks' bytes."""
+        size = WIDTH * self._factor.itemsize
+        shared = packed[..., :size].contiguous().view(self._factor).float()
+        if self.form == MULTIPLES:
+            numbers = packed[..., size:].contiguous().view(torch.int8).float()
+            shared = numbers.view(*packed.shape[:2], -1, WIDTH).mul_(shared[:, :, None]).flatten(1, 2)
+        return shared
+
     def _pack(self, codes: Tensor) -> Tensor:
         """Returns a panel's codes as its groups hold them, from rows [at most 32, K] of a weight's."""
-        codes = to_halves(codes) if self.bits == 4 else codes.view(torch.uint8) ^ 128
+        codes = to_halves(codes) if self.bits == 4 else codes.view(torch.uint8) + _RAISED[self.bits]
         inputs = self.units * self._size
         codes = functional.pad(
             codes.view(len(codes), self.groups, -1), (0, inputs - codes.shape[1] // self.groups)
@@ -136,6 +164,10 @@ class QuantizedPanels:
         steps = codes.permute(1, 2, 0, 3)
         if self.bits == 4:
             steps = steps[:, ::2] | steps[:, 1::2] << 4
+        elif self.bits == 6:
+            steps = steps.reshape(self.groups, -1, 4, WIDTH, STEP)
+            pairs = [steps[:, :, 3] << shift & 0xC0 for shift in (2, 4, 6)]
+            steps = (steps[:, :, :3] | torch.stack(pairs, 2)).flatten(1, 2)
         return steps.flatten(1)
 
     def _unpack(self, packed: Tensor) -> Tensor:
@@ -143,6 +175,11 @@ class QuantizedPanels:
         steps = packed.reshape(*packed.shape[:-1], -1, WIDTH, STEP)
         if self.bits == 4:
             steps = torch.stack((steps & 15, steps >> 4), dim=3).flatten(2, 3)
+        elif self.bits == 6:
+            steps = steps.view(*steps.shape[:2], -1, 3, WIDTH, STEP)
+            pairs = [steps[:, :, :, i] >> 6 << shift for i, shift in enumerate((4, 2, 0))]
+            fourth = (pairs[0] | pairs[1] | pairs[2])[:, :, :, None]
+            steps = torch.cat((steps & 63, fourth), dim=3).flatten(2, 3)
         return steps.transpose(2, 3).flatten(3)
 
 
@@ -153,7 +190,25 @@ def _padded(rows: Tensor, count: int) -> Tensor:
     )
 
 
-def _zero_of(weight: QuantizedWeight) -> tuple[int, Tensor | None]:
+def _held_bits(weight: QuantizedWeight) -> int:
+    """Returns 6 if codes of 8 bits are from -32 to 31, as those of Q6_K and of Q5_K are."""
+    if weight.bits == 8 and int(weight.codes.min()) >= -32 and int(weight.codes.max()) < 32:
+        return 6
+    return weight.bits
+
+
+def _form_of(factors: Sequence[Factors]) -> tuple[int, torch.dtype, int]:
+    """Returns the form in which panels hold scales and offsets, its number format, and how many groups are a
+    block."""
+    runs = [one.run for one in factors if isinstance(one, Multiples)]
+    if HAS_HALF and runs:
+        return MULTIPLES, torch.float16, runs[0]
+    if HAS_HALF and all(one.float().to(torch.float16).float().equal(one.float()) for one in factors):
+        return FACTOR16, torch.float16, 1
+    return FACTOR32, torch.float32, 1
+
+
+def _zero_of(weight: QuantizedWeight) -> tuple[int, Factors | None]:
     """Returns the code that stands for zero and no offsets, if one code does in all groups; else 0 and the
     offsets."""
     if weight.offsets is None:
@@ -162,7 +217,7 @@ def _zero_of(weight: QuantizedWeight) -> tuple[int, Tensor | None]:
     some = scales.abs().argmax()
     scale = float(scales.flatten()[some])
     zero = round(-float(offsets.flatten()[some]) / scale) if scale else 0
-    return (zero, None) if abs(zero) < 256 and offsets.equal(scales * -zero) else (0, offsets)
+    return (zero, None) if abs(zero) < 256 and offsets.equal(scales * -zero) else (0, weight.offsets)
 
 
 class ReadyRows:
@@ -316,8 +371,8 @@ class QuantizedEmbedding(nn.Module):
 def _joined(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
     """Returns the weights, neighbours of one form as one."""
 
-    def form(one: QuantizedWeight) -> tuple[int, int, bool]:
-        return one.bits, one.group, one.offsets is None
+    def form(one: QuantizedWeight) -> tuple[int, int, bool, bool]:
+        return _held_bits(one), one.group, isinstance(one.scales, Multiples), one.offsets is None
 
     made = []
     for _, alike in groupby(weights, form):
@@ -329,8 +384,8 @@ def _joined(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
             else QuantizedWeight(
                 same[0].bits,
                 torch.cat([one.codes for one in same]),
-                torch.cat([one.scales for one in same]),
-                torch.cat(offsets) if offsets else None,
+                joined([one.scales for one in same]),
+                joined(offsets) if offsets else None,
             )
         )
     return made

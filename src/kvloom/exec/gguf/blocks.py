@@ -18,7 +18,15 @@ from torch import Tensor, nn
 
 from kvloom.exec.gguf.header import TensorRecord
 from kvloom.exec.mapped import own_pages
-from kvloom.exec.quantized import Bits, QuantizedWeight, from_halves, narrowed
+from kvloom.exec.quantized import (
+    Bits,
+    Factors,
+    Multiples,
+    QuantizedWeight,
+    from_halves,
+    joined,
+    narrowed,
+)
 from kvloom.types.errors import ConfigError
 
 Bytes = NDArray[np.uint8]
@@ -28,15 +36,31 @@ _CHUNK: Final = 1 << 18  # numbers that are converted at once
 
 
 @dataclass(frozen=True, slots=True)
+class _Factors:
+    """Holds the scales or the offsets of blocks."""
+
+    factors: Floats
+    """[blocks, 1]: what a file has in float16."""
+    numbers: Bytes | None = None
+    """If a block has more than one group, the integers that its factor is multiplied by [blocks, G]."""
+
+    def of_rows(self, rows: int) -> Factors:
+        """Returns them as those of so many rows."""
+        factors = torch.from_numpy(self.factors.reshape(rows, -1))
+        if self.numbers is None:
+            return factors
+        numbers = torch.from_numpy(self.numbers.copy()).view(torch.int8)
+        return Multiples(numbers.view(rows, -1), factors.half())
+
+
+@dataclass(frozen=True, slots=True)
 class _Groups:
-    """Holds what is in blocks. G is the number of groups in a block, and B that of its numbers."""
+    """Holds what is in blocks. B is the number of a block's numbers."""
 
     codes: NDArray[Any]
     """uint8 from 0 to 15 or int8 [blocks, B]."""
-    scales: Floats
-    """[blocks, G]."""
-    offsets: Floats | None = None
-    """[blocks, G]."""
+    scales: _Factors
+    offsets: _Factors | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,56 +92,54 @@ def _fifth_bits(bits: Bytes) -> Bytes:
 
 
 def _q8_0(blocks: Bytes) -> _Groups:
-    return _Groups(blocks[:, 2:].view(np.int8), _halves(blocks, 0))
+    return _Groups(blocks[:, 2:].view(np.int8), _Factors(_halves(blocks, 0)))
 
 
 def _q4_0(blocks: Bytes) -> _Groups:
     scales = _halves(blocks, 0)
-    return _Groups(_nibbles(blocks[:, 2:], 16), scales, -8 * scales)
+    return _Groups(_nibbles(blocks[:, 2:], 16), _Factors(scales), _Factors(-8 * scales))
 
 
 def _q4_1(blocks: Bytes) -> _Groups:
-    return _Groups(_nibbles(blocks[:, 4:], 16), _halves(blocks, 0), _halves(blocks, 2))
+    return _Groups(_nibbles(blocks[:, 4:], 16), _Factors(_halves(blocks, 0)), _Factors(_halves(blocks, 2)))
 
 
 def _q5_0(blocks: Bytes) -> _Groups:
     codes = _nibbles(blocks[:, 6:], 16) | _fifth_bits(blocks[:, 2:6])
-    return _Groups(codes.astype(np.int8) - np.int8(16), _halves(blocks, 0))
+    return _Groups(codes.astype(np.int8) - np.int8(16), _Factors(_halves(blocks, 0)))
 
 
 def _q5_1(blocks: Bytes) -> _Groups:
     codes = _nibbles(blocks[:, 8:], 16) | _fifth_bits(blocks[:, 4:8])
-    return _Groups(codes.astype(np.int8), _halves(blocks, 0), _halves(blocks, 2))
+    return _Groups(codes.astype(np.int8), _Factors(_halves(blocks, 0)), _Factors(_halves(blocks, 2)))
 
 
-def _sixes(packed: Bytes) -> tuple[Bytes, Bytes]:
-    """Returns the scales and the minima of eight groups, of 6 bits each [blocks, 8]. The first four of each
+def _sixes(blocks: Bytes) -> tuple[_Factors, _Factors]:
+    """Returns the scales and the offsets of eight groups, whose integers have 6 bits. The first four of each
     lie in the low bits of 4 bytes. Of the last four, the low halves lie in 4 more bytes, and the high bits
     above those of the first."""
-    scales, minima, low = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales, minima, low = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     return (
-        np.concatenate((scales & 63, low & 15 | scales >> 2 & 48), axis=1),
-        np.concatenate((minima & 63, low >> 4 | minima >> 2 & 48), axis=1),
+        _Factors(_halves(blocks, 0), np.concatenate((scales & 63, low & 15 | scales >> 2 & 48), axis=1)),
+        _Factors(-_halves(blocks, 2), np.concatenate((minima & 63, low >> 4 | minima >> 2 & 48), axis=1)),
     )
 
 
 def _q4_k(blocks: Bytes) -> _Groups:
-    scales, minima = _sixes(blocks[:, 4:16])
-    return _Groups(_nibbles(blocks[:, 16:], 32), _halves(blocks, 0) * scales, -(_halves(blocks, 2) * minima))
+    return _Groups(_nibbles(blocks[:, 16:], 32), *_sixes(blocks))
 
 
 def _q5_k(blocks: Bytes) -> _Groups:
-    scales, minima = _sixes(blocks[:, 4:16])
     fifth = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1  # group g's are in the bits g
     codes = _nibbles(blocks[:, 48:], 32) | fifth.reshape(len(blocks), -1) << 4
-    return _Groups(codes.astype(np.int8), _halves(blocks, 0) * scales, -(_halves(blocks, 2) * minima))
+    return _Groups(codes.astype(np.int8), *_sixes(blocks))
 
 
 def _q6_k(blocks: Bytes) -> _Groups:
     low = _nibbles(blocks[:, :128], 64)
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([[0], [2], [4], [6]], np.uint8) & 3
     codes = (low | high.reshape(len(blocks), -1) << 4).astype(np.int8) - np.int8(32)
-    return _Groups(codes, _halves(blocks, 208) * blocks[:, 192:208].view(np.int8))
+    return _Groups(codes, _Factors(_halves(blocks, 208), blocks[:, 192:208]))
 
 
 _LAYOUTS: Final[Mapping[str, _Layout]] = {
@@ -133,12 +155,12 @@ _LAYOUTS: Final[Mapping[str, _Layout]] = {
 
 
 def held_bytes(record: TensorRecord) -> int:
-    """Returns the bytes that a quantised matrix takes as a `QuantizedWeight`. Scales that are float16 in the
-    file are held so."""
-    layout = _LAYOUTS[record.type.name]
-    groups = record.elements // layout.group
-    factor = 4 if record.type.name.endswith("_K") else 2
-    return record.elements * layout.bits // 8 + groups * factor * (1 + layout.offsets)
+    """Returns the bytes that a quantised matrix takes as a `QuantizedWeight`. What is float16 in the file is
+    held so, and a block's integers are bytes."""
+    layout, block = _LAYOUTS[record.type.name], record.type.block
+    numbers = 0 if block == layout.group else record.elements // layout.group
+    factors = 2 * record.elements // block
+    return record.elements * layout.bits // 8 + (numbers + factors) * (1 + layout.offsets)
 
 
 def _read_rows(opened: BinaryIO, record: TensorRecord) -> Iterator[tuple[slice, Bytes]]:
@@ -169,8 +191,8 @@ def _weight_of(rows: Bytes, record: TensorRecord) -> QuantizedWeight:
         return QuantizedWeight(
             layout.bits,
             from_halves(codes) if layout.bits == 4 else codes,
-            whole(groups.scales),
-            None if groups.offsets is None else whole(groups.offsets),
+            groups.scales.of_rows(len(rows)),
+            None if groups.offsets is None else groups.offsets.of_rows(len(rows)),
         )
     except ConfigError as error:
         raise ConfigError(f"{record.name}: {error.message}") from error
@@ -183,21 +205,24 @@ def read_quantized(
     scale is infinite."""
     layout = _LAYOUTS[record.type.name]
     rows, columns = record.shape
-    groups = columns // layout.group
     size = rows * columns * layout.bits // 8
     codes = own_pages(size).view(rows, -1)
     codes = codes.view(torch.int8) if layout.bits == 8 else codes
-    scales = torch.empty(rows, groups)
-    offsets = torch.empty(rows, groups) if layout.offsets else None
+    scales, offsets = list[Factors](), list[Factors]()
     places = None if order is None else torch.from_numpy(np.argsort(order))
     for span, read in _read_rows(opened, record):
-        part, at = _weight_of(read, record), span if places is None else places[span]
-        codes[at], scales[at] = part.codes, part.scales
-        if offsets is not None and part.offsets is not None:
-            offsets[at] = part.offsets
-    return QuantizedWeight(
-        layout.bits, codes, narrowed(scales), None if offsets is None else narrowed(offsets)
-    )
+        part = _weight_of(read, record)
+        codes[span if places is None else places[span]] = part.codes
+        scales.append(part.scales)
+        if part.offsets is not None:
+            offsets.append(part.offsets)
+
+    def whole(parts: list[Factors]) -> Factors:
+        values = joined(parts)
+        values = values if order is None else values[torch.from_numpy(order)]
+        return narrowed(values) if isinstance(values, Tensor) else values
+
+    return QuantizedWeight(layout.bits, codes, whole(scales), whole(offsets) if offsets else None)
 
 
 _FORMATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -30,7 +30,8 @@ from kvloom.kernels.cpu.lanes.floats import (
 from kvloom.kernels.cpu.memory import fetch_add, observe, pointer_at, rest
 from kvloom.kernels.cpu.offload_serve import look_when_due
 from kvloom.kernels.cpu.panels import PANEL, STEP_BYTES, VECTOR, panel_product
-from kvloom.kernels.cpu.quantized import SUMS_ROW, make_row_ready, rows_by_panel, weight_at
+from kvloom.kernels.cpu.quantized import SUMS_ROW, rows_by_panel
+from kvloom.kernels.cpu.quantized_rows import make_row_ready, weight_at
 
 
 class ItemArguments(ctypes.Structure):

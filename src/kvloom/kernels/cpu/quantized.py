@@ -1,9 +1,15 @@
-"""Products over weights of 8 or 4 bits, in panels of 32 outputs.
+"""Products over weights of 8, 6 or 4 bits, in panels of 32 outputs.
 
-A panel lies in one piece, group after group: the scales of its outputs, then their offsets if there are some,
-then codes. Codes are unsigned bytes; a lane of a vector has those of four inputs of one output, two vectors
+A panel lies in one piece, block after block; a block is a group, or 8 or 16 of them. First in it come the
+scales of its outputs, then their offsets if there are some, then codes, group after group. If scales are
+small integers times what the block's groups share (MULTIPLES), that is first, in float16, and then for each
+group a byte; offsets lie in the same way.
+
+Codes are unsigned bytes; a lane of a vector has those of four inputs of one output, two vectors
 side by side are the panel's outputs, and such a step follows the other. With 4 bits a byte's low half belongs
-to one step, its high half to the next. What a code c stands for is scale · (c - zero) + offset.
+to one step, its high half to the next. With 6 bits three bytes hold the codes of four steps: each one's own
+in the low bits, and above them two bits of the fourth's. What a code c stands for is
+scale · (c - zero) + offset.
 
 Inputs are either float32, or they are rounded to 8 bits with a scale for each `unit` of 32 (16 if groups are
 so short), and a unit's products are summed as integers, as in LLM.int8() (Dettmers et al., 2022) with smaller
@@ -21,16 +27,12 @@ from numba import carray, njit
 from kvloom.kernels.cpu.lanes.floats import (
     LANES,
     add,
-    largest,
     load,
     load_float16,
-    magnitudes,
-    maximum,
     multiply,
     multiply_add,
     splat,
     store,
-    total,
     variant,
 )
 from kvloom.kernels.cpu.lanes.integers import (
@@ -38,52 +40,43 @@ from kvloom.kernels.cpu.lanes.integers import (
     byte_of,
     dot,
     high_halves,
+    high_pairs,
+    load_bytes,
     load_ints,
     load_splat,
     low_halves,
+    low_six,
     raised_halves,
-    rounded,
     sixteenths,
     splat_int,
-    store_bytes,
     subtract_ints,
     to_floats,
-    total_int,
-    write_int,
 )
 from kvloom.kernels.cpu.memory import (
     address_of,
     aligned,
     fetch_add,
     observe,
-    pointer_at,
     prefetch,
     read,
     read_int,
     rest,
-    write,
 )
 from kvloom.kernels.cpu.parallel import kernel
+from kvloom.kernels.cpu.quantized_rows import (
+    FACTOR32,
+    MULTIPLES,
+    STEP,
+    make_row_ready,
+    sums_of,
+    weight_at,
+)
 
 WIDTH: Final = 32  # outputs of a panel
-STEP: Final = 4  # inputs of a lane
 ROWS: Final = 64  # rows of an item
 _LINE: Final = LANES * 4
 _AHEAD: Final = 4096  # bytes of weights that are on their way
 _RUN: Final = 4  # steps that are unrolled; a unit has 4 or 8
-
-
-class QuantizedArguments(ctypes.Structure):
-    """A weight in `count` panels of `stride` bytes, of `groups` groups of `units` units of `steps` steps; a
-    group has `group_bytes` bytes, of which the first `head` are no codes. half: not 0 if scales and
-    offsets are float16, else float32; offset: the first offset's byte in a group, 0 if there are none. exact:
-    not 0 if inputs stay what they are."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("panels", "count", "stride", "bits", "groups", "units")),
-        *((name, ctypes.c_int64) for name in ("steps", "group_bytes", "head", "half", "offset", "zero")),
-        ("exact", ctypes.c_int64),
-    ]
 
 
 class ProductArguments(ctypes.Structure):
@@ -101,39 +94,27 @@ class ProductArguments(ctypes.Structure):
     ]
 
 
-def ready_bytes(weight: QuantizedArguments) -> int:
-    """Returns the bytes that a row of inputs becomes: codes, for each unit a scale, then for each the int32
-    - zero · (the sum of its codes), and for each group the sum of what its inputs are then."""
-    units: int = weight.groups * weight.units
-    size: int = units * (weight.steps * STEP + 8) + int(weight.groups) * 4
-    return -(-size // _LINE) * _LINE
-
-
 _DONE, _ITEM = 8, 64  # bytes at which counters lie
-_WEIGHT = np.dtype(QuantizedArguments)
 SUMS_ROW: Final = 2 * WIDTH * 4  # bytes of a row of sums: two panels' outputs
 
 
 @njit(inline="always")
-def weight_at(address):  # type: ignore[no-untyped-def]
-    return carray(pointer_at(address), 1, _WEIGHT)[0]
+def _two(a, at, n):  # type: ignore[no-untyped-def]
+    """Returns the scales, or the offsets, of a panel's two vectors, for the group n of a block."""
+    if a.form == FACTOR32:
+        return load(at), load(at + _LINE)
+    s0, s1 = load_float16(at), load_float16(at + _LINE // 2)
+    if a.form == MULTIPLES:
+        at += _LINE + n * WIDTH
+        s0, s1 = multiply(s0, to_floats(load_bytes(at))), multiply(s1, to_floats(load_bytes(at + LANES)))
+    return s0, s1
 
 
 @njit(inline="always")
-def _sums_of(a, row):  # type: ignore[no-untyped-def]
-    """Returns where a row that is ready has the sums of its groups."""
-    return row + a.groups * a.units * (a.steps * STEP + 8)
-
-
-@njit(inline="always")
-def _scale(a, at):  # type: ignore[no-untyped-def]
-    return load_float16(at) if a.half != 0 else load(at)
-
-
-@njit(inline="always")
-def _two(a, at):  # type: ignore[no-untyped-def]
-    """Returns the scales, or the offsets, of a panel's two vectors."""
-    return _scale(a, at), _scale(a, at + (_LINE // 2 if a.half != 0 else _LINE))
+def _place(a, panel, group):  # type: ignore[no-untyped-def]
+    """Returns where a group's block begins, its number in it, and where its codes are."""
+    at, n = panel + (group >> a.shift) * a.block_bytes, group & ((1 << a.shift) - 1)
+    return at, n, at + a.head + n * a.group_bytes
 
 
 @njit(inline="always")
@@ -150,6 +131,17 @@ def _bytes8(w, step):  # type: ignore[no-untyped-def]
     """Returns the codes of two steps, two vectors each."""
     at = w + step * 2 * _LINE
     return load_ints(at), load_ints(at + _LINE), load_ints(at + 2 * _LINE), load_ints(at + 3 * _LINE)
+
+
+@njit(inline="always")
+def _bytes6(w, step):  # type: ignore[no-untyped-def]
+    at = w + (step >> 2) * 6 * _LINE
+    a0, a1 = load_ints(at), load_ints(at + _LINE)
+    b0, b1 = load_ints(at + 2 * _LINE), load_ints(at + 3 * _LINE)
+    c0, c1 = load_ints(at + 4 * _LINE), load_ints(at + 5 * _LINE)
+    if step & 2 == 0:
+        return low_six(a0), low_six(a1), low_six(b0), low_six(b1)
+    return low_six(c0), low_six(c1), high_pairs(a0, b0, c0), high_pairs(a1, b1, c1)
 
 
 @njit(inline="always")
@@ -173,10 +165,10 @@ def _same(sums):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _offsets(a, w, g, sums, f0, f1, g0, g1, h0, h1, i0, i1):  # type: ignore[no-untyped-def]
+def _offsets(a, at, n, g, sums, f0, f1, g0, g1, h0, h1, i0, i1):  # type: ignore[no-untyped-def]
     """Adds the offsets' part of a group to the sums of four rows. sums: where the rows have their groups'."""
     if a.offset != 0:
-        o0, o1 = _two(a, w + a.offset)
+        o0, o1 = _two(a, at + a.offset, n)
         s0, s1, s2, s3 = sums
         t0, t1 = splat(read(s0 + 4 * g)), splat(read(s1 + 4 * g))
         t2, t3 = splat(read(s2 + 4 * g)), splat(read(s3 + 4 * g))
@@ -199,17 +191,18 @@ def _one_row(codes_of: Any, step_bytes: int, lowered: Any) -> Any:
     @variant(codes_of, step_bytes, lowered)
     def one(a, panel, x, to, soon):  # type: ignore[no-untyped-def]
         f0 = f1 = splat(0.0)
-        end, sums = panel + a.stride, _sums_of(a, x)
+        end, sums = panel + a.stride, sums_of(a, x)
         jump, many = soon - end, 4 * a.groups * a.units
         unit = x + many * a.steps
         for g in range(a.groups):
-            w = panel + g * a.group_bytes
-            s0, s1 = _two(a, w)
+            at, n, w = _place(a, panel, g)
+            if n == 0:
+                _ahead(at, a.head, end, jump)
+            s0, s1 = _two(a, at, n)
             if a.offset != 0:
-                o0, o1 = _two(a, w + a.offset)
+                o0, o1 = _two(a, at + a.offset, n)
                 sum_ = splat(read(sums + 4 * g))
                 f0, f1 = multiply_add(o0, sum_, f0), multiply_add(o1, sum_, f1)
-            w += a.head
             for _ in range(a.units):
                 p0 = p1 = splat_int(read_int(unit + many))
                 q0 = q1 = splat_int(0)
@@ -237,13 +230,14 @@ def _four_rows(codes_of: Any, step_bytes: int) -> tuple[Any, Any]:  # noqa: PLR0
     def four(a, panel, x0, x1, x2, x3, to, soon):  # type: ignore[no-untyped-def]
         f0 = f1 = g0 = g1 = h0 = h1 = i0 = i1 = splat(0.0)
         end, many = panel + a.stride, 4 * a.groups * a.units
-        jump, sums = soon - end, (_sums_of(a, x0), _sums_of(a, x1), _sums_of(a, x2), _sums_of(a, x3))
+        jump, sums = soon - end, (sums_of(a, x0), sums_of(a, x1), sums_of(a, x2), sums_of(a, x3))
         u0, u1, u2, u3 = x0 + many * a.steps, x1 + many * a.steps, x2 + many * a.steps, x3 + many * a.steps
         for g in range(a.groups):
-            w = panel + g * a.group_bytes
-            s0, s1 = _two(a, w)
-            f0, f1, g0, g1, h0, h1, i0, i1 = _offsets(a, w, g, sums, f0, f1, g0, g1, h0, h1, i0, i1)
-            w += a.head
+            at, n, w = _place(a, panel, g)
+            if n == 0:
+                _ahead(at, a.head, end, jump)
+            s0, s1 = _two(a, at, n)
+            f0, f1, g0, g1, h0, h1, i0, i1 = _offsets(a, at, n, g, sums, f0, f1, g0, g1, h0, h1, i0, i1)
             for _ in range(a.units):
                 p0 = p1 = splat_int(read_int(u0 + many))
                 q0 = q1 = splat_int(read_int(u1 + many))
@@ -283,10 +277,9 @@ def _four_rows(codes_of: Any, step_bytes: int) -> tuple[Any, Any]:  # noqa: PLR0
         end, jump = panel + a.stride, soon - panel - a.stride
         zero = splat_int(a.zero)
         for g in range(a.groups):
-            w = panel + g * a.group_bytes
-            s0, s1 = _two(a, w)
-            f0, f1, g0, g1, h0, h1, i0, i1 = _offsets(a, w, g, sums, f0, f1, g0, g1, h0, h1, i0, i1)
-            w += a.head
+            at, n, w = _place(a, panel, g)
+            s0, s1 = _two(a, at, n)
+            f0, f1, g0, g1, h0, h1, i0, i1 = _offsets(a, at, n, g, sums, f0, f1, g0, g1, h0, h1, i0, i1)
             p0 = p1 = q0 = q1 = r0 = r1 = v0 = v1 = splat(0.0)
             for step in range(0, a.units * a.steps, 2):
                 _ahead(w + step * step_bytes, 2 * step_bytes, end, jump)
@@ -323,62 +316,8 @@ def _keep(to, f0, f1, g0, g1, h0, h1, i0, i1):  # type: ignore[no-untyped-def]
 
 
 _one8, (_four8, _exact8) = _one_row(_bytes8, 2 * _LINE, _same), _four_rows(_bytes8, 2 * _LINE)
+_one6, (_four6, _exact6) = _one_row(_bytes6, 3 * _LINE // 2, _same), _four_rows(_bytes6, 3 * _LINE // 2)
 _one4, (_four4, _exact4) = _one_row(_raised4, _LINE, sixteenths), _four_rows(_bytes4, _LINE)
-
-
-@njit(inline="never")
-def _round_unit(x, to, size):  # type: ignore[no-untyped-def]
-    """Rounds `size` inputs to bytes. Returns their scale and the sum of the bytes. The scale is no number if
-    an input is infinite or none."""
-    most = strange = splat(0.0)
-    for i in range(0, size, LANES):
-        values = load(x + i * 4)
-        most, strange = maximum(magnitudes(values), most), multiply_add(values, splat(0.0), strange)
-    top = largest(most)
-    scale = top / np.float32(127.0) + total(strange)
-    inverse = splat(np.float32(127.0) / top if top > np.float32(0.0) else np.float32(0.0))
-    sums = splat_int(0)
-    for i in range(0, size, LANES):
-        codes = rounded(multiply(load(x + i * 4), inverse))
-        sums = add_ints(sums, codes)
-        store_bytes(to + i, codes)
-    return scale, total_int(sums)
-
-
-@njit(inline="never")
-def _round_row(a, x, to):  # type: ignore[no-untyped-def]
-    """Turns a row's inputs into bytes, and sums its groups."""
-    size, many = a.steps * STEP, 4 * a.groups * a.units
-    unit, sums = to + many * a.steps, _sums_of(a, to)
-    for g in range(a.groups):
-        group = np.float32(0.0)
-        for _ in range(a.units):
-            scale, sum_ = _round_unit(x, to, size)
-            write(unit, scale)
-            write_int(unit + many, -a.zero * sum_)
-            group += scale * np.float32(sum_)
-            x, to, unit = x + size * 4, to + size, unit + 4
-        write(sums + g * 4, group)
-
-
-@njit(inline="never")
-def _sum_row(a, x, to):  # type: ignore[no-untyped-def]
-    """Sums the groups of a row's inputs."""
-    size, at = a.units * a.steps * STEP, _sums_of(a, to)
-    for g in range(a.groups):
-        sums = splat(0.0)
-        for i in range(0, size, LANES):
-            sums = add(sums, load(x + (g * size + i) * 4))
-        write(at + g * 4, total(sums))
-
-
-@njit(inline="never")
-def make_row_ready(a, x, to):  # type: ignore[no-untyped-def]
-    """Makes of a row of float32 what the products read."""
-    if a.exact == 0:
-        _round_row(a, x, to)
-    else:
-        _sum_row(a, x, to)
 
 
 @njit(inline="never")
@@ -394,18 +333,24 @@ def rows_by_panel(a, panel, x, x_row, ready, ready_row, rows, to, soon):  # type
         if a.exact != 0:
             x0 = x + r * x_row
             x1, x2, x3 = min(x0 + x_row, end), min(x0 + 2 * x_row, end), min(x0 + 3 * x_row, end)
-            sums = _sums_of(a, r0), _sums_of(a, r1), _sums_of(a, r2), _sums_of(a, r3)
+            sums = sums_of(a, r0), sums_of(a, r1), sums_of(a, r2), sums_of(a, r3)
             if a.bits == 8:
                 _exact8(a, panel, x0, x1, x2, x3, sums, at, next_)
+            elif a.bits == 6:
+                _exact6(a, panel, x0, x1, x2, x3, sums, at, next_)
             else:
                 _exact4(a, panel, x0, x1, x2, x3, sums, at, next_)
         elif rows - r == 1:
             if a.bits == 8:
                 _one8(a, panel, r0, at, next_)
+            elif a.bits == 6:
+                _one6(a, panel, r0, at, next_)
             else:
                 _one4(a, panel, r0, at, next_)
         elif a.bits == 8:
             _four8(a, panel, r0, r1, r2, r3, at, next_)
+        elif a.bits == 6:
+            _four6(a, panel, r0, r1, r2, r3, at, next_)
         else:
             _four4(a, panel, r0, r1, r2, r3, at, next_)
 

@@ -54,6 +54,12 @@ def load_ints(builder: Any, address: Any) -> Any:
 
 
 @operation(int32x16, types.int64)
+def load_bytes(builder: Any, address: Any) -> Any:
+    """Loads 16 neighbours, bytes from -128 to 127."""
+    return builder.sext(builder.load(pointer(builder, address, _few_bytes), align=1), _ints)
+
+
+@operation(int32x16, types.int64)
 def splat_int(builder: Any, value: Any) -> Any:
     return _spread(builder, builder.trunc(value, _i32))
 
@@ -89,6 +95,20 @@ def high_halves(builder: Any, a: Any) -> Any:
 def raised_halves(builder: Any, a: Any) -> Any:
     """Returns 16 times the high four bits of each byte."""
     return builder.and_(a, ir.Constant(_ints, [0xF0F0F0F0] * LANES))
+
+
+@operation(int32x16, int32x16)
+def low_six(builder: Any, a: Any) -> Any:
+    """Returns the low six bits of each byte."""
+    return builder.and_(a, _all(0x3F3F3F3F))
+
+
+@operation(int32x16, int32x16, int32x16, int32x16)
+def high_pairs(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """Returns the high two bits of each byte of a, b and c side by side, those of c lowest."""
+    places = (a, 2, 0x30303030), (b, 4, 0x0C0C0C0C), (c, 6, 0x03030303)
+    pairs = [builder.and_(builder.lshr(one, _all(shift)), _all(mask)) for one, shift, mask in places]
+    return builder.or_(builder.or_(pairs[0], pairs[1]), pairs[2])
 
 
 @operation(int32x16, int32x16)
