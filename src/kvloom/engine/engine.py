@@ -62,7 +62,7 @@ class Engine:
         self._spec = spec
         self._stopping = False
         self._wake = asyncio.Event()
-        self.pool, queues = fit(executor, spec, reserved=MAX_RESERVED)
+        self.pool, queues = fit(executor, spec, clock, reserved=MAX_RESERVED)
         self._queues = queues
 
         # The requests, and what is kept for them.
@@ -79,7 +79,7 @@ class Engine:
         pool = self.pool
         self._tuner = QuotaTuner(queues, spec, pool.total, clock)
         self._scheduler = Scheduler(
-            queues, pool, executor, requests, self._tuner, self._arrivals, spec, wake=self._wake.set
+            queues, pool, executor, requests, self._tuner, self._arrivals, spec, clock, wake=self._wake.set
         )
 
         # What leaves the unit, and what it lends and borrows.

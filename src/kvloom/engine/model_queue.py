@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from operator import attrgetter
@@ -12,13 +13,16 @@ from msgspec import structs
 
 from kvloom.engine.batching.fair_queue import INPUT_COST, OUTPUT_COST, FairQueue
 from kvloom.engine.batching.view import ModelView
+from kvloom.engine.deadlines import Deadlines
 from kvloom.engine.sequence import Sequence, Status
 from kvloom.kv.cache import ModelCache
 from kvloom.offload.planner import DecodePlanner
 from kvloom.types.address import KVForm
+from kvloom.types.clock import Clock, WallClock
 from kvloom.types.job import Job, Phase
 from kvloom.types.load import STEP_WINDOW
 from kvloom.types.request import ModelCard
+from kvloom.types.spec import Slo
 
 
 class StepTime:
@@ -122,6 +126,8 @@ class ModelQueue:
         max_running: int,
         max_waiting: int,
         shares: tuple[int, int] = (0, 0),
+        slo: Slo = Slo(),  # noqa: B008  (frozen)
+        clock: Clock | None = None,
     ) -> None:
         """shares: of a prefill and of a decode job, in units of compute; 0 if the policy is to say."""
         self.form = KVForm.of(cache.geometry, card.kv_dtype or card.dtype)
@@ -141,6 +147,7 @@ class ModelQueue:
         self.stats = ModelStats(self.changed)
         self.step_time = StepTime()
         self.prefill_speed = PrefillSpeed()
+        self.deadlines = Deadlines(slo, clock or WallClock())
 
     def changed(self) -> None:
         """Tells the watchers that something has changed."""
@@ -166,14 +173,20 @@ class ModelQueue:
         """Lets a sequence wait. jobs: how many the unit has started."""
         self.changed()
         sequence.waiting_since = jobs
+        self.deadlines.came(sequence)
         self.waiting.add(sequence)
+
+    def put_late_behind(self, now: float) -> None:
+        """Lets waiting sequences that cannot be in time any more go after those that can."""
+        if self.waiting and self.waiting.put_behind(lambda one: self.deadlines.is_late(one, now)):
+            self.changed()
 
     def admit(self, sequence: Sequence) -> None:
         """Moves a waiting sequence to the running ones, with what is cached of its tokens. A sequence that
         sends takes whole pages: it would have to keep a page of which it has sent a part, beside its copy.
         Its tenant is charged for the tokens that are to be computed, unless it ran here before."""
         self.changed()
-        self.waiting.discard(sequence)
+        self.waiting.went(sequence)
         new, whole = sequence.cached is None, sequence.transfer is not None
         tokens, most = sequence.tokens.list(), sequence.cacheable
         found = self.cache.adopt(sequence.id, tokens, most, salt=sequence.salt, whole_pages=whole)
@@ -210,9 +223,10 @@ class ModelQueue:
         self.stats.unread_blocks += held - self.cache.used_blocks
 
     def served(self, sequences: Iterable[Sequence], tokens: int) -> None:
-        """Charges the sequences' tenants for so many tokens of each that were made."""
+        """Charges the sequences' tenants for so many tokens of each that were made, and notes when."""
         for sequence in sequences:
             self.waiting.charge(sequence, OUTPUT_COST * tokens)
+            self.deadlines.drawn(sequence)
 
     def fork(self, parent: Sequence, child: Sequence, jobs: int) -> None:
         """Lets `child` go on from the parent's tokens, in shared pages; later if no more may run now."""
@@ -350,6 +364,7 @@ def model_view(queue: ModelQueue) -> ModelView:
     idle = [s for s in queue.running if not s.in_job]
     here = [s for s in idle if queue.planner.is_home(s)]
     ready = queue.decodable()
+    deadlines, hopeful = queue.deadlines, [s for s in ready if not s.missed]
     begun = [s for s in idle if not s.decodes]
     head = begun[0] if begun else queue.waiting.first
     outnumbered = head is not None and queue.outnumbered(head)
@@ -381,4 +396,11 @@ def model_view(queue: ModelQueue) -> ModelView:
         prefill_share=queue.shares[0],
         decode_share=queue.shares[1],
         mixes=queue.planner.mixes,
+        head_due=deadlines.latest(head) if head else math.inf,
+        head_tokens=head.pending if head else 0,
+        step_due=min(map(deadlines.due, hopeful), default=math.inf),
+        step_priority=min((s.order[0] for s in ready), default=0),
+        step_seconds=deadlines.times.step(len(ready)),
+        token_seconds=deadlines.times.token,
+        tpot=deadlines.slo.tpot,
     )

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from kvloom.engine.batching import POLICIES
+from kvloom.engine.batching import BY_DEADLINES, POLICIES
 from kvloom.engine.batching.view import Mixed, Preempt, Prefill, UnitView, same_turn
 from kvloom.engine.inflight import InflightBatch, OutputProcessor, compose
 from kvloom.engine.model_queue import BusyModels, ModelQueue
@@ -18,6 +18,7 @@ from kvloom.engine.requests import Requests
 from kvloom.engine.reservations import Arrivals
 from kvloom.engine.sequence import Sequence
 from kvloom.kv.pool import Pool
+from kvloom.types.clock import Clock
 from kvloom.types.job import Executor, Job, JobResult, Phase
 from kvloom.types.spec import EngineSpec
 
@@ -36,6 +37,7 @@ class Scheduler:
         tuner: QuotaTuner,
         arrivals: Arrivals,
         spec: EngineSpec,
+        clock: Clock,
         *,
         wake: Callable[[], None],
     ) -> None:
@@ -50,6 +52,7 @@ class Scheduler:
         self._tuner = tuner
         self._arrivals = arrivals
         self._spec = spec
+        self._clock = clock
         self._policy = POLICIES[spec.policy]
         self._multistep = MultiStepDecode(queues, pool, executor, self._policy)
         self._wake = wake
@@ -121,9 +124,10 @@ class Scheduler:
         """Starts a prefill or a mixed job. The latter is a prefill, too, if the decode step waits for a
         sequence that is about to arrive, and a decode step if the prompts that it admits need no prefill."""
         running, tokens = len(queue.running), self._spec.chunk_tokens
+        if action.tokens is not None:
+            tokens = min(tokens, action.tokens)
         ready: list[Sequence] = []
         if isinstance(action, Mixed):
-            tokens = min(tokens, action.tokens)
             ready = [] if self._arrivals.waits(queue) else queue.decodable()
         chunks = queue.prefill_batch(action.blocks, tokens, self.jobs)
         phase = Phase.PREFILL if not ready else Phase.MIXED if chunks else Phase.DECODE
@@ -184,6 +188,7 @@ class Scheduler:
                     inflight, result = inflight.without(void, result)
                     self._outputs.lose(whole, inflight, gone, self.jobs)
                 prompt, phase = inflight.prompt_tokens, inflight.job.phase  # mixed ones say nothing of either
+                queue.deadlines.times.note(inflight.job, inflight.tokens, result.seconds / steps)
                 if phase is Phase.DECODE:
                     queue.step_time.note(result.seconds / steps)
                 elif phase is Phase.PREFILL:
@@ -215,6 +220,10 @@ class Scheduler:
                     future.set_result(None)
 
     def _view(self) -> UnitView:
+        now = self._clock.now()
+        if self._spec.policy in BY_DEADLINES:
+            for queue in self._queues.values():
+                queue.put_late_behind(now)
         return UnitView(
             models=self._busy.views(),
             served=len(self._queues),
@@ -226,4 +235,5 @@ class Scheduler:
             overload=round(self._spec.overload * self._executor.compute),
             walls=self._spec.quotas == "fixed",
             mixes=self._spec.abilities.mixes,
+            now=now,
         )

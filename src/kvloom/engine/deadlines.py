@@ -1,0 +1,94 @@
+"""Deadlines of a model's sequences, and what its jobs are expected to take.
+
+A request's first token is due `ttft` after it came, and each further one `tpot` after the one before, so that a
+stream which is ahead of that has time to spare. It misses its objective if its first token is late, or if it
+could not make up for its delay even if it were stepped without a pause to its last token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+from typing import Final
+
+from kvloom.engine.sequence import Sequence
+from kvloom.types.clock import Clock
+from kvloom.types.job import Job, Phase
+from kvloom.types.load import STEP_WINDOW
+from kvloom.types.spec import Slo
+
+READ: Final = 16  # tokens whose products take as long on cores as reading the weights
+
+
+class JobTimes:
+    """Expects of a job what the last ones took: so much for each of its tokens, and of a decode step so much
+    beside."""
+
+    def __init__(self) -> None:
+        self._prompts: deque[tuple[int, float]] = deque(maxlen=STEP_WINDOW)
+        self._steps: deque[tuple[int, float]] = deque(maxlen=STEP_WINDOW)
+        self.token = 0.0
+        """Seconds of a token of a prompt, and of a sequence more in a step; 0 if there was no job yet."""
+        self._base = 0.0
+
+    def note(self, job: Job, tokens: int, seconds: float) -> None:
+        """Notes a job of so many tokens, or one step of it."""
+        if job.phase is Phase.DECODE:
+            self._steps.append((tokens, seconds))
+        else:
+            self._prompts.append((tokens + READ, seconds))
+        if self._prompts:
+            self.token = sum(took for _, took in self._prompts) / sum(count for count, _ in self._prompts)
+        beside = [took - count * self.token for count, took in self._steps]
+        self._base = max(0.0, median(beside)) if beside else READ * self.token
+
+    def prompt(self, tokens: int) -> float:
+        """Returns the seconds of a prefill or a mixed job of so many tokens."""
+        return (READ + tokens) * self.token
+
+    def step(self, sequences: int) -> float:
+        """Returns the seconds of a decode step; 0 of none."""
+        return self._base + sequences * self.token if sequences else 0.0
+
+
+class Deadlines:
+    """The deadlines of one model's sequences."""
+
+    def __init__(self, slo: Slo, clock: Clock) -> None:
+        self.slo = slo
+        self.times = JobTimes()
+        self._clock = clock
+
+    def came(self, sequence: Sequence) -> None:
+        """Notes that a sequence is enqueued. One that has tokens from elsewhere begins a schedule of its own,
+        by which its next one is due as if it were its first."""
+        if sequence.came is None:
+            sequence.came = self._clock.now()
+            if sequence.output_length:
+                sequence.first_at = sequence.came + self.slo.ttft - sequence.output_length * self.slo.tpot
+
+    def due(self, sequence: Sequence) -> float:
+        """Returns when the sequence's next token is due."""
+        if sequence.first_at is None:
+            return (sequence.came or 0.0) + self.slo.ttft
+        return sequence.first_at + sequence.output_length * self.slo.tpot
+
+    def latest(self, sequence: Sequence) -> float:
+        """Returns when the sequence's next token must have come, or it misses its objective."""
+        if sequence.missed:
+            return -math.inf
+        if sequence.first_at is None:
+            return self.due(sequence)
+        return self.due(sequence) + sequence.remaining * max(0.0, self.slo.tpot - self.times.step(1))
+
+    def is_late(self, sequence: Sequence, now: float) -> bool:
+        """Returns whether a sequence that waits cannot be in time any more."""
+        return now + self.times.prompt(sequence.pending) > self.latest(sequence)
+
+    def drawn(self, sequence: Sequence) -> None:
+        """Notes that a job has drawn the sequence's next token, which it does not have yet."""
+        now = self._clock.now()
+        sequence.missed = now > self.latest(sequence)
+        if sequence.first_at is None:
+            sequence.first_at = now
