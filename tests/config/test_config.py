@@ -174,7 +174,7 @@ def test_auto_is_shared_out(folder: Path, text: str, memory: list[int], threads:
         ),
         (
             "units: [{models: [a, b], policy: lifo}]",
-            "units.0.policy: 'lifo'; 'adbs', 'fcfs', 'round-robin' or 'partitioned' is right",
+            "units.0.policy: 'lifo'; 'adbs', 'fcfs', 'round-robin', 'partitioned' or 'slack' is right",
         ),
         (
             "units: [{models: [a, b], kv_memory: 4TiB}]",
@@ -243,7 +243,7 @@ def test_what_units_cannot_be(folder: Path, text: str, message: str) -> None:
         (M + "kv_memory: 4TiB", ["kv_memory", "4 TiB", "3 GiB available"]),
         (M + "block_bytes: 1000", ["block_bytes", "power of two"]),
         (M + "block_bytes: 32", ["block_bytes", "power of two"]),
-        (M + "policy: lifo", ["policy", "'lifo'", "'adbs', 'fcfs', 'round-robin' or 'partitioned'"]),
+        (M + "policy: lifo", ["policy", "'lifo'", "'adbs', 'fcfs', 'round-robin', 'partitioned' or 'slack'"]),
         (M + "max_running: 0", ["max_running", "0", "1 or more"]),
         (M + "chunk_tokens: 1.5", ["chunk_tokens", "whole number"]),
         (M + "threads: 9", ["threads", "9 of 4 cores", "`auto`"]),

@@ -29,7 +29,7 @@ CONFIG.yaml, with the defaults:
   port: 8000
   kv_memory: auto        # the pool: `512MiB`, `2GB`, or a third of free memory
   block_bytes: 16KiB     # a power of two
-  policy: adbs           # or fcfs, round-robin, partitioned
+  policy: adbs           # or fcfs, round-robin, partitioned, slack
   max_running: 256       # sequences a model decodes together
   max_waiting: 1024      # requests that may queue for a model
   chunk_tokens: 512      # prompt tokens a prefill job takes
@@ -61,7 +61,7 @@ CONFIG.yaml, with the defaults:
   audit_file: audit.jsonl # what administrators did; left out, the log has it
   models:
     chat: Qwen/Qwen3-0.6B
-    code: {path: /models/coder, dtype: auto, rate: 1.0, max_context: 4096}
+    code: {path: /models/coder, rate: 1.0, slo: {ttft: 2s, tpot: 200ms}}
   units:                 # left out, one engine has all models
     - {models: [chat, code], replicas: 2}
     - {models: [chat], kv_memory: 1GiB, threads: 2, policy: fcfs}
@@ -85,7 +85,9 @@ def serve(
     kv_memory: Annotated[
         str | None, Parameter(metavar="SIZE", help="the KV pool's size, as 512MiB or 2GB (auto)")
     ] = None,
-    policy: Annotated[str | None, Parameter(help="adbs, fcfs, round-robin, partitioned (adbs)")] = None,
+    policy: Annotated[
+        str | None, Parameter(help="adbs, fcfs, round-robin, partitioned, slack (adbs)")
+    ] = None,
     api_key_file: Annotated[
         Path | None, Parameter(help="serve only who knows one of its keys, one a line")
     ] = None,

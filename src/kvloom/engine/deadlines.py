@@ -1,8 +1,8 @@
 """Deadlines of a model's sequences, and what its jobs are expected to take.
 
-A request's first token is due `ttft` after it came, and each further one `tpot` after the one before, so that a
-stream which is ahead of that has time to spare. It misses its objective if its first token is late, or if it
-could not make up for its delay even if it were stepped without a pause to its last token.
+A request's first token is due `ttft` after it came, and its token number i, from 0, `i * tpot` after the
+first. A stream that is ahead of that has time to spare. It misses its objective if its first token is late,
+or if it could not make up for its delay even if it were stepped without a pause to its last token.
 """
 
 from __future__ import annotations

@@ -54,6 +54,7 @@ class Scheduler:
         self._spec = spec
         self._clock = clock
         self._policy = POLICIES[spec.policy]
+        self._by_deadlines = spec.policy in BY_DEADLINES
         self._multistep = MultiStepDecode(queues, pool, executor, self._policy)
         self._wake = wake
         self._ended: deque[tuple[InflightBatch, asyncio.Future[JobResult]]] = deque()
@@ -117,7 +118,8 @@ class Scheduler:
         if self._arrivals.waits(queue):
             return False
         batch = [(sequence, 1) for sequence in ready]
-        steps = 1 if self._settling or watched else self._multistep.steps(view, action, batch)
+        single = self._settling or watched or (self._by_deadlines and queue.waiting)  # time lets more in
+        steps = 1 if single else self._multistep.steps(view, action, batch)
         return self._start(queue, Phase.DECODE, action.share, batch, steps)
 
     def _start_prompts(self, queue: ModelQueue, action: Prefill | Mixed) -> bool:
@@ -221,7 +223,7 @@ class Scheduler:
 
     def _view(self) -> UnitView:
         now = self._clock.now()
-        if self._spec.policy in BY_DEADLINES:
+        if self._by_deadlines:
             for queue in self._queues.values():
                 queue.put_late_behind(now)
         return UnitView(

@@ -1,10 +1,10 @@
 """Least slack first: what would miss its deadline soonest, of all that can still make it.
 
 Prompts go before decode steps as long as these can spare the time: a step waits while the streams that it
-serves are ahead of their deadlines. What they can spare bounds the prompt's chunk. So batches grow early, and
-a step serves many. Of several prompts, the one with the least slack is first, and those that are too late come
-last; so do steps of streams of which none can be in time any more. A prompt waits if the steps of all models
-would take longer with it than their streams have from token to token.
+serves are ahead of their deadlines. What they can spare bounds the prompt's chunk. So batches grow early,
+and a step serves many. Of several prompts, the one with the least slack is first, and those that are too
+late come last; so do steps of streams of which none can be in time any more. A prompt waits if the steps of
+all models would take longer with it than their streams have from token to token.
 
 More urgent priorities come before all this. Nobody starves: a model whose prompts have waited for `STARVING`
 jobs, or whose streams have for `RESTED`, is next whatever the deadlines are, and of one model's prompts some
@@ -86,8 +86,9 @@ def _prompts(view: UnitView, model: ModelView, steps: Sequence[ModelView]) -> tu
     mixed = view.mixes and model.mixes and share == view.compute and model.wants_decode
     mixed = mixed and model.head_blocks <= blocks
     rows = model.decodable if mixed else 0
-    tokens = None
+    tokens: int | None = max(1, model.head_tokens)
     if not _waits(view, model):
+        tokens = None
         if not model.partial and not _admits(view, model):
             return None, False
         beside = share < view.compute
