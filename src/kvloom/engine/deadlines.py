@@ -10,15 +10,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from statistics import median
-from typing import Final
 
+from kvloom.engine.batching.adbs import WEIGHTS
 from kvloom.engine.sequence import Sequence
 from kvloom.types.clock import Clock
 from kvloom.types.job import Job, Phase
 from kvloom.types.load import STEP_WINDOW
 from kvloom.types.spec import Slo
-
-READ: Final = 16  # tokens whose products take as long on cores as reading the weights
 
 
 class JobTimes:
@@ -37,15 +35,15 @@ class JobTimes:
         if job.phase is Phase.DECODE:
             self._steps.append((tokens, seconds))
         else:
-            self._prompts.append((tokens + READ, seconds))
+            self._prompts.append((tokens + WEIGHTS, seconds))
         if self._prompts:
             self.token = sum(took for _, took in self._prompts) / sum(count for count, _ in self._prompts)
         beside = [took - count * self.token for count, took in self._steps]
-        self._base = max(0.0, median(beside)) if beside else READ * self.token
+        self._base = max(0.0, median(beside)) if beside else WEIGHTS * self.token
 
     def prompt(self, tokens: int) -> float:
         """Returns the seconds of a prefill or a mixed job of so many tokens."""
-        return (READ + tokens) * self.token
+        return (WEIGHTS + tokens) * self.token
 
     def step(self, sequences: int) -> float:
         """Returns the seconds of a decode step; 0 of none."""
@@ -61,12 +59,18 @@ class Deadlines:
         self._clock = clock
 
     def came(self, sequence: Sequence) -> None:
-        """Notes that a sequence is enqueued. One that has tokens from elsewhere begins a schedule of its own,
-        by which its next one is due as if it were its first."""
-        if sequence.came is None:
-            sequence.came = self._clock.now()
-            if sequence.output_length:
-                sequence.first_at = sequence.came + self.slo.ttft - sequence.output_length * self.slo.tpot
+        """Notes that a sequence is enqueued, and its siblings with it. One that has tokens from elsewhere
+        begins a schedule of its own, by which its next one is due as if it were its first."""
+        for one in (sequence, *sequence.siblings):
+            if one.came is None:
+                one.came, one.found = self._clock.now(), len(one.foreign)
+                if one.output_length:
+                    one.first_at = one.came + self.slo.ttft - one.output_length * self.slo.tpot
+
+    @staticmethod
+    def left(sequence: Sequence) -> int:
+        """Returns the tokens that the sequence still has to compute, as far as is known."""
+        return max(1, sequence.pending - (0 if sequence.computed else sequence.found))
 
     def due(self, sequence: Sequence) -> float:
         """Returns when the sequence's next token is due."""
@@ -84,7 +88,7 @@ class Deadlines:
 
     def is_late(self, sequence: Sequence, now: float) -> bool:
         """Returns whether a sequence that waits cannot be in time any more."""
-        return now + self.times.prompt(sequence.pending) > self.latest(sequence)
+        return now + self.times.prompt(self.left(sequence)) > self.latest(sequence)
 
     def drawn(self, sequence: Sequence) -> None:
         """Notes that a job has drawn the sequence's next token, which it does not have yet."""

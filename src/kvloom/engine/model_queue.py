@@ -178,8 +178,20 @@ class ModelQueue:
 
     def put_late_behind(self, now: float) -> None:
         """Lets waiting sequences that cannot be in time any more go after those that can."""
-        if self.waiting and self.waiting.put_behind(lambda one: self.deadlines.is_late(one, now)):
+        if self.waiting and self.waiting.put_behind(lambda one: self._is_late(one, now)):
             self.changed()
+
+    def _is_late(self, sequence: Sequence, now: float) -> bool:
+        """Returns whether a waiting sequence cannot be in time any more. What is cached of it is looked
+        at only if it matters."""
+        if not self.deadlines.is_late(sequence, now):
+            return False
+        tokens, most = sequence.tokens.list(), sequence.cacheable
+        found = self.cache.prefixes.length(tokens, most, sequence.salt)
+        if found > sequence.found:
+            sequence.found = found
+            self.changed()
+        return self.deadlines.is_late(sequence, now)
 
     def admit(self, sequence: Sequence) -> None:
         """Moves a waiting sequence to the running ones, with what is cached of its tokens. A sequence that
@@ -397,7 +409,7 @@ def model_view(queue: ModelQueue) -> ModelView:
         decode_share=queue.shares[1],
         mixes=queue.planner.mixes,
         head_due=deadlines.latest(head) if head else math.inf,
-        head_tokens=head.pending if head else 0,
+        head_tokens=deadlines.left(head) if head else 0,
         step_due=min(map(deadlines.due, hopeful), default=math.inf),
         step_priority=min((s.order[0] for s in ready), default=0),
         step_seconds=deadlines.times.step(len(ready)),

@@ -109,7 +109,7 @@ def _prompts(view: UnitView, model: ModelView, steps: Sequence[ModelView]) -> tu
 def _admits(view: UnitView, model: ModelView) -> bool:
     """Returns whether the steps of all models keep up with their streams if one more of the model runs."""
     load = (WEIGHTS * (model.running == 0) + 1) * model.token_seconds / model.tpot
-    for other in view.models:
+    for other in (m for m in view.models if m.step_priority <= model.head[0]):
         load += (other.step_seconds + (other.running - other.decodable) * other.token_seconds) / other.tpot
     return load <= (LATE if _is_late(view, model) else FULL)
 
