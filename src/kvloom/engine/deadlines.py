@@ -14,7 +14,7 @@ from statistics import median
 from kvloom.engine.batching.adbs import WEIGHTS
 from kvloom.engine.sequence import Sequence
 from kvloom.types.clock import Clock
-from kvloom.types.job import Job, Phase
+from kvloom.types.job import Phase
 from kvloom.types.load import STEP_WINDOW
 from kvloom.types.spec import Slo
 
@@ -30,9 +30,9 @@ class JobTimes:
         """Seconds of a token of a prompt, and of a sequence more in a step; 0 if there was no job yet."""
         self._base = 0.0
 
-    def note(self, job: Job, tokens: int, seconds: float) -> None:
+    def note(self, phase: Phase, tokens: int, seconds: float) -> None:
         """Notes a job of so many tokens, or one step of it."""
-        if job.phase is Phase.DECODE:
+        if phase is Phase.DECODE:
             self._steps.append((tokens, seconds))
         else:
             self._prompts.append((tokens + WEIGHTS, seconds))

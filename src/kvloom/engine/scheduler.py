@@ -190,7 +190,7 @@ class Scheduler:
                     inflight, result = inflight.without(void, result)
                     self._outputs.lose(whole, inflight, gone, self.jobs)
                 prompt, phase = inflight.prompt_tokens, inflight.job.phase  # mixed ones say nothing of either
-                queue.deadlines.times.note(inflight.job, inflight.tokens, result.seconds / steps)
+                queue.deadlines.times.note(inflight.job.phase, inflight.tokens, result.seconds / steps)
                 if phase is Phase.DECODE:
                     queue.step_time.note(result.seconds / steps)
                 elif phase is Phase.PREFILL:
