@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvloom.engine.batching.adbs import WEIGHTS
-from kvloom.engine.deadlines import Deadlines, JobTimes
+from kvloom.engine.batching.deadlines import LEEWAY, Deadlines, JobTimes
 from kvloom.engine.sequence import Sequence, TokenBuffer
 from kvloom.types.job import Phase
 from kvloom.types.request import SamplingParams
@@ -45,6 +45,8 @@ def test_the_first_token_is_due_after_ttft_and_each_after_it_by_its_number() -> 
     clock.time = 6.1
     drawn(deadlines, one)
     assert deadlines.due(one) == 7.0  # it is ahead
+    assert deadlines.latest(one) == 7.0 + 18 * 0.5  # it could make up for so much, if steps took no time
+    assert deadlines.step_due(one) == pytest.approx(7.0 + LEEWAY * 9.0)
     assert not one.missed
 
 

@@ -11,9 +11,9 @@ from typing import Final
 
 from msgspec import structs
 
+from kvloom.engine.batching.deadlines import Deadlines
 from kvloom.engine.batching.fair_queue import INPUT_COST, OUTPUT_COST, FairQueue
 from kvloom.engine.batching.view import ModelView
-from kvloom.engine.deadlines import Deadlines
 from kvloom.engine.sequence import Sequence, Status
 from kvloom.kv.cache import ModelCache
 from kvloom.offload.planner import DecodePlanner
@@ -173,7 +173,8 @@ class ModelQueue:
         """Lets a sequence wait. jobs: how many the unit has started."""
         self.changed()
         sequence.waiting_since = jobs
-        self.deadlines.came(sequence)
+        for one in (sequence, *sequence.siblings):
+            self.deadlines.came(one)
         self.waiting.add(sequence)
 
     def put_late_behind(self, now: float) -> None:
@@ -410,7 +411,7 @@ def model_view(queue: ModelQueue) -> ModelView:
         mixes=queue.planner.mixes,
         head_due=deadlines.latest(head) if head else math.inf,
         head_tokens=deadlines.left(head) if head else 0,
-        step_due=min(map(deadlines.due, hopeful), default=math.inf),
+        step_due=min(map(deadlines.step_due, hopeful), default=math.inf),
         step_priority=min((s.order[0] for s in ready), default=0),
         step_seconds=deadlines.times.step(len(ready)),
         token_seconds=deadlines.times.token,
