@@ -36,14 +36,9 @@ def prompt(name: str, due: float, *, tokens: int = 100, **changes: object) -> ob
 
 def streams(name: str, due: float, *, rows: int = 4, **changes: object) -> object:
     """A model whose streams' next token is due in `due` seconds."""
-    values: dict[str, object] = {
-        "decodable": rows,
-        "decode_blocks": rows,
-        "held": rows,
-        "running": rows,
-        "used": rows,
-    } | RECENT
-    values |= {"step_due": NOW + due, "step_seconds": 0.02, "token_seconds": TOKEN, "tpot": 0.2}
+    values: dict[str, object] = {"decodable": rows, "decode_blocks": rows, "held": rows, "running": rows}
+    values |= {"used": rows, "step_due": NOW + due, "step_seconds": 0.02} | RECENT
+    values |= {"token_seconds": TOKEN, "tpot": 0.2}
     return model(name, **(values | changes))  # type: ignore[arg-type]
 
 
