@@ -12,10 +12,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+
+import msgspec
+from msgspec.structs import asdict
 
 from benchmarks.places import LOGS, ROOT, VLLM_VENV
 from benchmarks.process import Command, free_port
-from kvloom.types.spec import Policy
+from kvloom.types.spec import Policy, Slo
 
 KVLOOM_PATIENCE = 120.0
 VLLM_PATIENCE = 900.0  # it compiles
@@ -32,12 +36,23 @@ class Served:
     patience: float
 
 
-def kvloom(models: Mapping[str, Path], kv_bytes: int, policy: Policy = "adbs") -> Served:
+def kvloom(
+    models: Mapping[str, Path],
+    kv_bytes: int,
+    policy: Policy = "adbs",
+    slos: Mapping[str, Slo] = MappingProxyType({}),
+) -> Served:
+    """slos: of the models that have one of their own."""
     port = free_port()
-    argv = [sys.executable, "-m", "kvloom.cli", "serve", "--port", str(port)]
+    config = LOGS / f"kvloom-{policy}.yaml"
+    config.parent.mkdir(parents=True, exist_ok=True)
+    settings = {
+        name: {"path": str(path)} | ({"slo": asdict(slos[name])} if name in slos else {})
+        for name, path in models.items()
+    }
+    config.write_bytes(msgspec.yaml.encode({"models": settings}))
+    argv = [sys.executable, "-m", "kvloom.cli", "serve", str(config), "--port", str(port)]
     argv += ["--kv-memory", f"{kv_bytes >> 20}MiB", "--policy", policy]
-    for name, path in models.items():
-        argv += ["--model", f"{name}={path}"]
     url = f"http://127.0.0.1:{port}"
     command = Command(f"kvloom {policy}", argv, {}, f"{url}/health", LOGS / f"kvloom-{policy}.log")
     return Served(command, url, KVLOOM_PATIENCE)

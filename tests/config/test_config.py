@@ -16,13 +16,14 @@ from kvloom.plan.cost.shapes import read_shape
 from kvloom.plan.plan import PROCESS_BYTES, host_bytes
 from kvloom.types.errors import ConfigError
 from kvloom.types.request import Level
-from kvloom.types.spec import ProgramSpec, SchedulerSpec
+from kvloom.types.spec import ProgramSpec, SchedulerSpec, Slo
 from tests.config.configs import AB, MACHINE, load, refused
 
 GIB = 1 << 30
 
 
 M = "models: {a: ./model}\n"
+S = "models: {a: {path: ./model, slo: "
 
 
 def test_levels_of_priority_reach_every_engine(folder: Path) -> None:
@@ -69,6 +70,12 @@ def test_defaults_and_short_form(folder: Path) -> None:
     assert (config.drain, config.patience, config.load_timeout) == (60.0, 120.0, 1800.0)
     assert config.watchdog == 30.0
     assert (config.cache_dir, engine.cache_dir, engine.cache_size) == (None, None, 0)
+
+
+def test_objectives_of_models(folder: Path) -> None:
+    text = "models: {a: ./model, b: {path: ./model, slo: {ttft: 5s, tpot: 80ms}}, "
+    config = load(folder, text + "c: {path: ./model, slo: {tpot: 1}}}\n")
+    assert [model.slo for model in config.engines[0].models] == [Slo(2.0, 0.2), Slo(5.0, 0.08), Slo(2.0, 1.0)]
 
 
 def test_all_keys(folder: Path) -> None:
@@ -183,7 +190,7 @@ def test_auto_is_shared_out(folder: Path, text: str, memory: list[int], threads:
         ),
         (
             "units: [{models: [a, b], policy: lifo}]",
-            "units.0.policy: 'lifo'; 'adbs', 'fcfs', 'round-robin' or 'partitioned' is right",
+            "units.0.policy: 'lifo'; 'adbs', 'fcfs', 'round-robin', 'partitioned' or 'slack' is right",
         ),
         (
             "units: [{models: [a, b], kv_memory: 4TiB}]",
@@ -252,7 +259,13 @@ def test_what_units_cannot_be(folder: Path, text: str, message: str) -> None:
         (M + "kv_memory: 4TiB", ["kv_memory", "4 TiB", "3 GiB available"]),
         (M + "block_bytes: 1000", ["block_bytes", "power of two"]),
         (M + "block_bytes: 32", ["block_bytes", "power of two"]),
-        (M + "policy: lifo", ["policy", "'lifo'", "'adbs', 'fcfs', 'round-robin' or 'partitioned'"]),
+        (M + "policy: lifo", ["policy", "'lifo'", "'adbs', 'fcfs', 'round-robin', 'partitioned' or 'slack'"]),
+        (S + "2s}}", ["models.a.slo: '2s'", "a mapping with `ttft` or `tpot` is right"]),
+        (S + "{ttft: 0}}}", ["models.a.slo.ttft: 0 s; 0.001 s to 3600 s is right"]),
+        (S + "{tpot: -1s}}}", ["models.a.slo.tpot: '-1s' is no time"]),
+        (S + "{tpot: yes}}}", ["models.a.slo.tpot: 'True' is no time"]),
+        (S + "{tpop: 1s}}}", ["models.a.slo.tpop: unknown key; did you mean `tpot`?"]),
+        (S + "}}", ["models.a.slo: nothing; a mapping with `ttft` or `tpot` is right"]),
         (M + "max_running: 0", ["max_running", "0", "1 or more"]),
         (M + "chunk_tokens: 1.5", ["chunk_tokens", "whole number"]),
         (M + "threads: 9", ["threads", "9 of 4 cores", "`auto`"]),

@@ -115,7 +115,7 @@ def test_a_prompt_beyond_its_quota_ends_under_an_endless_load(policy: Policy, co
 
 
 # fcfs serves the whole unit by priority
-@pytest.mark.parametrize("policy", ["adbs", "round-robin", "partitioned"])
+@pytest.mark.parametrize("policy", ["adbs", "round-robin", "partitioned", "slack"])
 def test_priorities_order_a_model_but_do_not_starve_another(policy: Policy) -> None:
     one = order("tall", 40, 4, priority=9)
     assert under_load(policy, 2, one, lambda: order("wide", 9, 12), most_jobs=1000) <= 8 * STARVING

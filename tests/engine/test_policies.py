@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from kvloom.engine.batching import POLICIES, Policy
 from kvloom.engine.batching.adbs import LONGER, WEIGHTS, adbs
 from kvloom.engine.batching.baselines import fcfs, partitioned, round_robin
+from kvloom.engine.batching.slack import slack
 from kvloom.engine.batching.view import LASTING, STARVING, Action, Decode, Mixed, Preempt, Prefill, UnitView
 from tests.engine.views import JOBS, model, unit, views
 from tests.examples import examples
@@ -78,14 +79,14 @@ def test_a_prompt_is_let_in_where_what_runs_can_grow(policy: str) -> None:
     assert isinstance(begun, Prefill)  # its rest takes what there is
 
 
-@pytest.mark.parametrize("policy", [adbs, fcfs, partitioned, round_robin])
+@pytest.mark.parametrize("policy", [adbs, fcfs, partitioned, round_robin, slack])
 @_SETTINGS
 @given(view=views())
 def test_what_a_prompt_is_given_leaves_room_to_grow(policy: Policy, view: UnitView) -> None:
     action = policy(view)
     if isinstance(action, Prefill | Mixed) and not view.walls:
         chosen = next(m for m in view.models if m.name == action.model)
-        kept = 0 if chosen is view.urgent else chosen.growth
+        kept = 0 if chosen is view.urgent or chosen.outnumbered else chosen.growth  # others give way to it
         assert view.free_blocks - action.blocks >= kept
 
 

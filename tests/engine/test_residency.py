@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.engine.residency import (
+from kvloom.engine.residency.policy import (
     AGED,
     MARGIN,
     TURN,

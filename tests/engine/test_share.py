@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.engine.model_queue import StepTime
+from kvloom.engine.batching.job_times import StepTime
 from kvloom.offload.policy import CALM, FIRST, LONGEST, STEP, Observation, Share, Slowdown, adapted
 from kvloom.types.load import STEP_WINDOW
 from tests.cluster.loads import model, unit

@@ -111,6 +111,11 @@ def test_a_demand_that_is_too_much_is_explained(tmp_path: Path) -> None:
         (NODES + "models: {}\n", (), "models: {}; at least one"),
         (NODES + "models: {a: 5}\n", (), "models.a: 5; a mapping with `shape` or `path`"),
         (NODES + MODELS.replace("rate: 1", "rate: -1"), (), "models.a.rate: -1; 0 or more"),
+        (
+            NODES + MODELS.replace("rate: 1", "rate: 1, slo: {ttft: 0}"),
+            (),
+            "models.a.slo.ttft: 0 s; 0.001 s to",
+        ),
         (NODES + MODELS.replace("rate: 1", "rate: .inf"), (), "models.a.rate: inf"),
         (NODES + MODELS.replace("rate: 1,", ""), (), "models.a.rate: is missing; a number, or traffic"),
         (NODES + MODELS.replace("llama-7b", "llama-9b"), (), "no shape is known of 'llama-9b'"),

@@ -16,7 +16,7 @@ from kvloom.plan.cluster import CPU, Demand, DeviceCosts, Nodes
 from kvloom.plan.plan import PlacementPlan, read_plan, write_plan
 from kvloom.plan.planner import make_plan
 from kvloom.types.errors import ConfigError
-from kvloom.types.spec import EngineSpec
+from kvloom.types.spec import EngineSpec, Slo
 from tests.plan.clusters import demand, nodes
 from tests.plan.cost.profiles import make_profile
 
@@ -25,8 +25,10 @@ SERVER = Machine(cores=16, memory=64 << 30, gpus=8, name="big")
 
 
 def checkpoint(wanted: Demand) -> Demand:
-    """The demand for a model whose checkpoint is there, whatever its shape is planned to be."""
-    return Demand(wanted.name, wanted.shape, wanted.rate, wanted.prompt, wanted.output, str(DEMO / "guide"))
+    """The demand for a model whose checkpoint is there, whatever its shape is planned to be; one of them has
+    an objective."""
+    asked, slo = (wanted.prompt, wanted.output), Slo(5.0, 0.08) if wanted.name == "a" else None
+    return Demand(wanted.name, wanted.shape, wanted.rate, *asked, str(DEMO / "guide"), slo)
 
 
 def on_gpus() -> PlacementPlan:
@@ -57,7 +59,8 @@ def simulated(file: Path) -> list[SimulatedUnit]:
 def told(spec: EngineSpec) -> tuple[object, ...]:
     """What a plan says of a unit."""
     models = [
-        (one.name, one.path, one.rate, one.prefill_share, one.decode_share, one.quota) for one in spec.models
+        (one.name, one.path, one.rate, one.prefill_share, one.decode_share, one.quota, one.slo)
+        for one in spec.models
     ]
     cores = (spec.threads, spec.chunk_tokens, spec.overload) if spec.device == CPU else ()
     return (spec.unit, models, spec.device, spec.tensor_parallel, spec.kv_bytes, spec.block_bytes, cores)
@@ -76,6 +79,7 @@ def test_it_is_the_same_fleet(tmp_path: Path, make: Callable[[], PlacementPlan],
         assert planned.abilities == spec.abilities
         assert (planned.name, planned.tensor_parallel) == (spec.unit, spec.tensor_parallel)
         assert [one.quota for one in planned.models] == [one.quota for one in spec.models]
+        assert [one.slo or Slo() for one in planned.models] == [one.slo for one in spec.models]
 
 
 def on(plan: PlacementPlan, *nodes: str) -> PlacementPlan:

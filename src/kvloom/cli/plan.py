@@ -22,7 +22,7 @@ from kvloom.cli.tables import console_for
 from kvloom.config.fields import ConfigSection, NoNull, Size, Some, explain, nearest, no_bool
 from kvloom.config.file import read_yaml
 from kvloom.config.machine import Machine
-from kvloom.config.units import resolve_model
+from kvloom.config.units import SloConfig, resolve_model
 from kvloom.lab.workload.make import open_workload
 from kvloom.lab.workload.summary import Traffic
 from kvloom.lab.workload.traces import NAMELESS
@@ -83,6 +83,8 @@ class DemandConfig(ConfigSection):
     rate: _Rate | None = None
     prompt: _Tokens | None = None
     output: _Tokens | None = None
+    slo: SloConfig | None = None
+    """The objective that the plan is to tell; None for the usual one. Nothing is planned by it."""
 
 
 class ClusterConfig(ConfigSection):
@@ -169,7 +171,8 @@ def read_demands(cluster: Cluster, traffic: Traffic | None, profile: Profile | N
             if model.kv_dtype != "auto":
                 shape = replace(shape, kv_dtype=model.kv_dtype)
             rate, prompt, output = _wanted(name, model) if seen is None else seen(name, model)
-            demands.append(Demand(name, shape, rate, prompt, output, path))
+            slo = model.slo.slo if model.slo else None
+            demands.append(Demand(name, shape, rate, prompt, output, path, slo))
     except ConfigError as error:
         raise ConfigError(f"{cluster.file}: {error.message}") from error
     return demands

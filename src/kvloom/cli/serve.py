@@ -31,7 +31,7 @@ CONFIG.yaml, with the defaults:
   memory: 8GiB           # instead of kv_memory: for weights and pool together
   sleep_dir: /var/tmp    # where weights that sleep lie, on a disk
   block_bytes: 16KiB     # a power of two
-  policy: adbs           # or fcfs, round-robin, partitioned
+  policy: adbs           # or fcfs, round-robin, partitioned, slack
   max_running: 256       # sequences a model decodes together
   max_waiting: 1024      # requests that may queue for a model
   chunk_tokens: 512      # prompt tokens a prefill job takes
@@ -65,7 +65,7 @@ CONFIG.yaml, with the defaults:
   cache_size: 10GiB      # of its files
   models:
     chat: Qwen/Qwen3-0.6B
-    code: {path: /models/coder, dtype: auto, rate: 1.0, max_context: 4096}
+    code: {path: /models/coder, rate: 1.0, slo: {ttft: 2s, tpot: 200ms}}
   units:                 # left out, one engine has all models
     - {models: [chat, code], replicas: 2}
     - {models: [chat], kv_memory: 1GiB, threads: 2, policy: fcfs}
@@ -93,7 +93,9 @@ def serve(
         str | None,
         Parameter(metavar="SIZE", help="for weights and pool together: models that do not fit sleep"),
     ] = None,
-    policy: Annotated[str | None, Parameter(help="adbs, fcfs, round-robin, partitioned (adbs)")] = None,
+    policy: Annotated[
+        str | None, Parameter(help="adbs, fcfs, round-robin, partitioned, slack (adbs)")
+    ] = None,
     api_key_file: Annotated[
         Path | None, Parameter(help="serve only who knows one of its keys, one a line")
     ] = None,

@@ -91,6 +91,7 @@ _SECTIONS: Final = {
     "UnitConfig": "a mapping with `models`",
     "ReplicasConfig": "a number, or a mapping with `least` and `most`,",
     "ReschedulingConfig": "a mapping with `period`, `out` or `into`, or `none`,",
+    "SloConfig": "a mapping with `ttft` or `tpot`",
     "SharesConfig": "a mapping with `prefill`, `decode` or `quota`",
     "NodesConfig": "a mapping with `device` and `gpus`",
     "NodeTlsConfig": "a mapping with `certificate` and `key`",
@@ -383,6 +384,7 @@ Watchdog = Annotated[float, _seconds(3, 3600)]
 NodeLease = Annotated[float, _seconds(5, 3600)]
 Period = Annotated[float, _seconds(0.05, 60)]
 Steps = Annotated[float, BeforeValidator(no_bool), Field(ge=-1e9, le=1e9)]
+ObjectiveSeconds = Annotated[float, _seconds(0.001, 3600)]
 Timeout = Annotated[float | None, PlainValidator(_timeout)]
 Proxies = Annotated[tuple[str, ...], PlainValidator(_proxies)]
 Origins = Annotated[tuple[str, ...], PlainValidator(_origins)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from kvloom.config.config import Config, build_config, demo_settings
 from kvloom.config.fields import told_unread
@@ -147,6 +148,8 @@ def read_plan_settings(file: Path) -> dict[str, Any]:
                     f"{file}: {unit.name}: no path of {model.name!r}; plan with `path` for each model"
                 )
             models[model.name] = {"path": model.path, "rate": max(model.rate, LEAST_RATE)}
+            if model.slo:
+                models[model.name]["slo"] = asdict(model.slo)
     return {"models": models, "units": [_unit(unit) for unit in plan.units]}
 
 

@@ -17,6 +17,7 @@ from kvloom.config.fields import (
     ConfigSection,
     Count,
     Memory,
+    ObjectiveSeconds,
     Part,
     Period,
     Revision,
@@ -41,6 +42,7 @@ from kvloom.types.spec import (
     ModelSpec,
     Policy,
     SchedulerSpec,
+    Slo,
     Splitting,
     UnitAbilities,
     WeaveSpec,
@@ -58,6 +60,18 @@ def check_name(name: str) -> None:
         raise ValueError(f"{name[:140]!r} is no name; letters, digits and .:/@+-_ are right, 128 at most")
 
 
+class SloConfig(ConfigSection):
+    """A model's service-level objective: the time to a request's first token, and the mean time between two
+    tokens after it."""
+
+    ttft: ObjectiveSeconds = Slo().ttft
+    tpot: ObjectiveSeconds = Slo().tpot
+
+    @property
+    def slo(self) -> Slo:
+        return Slo(self.ttft, self.tpot)
+
+
 class ModelConfig(ConfigSection):
     """A model. Its short form is just the path."""
 
@@ -69,6 +83,7 @@ class ModelConfig(ConfigSection):
     kv_dtype: KVDtype = "auto"
     rate: Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1e9)] = 1.0
     max_context: Count | None = None
+    slo: SloConfig = SloConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -195,7 +210,8 @@ class UnitConfig(ConfigSection):
         shares = (self.shares or {}).get(name, SharesConfig())
         return ModelSpec(
             name=name,
-            **model.model_dump(),
+            **model.model_dump(exclude={"slo"}),
+            slo=model.slo.slo,
             prefill_share=shares.prefill,
             decode_share=shares.decode,
             quota=shares.quota,

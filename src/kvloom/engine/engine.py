@@ -14,9 +14,9 @@ from kvloom.engine.quotas import QuotaTuner, fit
 from kvloom.engine.report import unit_load
 from kvloom.engine.requests import Requests
 from kvloom.engine.reservations import MOST_RESERVATIONS, Arrivals, Reservations
+from kvloom.engine.residency.weights import WeightResidency
 from kvloom.engine.scheduler import Scheduler
 from kvloom.engine.transfers import Transfers
-from kvloom.engine.weights import WeightResidency
 from kvloom.kv.kept import KeptPrefixes
 from kvloom.offload.loans import Borrower, Lender
 from kvloom.offload.terms import Borrow, Loan, OffloadBackend
@@ -66,7 +66,7 @@ class Engine:
         self._spec = spec
         self._stopping = False
         self._wake = asyncio.Event()
-        self.pool, queues = fit(executor, spec, reserved=MAX_RESERVED)
+        self.pool, queues = fit(executor, spec, clock, reserved=MAX_RESERVED)
         self._queues = queues
 
         # The requests, and what is kept for them.
@@ -86,7 +86,7 @@ class Engine:
         pool = self.pool
         self._tuner = QuotaTuner(queues, spec, pool, clock)
         self._scheduler = Scheduler(
-            queues, pool, executor, requests, self._tuner, self._arrivals, spec, wake=self._wake.set
+            queues, pool, executor, requests, self._tuner, self._arrivals, spec, clock, wake=self._wake.set
         )
         self._residency: WeightResidency | None = None
         if weights is not None:

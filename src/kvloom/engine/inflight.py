@@ -35,6 +35,11 @@ class InflightBatch:
             return 0
         return sum(count for _, count in self.batch[self.job.rows :])
 
+    @property
+    def tokens(self) -> int:
+        """Returns the tokens that the job computes, or one step of it."""
+        return len(self.batch) if self.job.phase is Phase.DECODE else sum(count for _, count in self.batch)
+
     def without(self, ids: set[int], result: JobResult) -> tuple[InflightBatch, JobResult]:
         """Returns the batch and its result without these sequences, for a job of one step."""
         drawn = [i for i, sequence in enumerate(self.drawers) if sequence.id not in ids]

@@ -2,63 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from operator import attrgetter
-from statistics import median
 from typing import Final
 
 from msgspec import structs
 
+from kvloom.engine.batching.deadlines import Deadlines
 from kvloom.engine.batching.fair_queue import INPUT_COST, OUTPUT_COST, FairQueue
+from kvloom.engine.batching.job_times import PrefillSpeed, StepTime
 from kvloom.engine.batching.view import ModelView
 from kvloom.engine.sequence import Sequence, Status, StreamId
 from kvloom.kv.cache import ModelCache
 from kvloom.offload.planner import DecodePlanner
 from kvloom.types.address import KVForm
+from kvloom.types.clock import Clock, WallClock
 from kvloom.types.job import Job, Phase
-from kvloom.types.load import STEP_WINDOW
 from kvloom.types.request import ModelCard
-
-
-class StepTime:
-    """The running median of what a decode step takes; one slow step does not move it."""
-
-    def __init__(self) -> None:
-        self._last: deque[float] = deque(maxlen=STEP_WINDOW)
-
-    def note(self, seconds: float) -> None:
-        """Notes the seconds of one more step."""
-        self._last.append(seconds)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a step; 0 if there was none yet."""
-        return median(self._last) if self._last else 0.0
-
-    @property
-    def least(self) -> float:
-        """Seconds that the next step takes at least, as far as is known: no more than the last one, which may
-        have had fewer sequences. 0 before there were `STEP_WINDOW` steps: the first ones take longer."""
-        return min(self.seconds, self._last[-1]) if len(self._last) == STEP_WINDOW else 0.0
-
-
-class PrefillSpeed:
-    """How fast the last prefill jobs went, on what else ran beside them. A long job counts for more than a
-    short one, as it does for those who wait."""
-
-    def __init__(self) -> None:
-        self._last: deque[tuple[int, float]] = deque(maxlen=STEP_WINDOW)
-
-    def note(self, tokens: int, seconds: float) -> None:
-        """Notes one more job."""
-        self._last.append((tokens, seconds))
-
-    @property
-    def tokens_a_second(self) -> float:
-        """Returns 0 if there was no job yet."""
-        seconds = sum(seconds for _, seconds in self._last)
-        return sum(tokens for tokens, _ in self._last) / seconds if seconds > 0 else 0.0
+from kvloom.types.spec import Slo
 
 
 class ModelStats:
@@ -124,6 +87,8 @@ class ModelQueue:
         max_running: int,
         max_waiting: int,
         shares: tuple[int, int] = (0, 0),
+        slo: Slo = Slo(),  # noqa: B008  (frozen)
+        clock: Clock | None = None,
     ) -> None:
         """shares: of a prefill and of a decode job, in units of compute; 0 if the policy is to say."""
         self.form = KVForm.of(cache.geometry, card.kv_dtype or card.dtype)
@@ -145,6 +110,7 @@ class ModelQueue:
         self.stats = ModelStats(self.changed)
         self.step_time = StepTime()
         self.prefill_speed = PrefillSpeed()
+        self.deadlines = Deadlines(slo, clock or WallClock())
 
     def changed(self) -> None:
         """Tells the watchers that something has changed."""
@@ -201,14 +167,33 @@ class ModelQueue:
         """Lets a sequence wait. jobs: how many the unit has started."""
         self.changed()
         sequence.waiting_since = jobs
+        for one in (sequence, *sequence.siblings):
+            self.deadlines.came(one)
         self.waiting.add(sequence)
+
+    def put_late_behind(self, now: float) -> None:
+        """Lets waiting sequences that cannot be in time any more go after those that can."""
+        if self.waiting and self.waiting.put_behind(lambda one: self._is_late(one, now)):
+            self.changed()
+
+    def _is_late(self, sequence: Sequence, now: float) -> bool:
+        """Returns whether a waiting sequence cannot be in time any more. What is cached of it is looked
+        at only if it matters."""
+        if not self.deadlines.is_late(sequence, now):
+            return False
+        tokens, most = sequence.tokens.list(), sequence.cacheable
+        found = self.cache.prefixes.length(tokens, most, sequence.salt)
+        if found > sequence.found:
+            sequence.found = found
+            self.changed()
+        return self.deadlines.is_late(sequence, now)
 
     def admit(self, sequence: Sequence) -> None:
         """Moves a waiting sequence to the running ones, with what is cached of its tokens. A sequence that
         sends takes whole pages: it would have to keep a page of which it has sent a part, beside its copy.
         Its tenant is charged for the tokens that are to be computed, unless it ran here before."""
         self.changed()
-        self.waiting.discard(sequence)
+        self.waiting.went(sequence)
         new, whole = sequence.cached is None, sequence.transfer is not None
         tokens, most = sequence.tokens.list(), sequence.cacheable
         found = self.cache.adopt(sequence.id, tokens, most, salt=sequence.salt, whole_pages=whole)
@@ -246,9 +231,10 @@ class ModelQueue:
         self.stats.unread_blocks += held - self.cache.used_blocks
 
     def served(self, sequences: Iterable[Sequence], tokens: int) -> None:
-        """Charges the sequences' tenants for so many tokens of each that were made."""
+        """Charges the sequences' tenants for so many tokens of each that were made, and notes when."""
         for sequence in sequences:
             self.waiting.charge(sequence, OUTPUT_COST * tokens)
+            self.deadlines.drawn(sequence)
 
     def fork(self, parent: Sequence, child: Sequence, jobs: int) -> None:
         """Lets `child` go on from the parent's tokens, in shared pages; later if no more may run now."""
@@ -386,6 +372,7 @@ def model_view(queue: ModelQueue) -> ModelView:
     idle = [s for s in queue.running if not s.in_job]
     here = [s for s in idle if queue.planner.is_home(s)]
     ready = queue.decodable()
+    deadlines, hopeful = queue.deadlines, [s for s in ready if not s.missed]
     begun = [s for s in idle if not s.decodes]
     head = begun[0] if begun else queue.waiting.first
     outnumbered = head is not None and queue.outnumbered(head)
@@ -418,4 +405,11 @@ def model_view(queue: ModelQueue) -> ModelView:
         decode_share=queue.shares[1],
         mixes=queue.planner.mixes,
         awake=queue.awake,
+        head_due=deadlines.latest(head) if head else math.inf,
+        head_tokens=deadlines.left(head) if head else 0,
+        step_due=min(map(deadlines.step_due, hopeful), default=math.inf),
+        step_priority=min((s.order[0] for s in ready), default=0),
+        step_seconds=deadlines.times.step(len(ready)),
+        token_seconds=deadlines.times.token,
+        tpot=deadlines.slo.tpot,
     )

@@ -14,7 +14,7 @@ from kvloom.types.clock import Clock
 from kvloom.types.geometry import Geometry
 from kvloom.types.job import Executor
 from kvloom.types.request import ModelCard
-from kvloom.types.spec import EngineSpec, ModelSpec
+from kvloom.types.spec import EngineSpec, ModelSpec, Slo
 
 _PERIOD = 8.0  # seconds, MuxServe's
 
@@ -85,7 +85,9 @@ _log = logging.getLogger(__name__)
 _MUCH_WASTE = 0.05
 
 
-def fit(executor: Executor, spec: EngineSpec, *, reserved: int) -> tuple[Pool, dict[str, ModelQueue]]:
+def fit(
+    executor: Executor, spec: EngineSpec, clock: Clock, *, reserved: int
+) -> tuple[Pool, dict[str, ModelQueue]]:
     """Returns a pool over the executor's blocks, and a queue for each model. reserved: a cache's rows beyond
     those of sequences that run."""
     _tell_waste(executor.geometries)
@@ -101,9 +103,16 @@ def fit(executor: Executor, spec: EngineSpec, *, reserved: int) -> tuple[Pool, d
         max_tokens={name: card.context_length for name, card in cards.items()},
     )
     shares = {model.name: _planned_shares(model, executor.compute) for model in spec.models}
+    slos = {model.name: model.slo for model in spec.models}
     queues = {
         name: ModelQueue(
-            card, pool.caches[name], spec.max_running, spec.max_waiting, shares.get(name, (0, 0))
+            card,
+            pool.caches[name],
+            spec.max_running,
+            spec.max_waiting,
+            shares.get(name, (0, 0)),
+            slos.get(name, Slo()),
+            clock,
         )
         for name, card in cards.items()
     }

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from kvloom.engine.batching import POLICIES
+from kvloom.engine.batching import BY_DEADLINES, POLICIES
 from kvloom.engine.batching.view import Mixed, Preempt, Prefill, UnitView, same_turn
 from kvloom.engine.inflight import InflightBatch, OutputProcessor, compose
 from kvloom.engine.model_queue import BusyModels, ModelQueue
@@ -18,6 +18,7 @@ from kvloom.engine.requests import Requests
 from kvloom.engine.reservations import Arrivals
 from kvloom.engine.sequence import Sequence
 from kvloom.kv.pool import Pool
+from kvloom.types.clock import Clock
 from kvloom.types.job import Executor, Job, JobResult, Phase
 from kvloom.types.spec import EngineSpec
 
@@ -36,6 +37,7 @@ class Scheduler:
         tuner: QuotaTuner,
         arrivals: Arrivals,
         spec: EngineSpec,
+        clock: Clock,
         *,
         wake: Callable[[], None],
     ) -> None:
@@ -50,7 +52,9 @@ class Scheduler:
         self._tuner = tuner
         self._arrivals = arrivals
         self._spec = spec
+        self._clock = clock
         self._policy = POLICIES[spec.policy]
+        self._by_deadlines = spec.policy in BY_DEADLINES
         self._multistep = MultiStepDecode(queues, pool, executor, self._policy)
         self._wake = wake
         self._ended: deque[tuple[InflightBatch, asyncio.Future[JobResult]]] = deque()
@@ -136,16 +140,18 @@ class Scheduler:
         if self._arrivals.waits(queue):
             return False
         batch = [(sequence, 1) for sequence in ready]
-        steps = 1 if self._settling or watched else self._multistep.steps(view, action, batch)
+        single = self._settling or watched or (self._by_deadlines and queue.waiting)  # time lets more in
+        steps = 1 if single else self._multistep.steps(view, action, batch)
         return self._start(queue, Phase.DECODE, action.share, batch, steps)
 
     def _start_prompts(self, queue: ModelQueue, action: Prefill | Mixed) -> bool:
         """Starts a prefill or a mixed job. The latter is a prefill, too, if the decode step waits for a
         sequence that is about to arrive, and a decode step if the prompts that it admits need no prefill."""
         running, tokens = len(queue.running), self._spec.chunk_tokens
+        if action.tokens is not None:
+            tokens = min(tokens, action.tokens)
         ready: list[Sequence] = []
         if isinstance(action, Mixed):
-            tokens = min(tokens, action.tokens)
             ready = [] if self._arrivals.waits(queue) else queue.decodable()
         chunks = queue.prefill_batch(action.blocks, tokens, self.jobs)
         phase = Phase.PREFILL if not ready else Phase.MIXED if chunks else Phase.DECODE
@@ -206,6 +212,7 @@ class Scheduler:
                     inflight, result = inflight.without(void, result)
                     self._outputs.lose(whole, inflight, gone, self.jobs)
                 prompt, phase = inflight.prompt_tokens, inflight.job.phase  # mixed ones say nothing of either
+                queue.deadlines.times.note(inflight.job.phase, inflight.tokens, result.seconds / steps)
                 if phase is Phase.DECODE:
                     queue.step_time.note(result.seconds / steps)
                 elif phase is Phase.PREFILL:
@@ -237,6 +244,10 @@ class Scheduler:
                     future.set_result(None)
 
     def _view(self) -> UnitView:
+        now = self._clock.now()
+        if self._by_deadlines:
+            for queue in self._queues.values():
+                queue.put_late_behind(now)
         return UnitView(
             models=self._busy.views(),
             served=len(self._queues),
@@ -248,4 +259,5 @@ class Scheduler:
             overload=round(self._spec.overload * self._executor.compute),
             walls=self._spec.quotas == "fixed",
             mixes=self._spec.abilities.mixes,
+            now=now,
         )

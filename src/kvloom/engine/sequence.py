@@ -134,6 +134,14 @@ class Sequence:
     """Jobs that the unit had started when the sequence began to wait."""
     preempted_at: int = -1
     """Jobs that the unit had started when the sequence was last preempted."""
+    came: float | None = None
+    """The clock's time when it was first enqueued."""
+    first_at: float | None = None
+    """The clock's time of its first token."""
+    found: int = 0
+    """Tokens that were found cached when it was last looked, while the sequence waited."""
+    missed: bool = False
+    """Whether it cannot meet its model's objective any more, as far as is known."""
     status: Status = Status.WAITING
     salt: str = ""
     """That with which its tokens are cached."""

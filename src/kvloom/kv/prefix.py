@@ -229,6 +229,10 @@ class PrefixTree:
             self._recency.touch(path[-1])
         return [node.page for node in path], length
 
+    def length(self, tokens: TokenIds, limit: int, salt: str = "") -> int:
+        """Returns the length of that prefix, which does not count as used."""
+        return self._walk(_plain(tokens), limit, salt)[1]
+
     def insert(self, tokens: TokenIds, pages: Sequence[int], salt: str = "") -> list[int]:
         """Caches `tokens`, which `pages` hold, with `salt`. Returns the pages that hold them here, which are
         others if the same tokens were cached with it before. Raises ValueError if the pages are not as many

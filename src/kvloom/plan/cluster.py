@@ -14,7 +14,7 @@ from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import CostModel
 from kvloom.types.errors import ConfigError
-from kvloom.types.spec import UnitAbilities, unit_abilities
+from kvloom.types.spec import Slo, UnitAbilities, unit_abilities
 
 CPU: Final = "cpu"  # its `gpus` are cores: they share one memory, and split no head
 _TENTHS: Final = tuple(tenth / 10 for tenth in range(3, 11))  # MuxServe profiles 30 % to 100 % of the SMs
@@ -36,6 +36,7 @@ class Demand:
     prompt: float
     output: float
     path: str | None = None
+    slo: Slo | None = None
 
     @property
     def flops(self) -> float:

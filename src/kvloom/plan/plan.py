@@ -15,7 +15,7 @@ from kvloom.plan.cluster import CPU, Demand, MeshKind
 from kvloom.plan.cost.shapes import ModelShape, read_shape
 from kvloom.plan.growth import MAX_BATCH
 from kvloom.types.errors import ConfigError
-from kvloom.types.spec import Dtype, ModelSpec, UnitAbilities, unit_abilities
+from kvloom.types.spec import Dtype, ModelSpec, Slo, UnitAbilities, unit_abilities
 
 PLAN_VERSION = 2
 LEAST_RATE: Final = 1e-6  # a model that nobody asks for is served all the same
@@ -45,6 +45,8 @@ class PlannedModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The share of the unit's KV blocks."""
     throughput: _Rate
     """Requests a second that it could answer, if so many came."""
+    slo: Slo | None = None
+    """Its objective; None for that of the config, or the usual one."""
 
     def share_of(self, known: ModelSpec) -> ModelSpec:
         """Returns a model as this unit is to serve it, and else as it is known."""
@@ -54,6 +56,7 @@ class PlannedModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             prefill_share=self.prefill_share,
             decode_share=self.decode_share,
             quota=self.quota,
+            slo=self.slo or known.slo,
         )
 
 

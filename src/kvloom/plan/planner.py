@@ -91,6 +91,7 @@ def _models(estimator: Estimator, kind: MeshKind, items: Sequence[Item]) -> Iter
             decode_share=decodings[n].share,
             quota=parts[n],
             throughput=estimate.throughput[n],
+            slo=demands[n].slo,
         )
 
 

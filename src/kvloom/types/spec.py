@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from kvloom.types.geometry import KVDtype
 from kvloom.types.request import Level
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Policy = Literal["adbs", "fcfs", "round-robin", "partitioned"]
+Policy = Literal["adbs", "fcfs", "round-robin", "partitioned", "slack"]
 Quotas = Literal["adaptive", "fixed"]
 Control = Literal["operators", "iterations"]
 Splitting = Literal["auto", "none"]
 TransportName = Literal["auto", "shm", "nixl", "tcp"]
 Option = bool | int | float | str | list[str]
+
+
+class Slo(Struct, frozen=True, forbid_unknown_fields=True):
+    """A model's service-level objective, in seconds: a request's first token is due `ttft` after it came, and
+    its token number i, counted from 0, `i * tpot` after the first."""
+
+    ttft: Annotated[float, Meta(gt=0.0)] = 2.0
+    tpot: Annotated[float, Meta(gt=0.0)] = 0.2
 
 
 class ModelSpec(Struct, frozen=True, kw_only=True):
@@ -33,6 +41,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     decode_share: float | None = None
     quota: float | None = None  # of the pool's blocks, to begin with
     memory: int = 0  # bytes of the host's memory that it takes besides the pool, as far as that is known
+    slo: Slo = Slo()  # by which the policy `slack` chooses
 
 
 class WeaveSpec(Struct, frozen=True):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from kvloom.engine.batching.adbs import adbs
 from kvloom.engine.batching.baselines import fcfs, partitioned, round_robin
+from kvloom.engine.batching.slack import slack
 from kvloom.engine.batching.view import Action, UnitView, last_resort
 
 Policy = Callable[[UnitView], Action | None]
@@ -21,4 +23,6 @@ POLICIES: dict[str, Policy] = {
     "fcfs": _with_last_resort(fcfs),
     "round-robin": _with_last_resort(round_robin),
     "partitioned": _with_last_resort(partitioned),
+    "slack": _with_last_resort(slack),
 }
+BY_DEADLINES: Final = frozenset({"slack"})  # policies whose answer changes as time goes by

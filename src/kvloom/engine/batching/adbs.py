@@ -45,11 +45,10 @@ def _next_prefill(view: UnitView, prompts: list[ModelView]) -> tuple[Action | No
     """Returns the next prefill, or the preemption that makes room for it; and whether decodes must hold until
     the compute for it is free. prompts: the models that want one."""
     for model in sorted(prompts, key=lambda m: m.last_prefill):
-        budget = _budget(view, model)
+        budget, preemption = room_for(view, model)
+        if preemption:
+            return preemption, False
         if model.head_blocks > budget:
-            victim = model.name if model.outnumbered else _victim(view, model)
-            if victim:
-                return Preempt(victim), False
             continue
         share, turn = _prefill_share(view, model)
         mixed = _mixed(view, model, share, budget)
@@ -98,6 +97,16 @@ def _prefill_share(view: UnitView, model: ModelView) -> tuple[int, bool]:
         stepped = not view.last_was_prefill or not any(model.wants_decode for model in view.models)
         return view.compute, stepped
     return (view.compute + 1) // 2, True
+
+
+def room_for(view: UnitView, model: ModelView) -> tuple[int, Preempt | None]:
+    """Returns the blocks that the next prompts of `model` may take, and the preemption that makes room for
+    the first of them if they are too few and one may."""
+    budget = _budget(view, model)
+    if model.head_blocks <= budget:
+        return budget, None
+    victim = model.name if model.outnumbered else _victim(view, model)
+    return budget, Preempt(victim) if victim else None
 
 
 def _budget(view: UnitView, model: ModelView) -> int:
@@ -152,14 +161,14 @@ def _next_decode(view: UnitView, *, prefills: bool) -> Action | None:
             together = len(ready) > 1 or view.idle < view.compute or (prefills and not view.filling)
             beside = model.decode_share or max(1, view.compute // 2)
             return Decode(model.name, min(room, beside) if together else view.compute)
-        giver = _giver(view, model)
+        giver = step_giver(view, model)
         if giver.held:
             return Preempt(giver.name)
         # All that it runs is in a job, whose end is near.
     return None
 
 
-def _giver(view: UnitView, model: ModelView) -> ModelView:
+def step_giver(view: UnitView, model: ModelView) -> ModelView:
     """Returns the model whose blocks the next step of `model` takes: the one most over quota, or `model`
     itself."""
     others = [m for m in view.models if m.running and not view.walls]

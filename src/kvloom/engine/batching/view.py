@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 GROWING = 8  # sequences that run for each page that stays free for them when a prompt is let in
 STARVING = 64  # jobs that may start elsewhere before a waiting model may take blocks beyond its quota
@@ -44,6 +45,13 @@ class ModelView:
     full: bool = False  # whether no more may run
     mixes: bool = True  # whether its decodes may go with a prompt's chunk: none is offloaded
     awake: bool = True  # whether its weights are in memory
+    head_due: float = inf  # when the head's next token is due; inf if it cannot be in time any more
+    head_tokens: int = 0  # what the head still has to compute
+    step_due: float = inf  # when the next token of `decodable` is due, of those that can still be in time
+    step_priority: int = 0  # the most urgent of `decodable`
+    step_seconds: float = 0.0  # that a step of `decodable` is expected to take
+    token_seconds: float = 0.0  # that a token of a prompt does, and one more sequence in a step
+    tpot: float = inf  # seconds from one token of a stream to the next, by the model's objective
 
     @property
     def wants_prefill(self) -> bool:
@@ -80,6 +88,7 @@ class UnitView:
     overload: int = 0
     walls: bool = False  # quotas do not bend
     mixes: bool = False  # jobs may have a prompt's chunk and decodes
+    now: float = 0.0  # seconds, by the unit's clock
 
     def free(self, model: ModelView) -> int:
         """Returns the blocks that `model` may take without anybody giving way."""
@@ -112,11 +121,13 @@ class UnitView:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Start a prefill job of `model` on `share` units of compute, taking at most `blocks` new blocks."""
+    """Start a prefill job of `model` on `share` units of compute, taking at most `blocks` new blocks, and at
+    most `tokens` tokens, if so many are said."""
 
     model: str
     share: int
     blocks: int
+    tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from kvloom.engine.batching.view import LASTING
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.quotas import QuotaTuner
 from kvloom.engine.requests import Requests
-from kvloom.engine.residency import (
+from kvloom.engine.residency.policy import (
     Move,
     Residency,
     ResidencyView,
@@ -75,7 +75,7 @@ class _Weights:
 
 
 class WeightResidency:
-    """Carries out what the policy (`residency.py`) says about whose weights are in memory."""
+    """Carries out what the policy (`policy.py`) says about whose weights are in memory."""
 
     def __init__(
         self,

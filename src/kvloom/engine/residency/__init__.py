@@ -1,0 +1,1 @@
+"""Whose weights are in memory: the policy, and what carries it out."""
