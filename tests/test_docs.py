@@ -51,6 +51,8 @@ def test_every_config_key_and_its_default(section: type[BaseModel], table: int) 
             assert given == "required", key
         elif field.default is None:
             assert given == "none", key
+        elif isinstance(field.default, Path):
+            assert given == str(field.default), key
         elif isinstance(field.default, BaseModel):
             assert type(field.default).model_validate(yaml.safe_load(given)) == field.default, key
         else:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvloom.engine.batching.adbs import WEIGHTS
-from kvloom.engine.batching.deadlines import LEEWAY, Deadlines, JobTimes
+from kvloom.engine.batching.deadlines import LEEWAY, Deadlines
+from kvloom.engine.batching.job_times import JobTimes
 from kvloom.engine.sequence import Sequence, TokenBuffer
 from kvloom.types.job import Phase
 from kvloom.types.request import SamplingParams

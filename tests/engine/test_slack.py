@@ -21,7 +21,7 @@ from tests.modelled import ModelledExecutor, ask, engine_over
 from tests.modelled_units import ManualClock
 
 NOW, TOKEN = 100.0, 0.001
-RECENT = {"last_decode": JOBS, "last_prefill": JOBS}
+RECENT: dict[str, object] = {"last_decode": JOBS, "last_prefill": JOBS}
 
 
 def slack(view: UnitView) -> Action | None:
