@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from typing import Final
 
+from kvloom.engine.adapters import ModelQueues
 from kvloom.engine.guide import Guides, GuideTrial, no_trial
 from kvloom.engine.leases import Leases, Pins, Promises
 from kvloom.engine.migration import Llumlet, Pauses
@@ -62,8 +63,8 @@ class Engine:
         self._spec = spec
         self._stopping = False
         self._wake = asyncio.Event()
-        self.pool, queues = fit(executor, spec, reserved=MAX_RESERVED)
-        self._queues = queues
+        self.pool, own = fit(executor, spec, reserved=MAX_RESERVED)
+        queues = self._queues = ModelQueues(own, spec.models)
 
         # The requests, and what is kept for them.
         requests = self._requests = Requests(queues)
@@ -165,14 +166,15 @@ class Engine:
     async def models(self) -> list[ModelCard]:
         if self._stopping:
             raise Unavailable("the engine is stopping")
-        return [queue.card for queue in self._queues.values()]
+        return [*self._queues.cards.values()]
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
         """Yields an empty frame once the request is let in, and then its events. See `EngineClient`."""
         self._requests.check(body)
+        body = self._queues.salted(body)
         stream = self._requests.open(body)
         try:
-            guides = await self._guides.compiled(body, wanted=lambda: not stream.ended)
+            guides = await self._guides.compiled(self._queues.of_base(body), wanted=lambda: not stream.ended)
             if self._stopping:
                 raise Unavailable("the engine is stopping")
             self._interrupt()
@@ -211,13 +213,13 @@ class Engine:
         if self._stopping:
             raise Unavailable("the engine is stopping")
         self._interrupt()  # the loop must rest no longer than until the new lease runs out
-        return self._reservations.prepare(body)
+        return self._reservations.prepare(self._queues.salted(body))
 
     async def remote_send(self, body: RemoteSend) -> Sent:
         self._requests.check_prompt(body.model, body.prompt)
         self._interrupt()
         await self._pauses.publish(body.request)
-        return await self._transfers.send(body)
+        return await self._transfers.send(self._queues.salted(body))
 
     async def renew(self, request: str) -> Lease:
         asked = self._reservations.renew(request), self._pins.renew(request)
@@ -234,7 +236,7 @@ class Engine:
         if self._stopping:
             raise Unavailable("the engine is stopping")
         self._interrupt()  # as for prep_recv
-        return self._pins.pin(body)
+        return self._pins.pin(self._queues.salted(body))
 
     async def unpin(self, request: str) -> Held:
         self._interrupt()
@@ -245,7 +247,8 @@ class Engine:
             self._requests.check_prompt(body.model, body.prompt)
         self._interrupt()
         made = await self._pauses.pause(request)
-        return Standing(made=made, sent=await self._transfers.send_what_is_here(sends))
+        salted = [self._queues.salted(body) for body in sends]
+        return Standing(made=made, sent=await self._transfers.send_what_is_here(salted))
 
     async def resume(self, request: str) -> None:
         self._interrupt()
@@ -265,7 +268,8 @@ class Engine:
 
     async def evict(self, body: Prefix) -> Evicted:
         self._requests.check_prompt(body.model, body.prompt)
-        tree = self.pool.caches[body.model].prefixes
+        body = self._queues.salted(body)
+        tree = self._queues[body.model].cache.prefixes
         dropped = tree.evict(body.prompt, body.salt)
         return Evicted(tokens=dropped, pinned=tree.pinned(body.prompt, body.salt))
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from kvloom.engine.adapters import ModelQueues
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.kv.pool import Pool
 from kvloom.types.job import Phase
@@ -17,7 +18,7 @@ from kvloom.types.transfer import Transport
 def unit_load(
     spec: EngineSpec,
     pool: Pool,
-    queues: Mapping[str, ModelQueue],
+    queues: ModelQueues,
     waits: Waits | None,
     transport: Transport,
     *,
@@ -39,6 +40,7 @@ def unit_load(
         sent_bytes_total=transport.meter.bytes,
         sent_seconds_total=transport.meter.seconds,
         links=dict(transport.meter.links),
+        adapters={name: base for name, (base, _) in queues.adapters.items()},
     )
 
 

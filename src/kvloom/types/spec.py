@@ -18,6 +18,13 @@ TransportName = Literal["auto", "shm", "nixl", "tcp"]
 Option = bool | int | float | str | list[str]
 
 
+class AdapterSpec(Struct, frozen=True):
+    """A LoRA adapter, which is served as a model of its own name beside its base."""
+
+    name: str
+    path: str  # the folder that PEFT has saved
+
+
 class ModelSpec(Struct, frozen=True, kw_only=True):
     """A model to serve. None leaves a share or a quota to the policy."""
 
@@ -33,6 +40,12 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     decode_share: float | None = None
     quota: float | None = None  # of the pool's blocks, to begin with
     memory: int = 0  # bytes of the host's memory that it takes besides the pool, as far as that is known
+    adapters: tuple[AdapterSpec, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names by which it is served: its own, and those of its adapters."""
+        return self.name, *(adapter.name for adapter in self.adapters)
 
 
 class WeaveSpec(Struct, frozen=True):
@@ -57,6 +70,8 @@ class UnitAbilities(Struct, frozen=True, cache_hash=True):
     """Jobs run side by side, each on a share of the compute. Without it they take turns, and each has all."""
     weaves: bool
     """It lends blocks and attention to other units, and borrows theirs."""
+    adapts: bool
+    """It serves adapters beside their base."""
     mixes: bool
     """A prompt's chunk and a model's decode step may be one job. GPUs would run it as a prefill, which is not
     recorded; nobody has measured whether that pays."""
@@ -76,6 +91,7 @@ def unit_abilities(device: str, ranks: int, transport: TransportName = "shm") ->
         moves=together,
         shares=together,
         weaves=alone and transport == "shm",
+        adapts=alone and device == "cpu",
         mixes=device == "cpu",
         kv_dtypes=("auto", "float32", "bfloat16", "int8") if device == "cpu" else _ON_GPUS,
     )
@@ -106,6 +122,11 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     device: str = "cpu"  # or `cuda:N`; of several ranks N is the first one's GPU, and the others follow it
     weave: WeaveSpec | None = None  # the loan that this unit asks for
     memory: int = 0  # bytes of the host's memory that its processes take besides models and pool
+
+    @property
+    def served(self) -> frozenset[str]:
+        """The names of all models that the unit serves, adapters included."""
+        return frozenset(name for model in self.models for name in model.names)
 
     @property
     def abilities(self) -> UnitAbilities:

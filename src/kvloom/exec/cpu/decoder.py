@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kvloom.exec.adapters import LayerName
 from kvloom.exec.attention import ForwardState, Scoring, runs_of
+from kvloom.exec.cpu.adapted import AdaptedRows
 from kvloom.exec.cpu.fuse import FusedRMSNorm
 from kvloom.exec.cpu.layer import (
     AttentionRecords,
@@ -59,7 +61,28 @@ class FusedDecoder:
         self._heads = heads.kv, heads.q // heads.kv
         self._small_batch = SmallBatchDecode.of(parts.embedding, parts.layers, parts.norm, parts.head)
 
-    def __call__(self, tokens: I64, kept: I64, state: ForwardState) -> Tensor:
+    @property
+    def shapes(self) -> dict[LayerName, tuple[int, int]]:
+        """Outputs and inputs of the linear layers that adapters may change."""
+        found: dict[LayerName, tuple[int, int]] = {}
+        for layer in self._parts.layers:
+            mlp = getattr(layer.mlp, "inner", layer.mlp)
+            linears = (
+                (layer.o, "o_proj"),
+                (mlp.gate, "gate_proj"),
+                (mlp.up, "up_proj"),
+                (mlp.down, "down_proj"),
+            )
+            found |= {(layer.index, name): (one.out_features, one.in_features) for one, name in linears}
+            heads, size = layer.heads, layer.qkv.in_features
+            for name, count in (("q_proj", heads.q), ("k_proj", heads.kv), ("v_proj", heads.kv)):
+                found[layer.index, name] = count * heads.size, size
+        return found
+
+    def __call__(
+        self, tokens: I64, kept: I64, state: ForwardState, adapted: AdaptedRows | None = None
+    ) -> Tensor:
+        """adapted: the adapters of the rows, if one has any."""
         cos, sin = self._angles(state)
         threads, small_batch = torch.get_num_threads(), self._small_batch
         if state.decode and small_batch is not None and small_batch.takes(tokens, kept):
@@ -68,12 +91,12 @@ class FusedDecoder:
                 split.begin(small_batch.limits(state.lengths, state.arena.shape[2], threads), threads)
             runs = runs_of(state.shared, *self._heads)
             records = forward_records(self._records, state, cos, sin, threads, runs)
-            logits = small_batch(tokens, kept, records, threads, split, state.remote)
+            logits = small_batch(tokens, kept, records, threads, split, state.remote, adapted)
             for layer in self._parts.layers:
                 state.send(layer.index)
             return logits
-        if not state.decode or state.remote is not None or state.polls is not None:
-            return self._layers(torch.from_numpy(tokens), padded(kept), cos, sin, state)
+        if not state.decode or state.remote is not None or state.polls is not None or adapted is not None:
+            return self._layers(torch.from_numpy(tokens), padded(kept), cos, sin, state, adapted)
         runs = runs_of(state.shared, *self._heads)
         records = forward_records(self._records, state, cos, sin, threads, runs)
         return self._decode(torch.from_numpy(tokens), padded(kept), records, threads, state)
@@ -83,13 +106,21 @@ class FusedDecoder:
         cos, sin = self._parts.rotary(self._parts.norm.weight, positions)  # whose format it takes
         return cos[0].contiguous(), sin[0].contiguous()
 
-    def _layers(self, tokens: Tensor, kept: Tensor, cos: Tensor, sin: Tensor, state: ForwardState) -> Tensor:
+    def _layers(
+        self,
+        tokens: Tensor,
+        kept: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        state: ForwardState,
+        adapted: AdaptedRows | None,
+    ) -> Tensor:
         parts = self._parts
         x = parts.embedding(tokens)
-        runs = 1 if state.polls is None else state.polls.split.runs(len(x))
+        runs = 1 if state.polls is None or adapted is not None else state.polls.split.runs(len(x))
         for layer in parts.layers[:-1]:
-            x = layer.prefill(x, cos, sin, state, runs=runs)
-        x = parts.layers[-1].prefill(x, cos, sin, state, kept, runs)
+            x = layer.prefill(x, cos, sin, state, runs=runs, adapted=adapted)
+        x = parts.layers[-1].prefill(x, cos, sin, state, kept, runs, adapted)
         x = parts.norm(x)
         state.poll()
         logits: Tensor = parts.head(x)

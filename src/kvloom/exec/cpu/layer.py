@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from kvloom.exec.attention import ForwardState, Scoring
+from kvloom.exec.cpu.adapted import DOWN, GATED, QKV, AdaptedRows, O
 from kvloom.exec.cpu.fuse import FusedRMSNorm
 from kvloom.exec.cpu.linear import Between, GatedMLP, Linear, at_once
 from kvloom.exec.parallel.slicing import Summed
+from kvloom.kernels import reference
 from kvloom.kernels.cpu import rotate
 from kvloom.kernels.cpu.attention.decode import AttentionArguments, addresses_of, span_of, span_of_runs
 from kvloom.kernels.cpu.attention.groups import RowRuns
@@ -67,17 +69,22 @@ class DecoderLayer:
         state: ForwardState,
         kept: Tensor | None = None,
         runs: int = 1,
+        adapted: AdaptedRows | None = None,
     ) -> Tensor:
         """Takes x [N, H] and returns [N, H], or its rows `kept` alone: after the last layer's K and V nobody
         needs others. runs: the number of runs of rows into which products are cut, so that others wait
-        less."""
+        less; 1 if rows have adapters."""
         if runs > 1:
             return self._in_runs(x, cos, sin, state, kept, runs)
-        qkv = self.qkv(self.before(x))
+        normal = self.before(x)
+        qkv = self.qkv(normal)
+        if adapted is not None:
+            adapted.add(self.index, QKV, normal, (qkv,))
         mixed = state.attend(self.index, *self.heads.split(qkv, cos, sin), self.scoring).flatten(1)
         if kept is not None:
             x, mixed = x[kept], mixed[kept]
-        return self.finish(x, mixed, state.poll)
+            adapted = adapted and adapted.taken(kept)
+        return self.finish(x, mixed, state.poll) if adapted is None else self._adapt(x, mixed, adapted)
 
     def _in_runs(
         self, x: Tensor, cos: Tensor, sin: Tensor, state: ForwardState, kept: Tensor | None, runs: int
@@ -100,6 +107,20 @@ class DecoderLayer:
         between()
         x = self.mlp.onto(self.between(x), x, between)
         between()
+        return x
+
+    def _adapt(self, x: Tensor, mixed: Tensor, adapted: AdaptedRows) -> Tensor:
+        """Does what `finish` does, for rows that have adapters."""
+        mlp = self.mlp
+        assert isinstance(mlp, GatedMLP), "ranks serve no adapters"
+        x = self.o.onto(mixed, x)
+        adapted.add(self.index, O, mixed, (x,))
+        normal = self.between(x)
+        gates, ups = mlp.gate(normal), mlp.up(normal)
+        adapted.add(self.index, GATED, normal, (gates, ups))
+        inner = reference.activate(gates, mlp.activation).mul_(ups)
+        x = mlp.down.onto(inner, x)
+        adapted.add(self.index, DOWN, inner, (x,))
         return x
 
 

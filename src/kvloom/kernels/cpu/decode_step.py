@@ -30,6 +30,7 @@ from kvloom.kernels.cpu.attention.decode import (
 from kvloom.kernels.cpu.elementwise import copy_row, norm_row
 from kvloom.kernels.cpu.half import FLOAT32, PANEL, widen_output, widen_row
 from kvloom.kernels.cpu.lanes.floats import LANES
+from kvloom.kernels.cpu.low_rank import DOWN, LOW_STAGES, QKV, O, low_products
 from kvloom.kernels.cpu.memory import (
     acquire,
     aligned,
@@ -166,7 +167,9 @@ def collect(address, attention, layer, posting, counters):  # type: ignore[no-un
 
 COUNTERS = 16  # 64-bit words a stage: `next` and `done`, alone in their cache lines
 OPERATORS = 5  # a layer; before the first the embedding, after the last the head
-STAGES = OPERATORS + 1  # two of rows that are away, in place of attention, which has counters of its own
+_LOW = OPERATORS + 1  # the first of the adapters' stages; two before are of rows that are away, in place of
+# attention, which has counters of its own
+STAGES = _LOW + LOW_STAGES
 FIRST = 16  # byte of the first counters: threads that have come, if one of them is to look
 
 
@@ -204,7 +207,8 @@ class StepArguments(ctypes.Structure):
     embedding_form: the embedding's number format, as in `half.FORMATS`; embedding_panel: the bytes of a panel
     if the embedding is in panels, as a tied head of 16 bits has them, else 0.
 
-    ask: the AskArguments, or 0 if no row is offloaded; poll: the LookArguments, or 0 if no tasks come. For
+    adapted: the LowRankArguments, or 0 if no row has an adapter; ask: the AskArguments, or 0 if no row is
+    offloaded; poll: the LookArguments, or 0 if no tasks come. For
     each stage, the last the head: parts [OPERATORS · depth + 1], and ends, as long, the pieces that there are
     when it is over.
     """
@@ -216,7 +220,7 @@ class StepArguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("mixed", "mixed_row", "inner", "inner_row")),
         ("ready_row", ctypes.c_int64),
         *((name, ctypes.c_int64) for name in ("kept", "kept_rows", "logits", "logits_row", "plain", "vocab")),
-        *((name, ctypes.c_int64) for name in ("ask", "poll", "parts", "ends", "threads")),
+        *((name, ctypes.c_int64) for name in ("adapted", "ask", "poll", "parts", "ends", "threads")),
         ("norm", NormArguments),
         ("head", LinearArguments),
     ]
@@ -284,13 +288,14 @@ def _mix(s, layer, turn, next_token, counters, normal, scratch, poll, stage):  #
     """Runs a layer up to attention's output; returns False if the host has to wait for a part of that. stage:
     the number of the layer's first."""
     step, wide = COUNTERS * 8, s.x_row
-    if observe(counters) < layer.qkv.count:
+    number, to, x = stage // OPERATORS, (s.qkv, s.qkv_row), (normal, wide)
+    if s.adapted != 0 or observe(counters) < layer.qkv.count:
         normalise(normal, wide, s.x, wide, s.rows, s.size, layer.before)
-    parts = _parts(s, poll, stage)
-    to, x = (s.qkv, s.qkv_row), (normal, wide)
-    product(layer.qkv, layer.o, to, x, s.rows, False, counters, scratch, poll, parts)
+    if s.adapted != 0:
+        low_products(s.adapted, number, 0, x, layer.qkv.depth, counters + _LOW * step)
+    parts, low = _parts(s, poll, stage), (s.adapted, number, QKV)
+    product(layer.qkv, layer.o, to, x, s.rows, False, counters, scratch, poll, parts, low)
     _after(s, poll, stage)
-    number = stage // OPERATORS
     if s.ask != 0:
         post(s.ask, turn, number, counters + step)
     _attend(turn, next_token, poll, _parts(s, poll, stage + 1))
@@ -301,21 +306,30 @@ def _mix(s, layer, turn, next_token, counters, normal, scratch, poll, stage):  #
 @njit(inline="never")
 def _finish(s, layer, then, counters, normal, scratch, poll, stage):  # type: ignore[no-untyped-def]
     """Runs the rest of a layer. `then` is the product after this layer's last."""
-    step, wide = COUNTERS * 8, s.x_row
+    step, wide, adapted, number = COUNTERS * 8, s.x_row, s.adapted, stage // OPERATORS
+    lows = counters + (_LOW + 1) * step
     counters += 3 * step
     parts = _parts(s, poll, stage + 2)
     to, mixed, inner = (s.x, wide), (s.mixed, s.mixed_row), (s.inner, s.inner_row)
-    product(layer.o, layer.gate, to, mixed, s.rows, True, counters, scratch, poll, parts)
+    if adapted != 0:
+        low_products(adapted, number, 1, mixed, layer.o.depth, lows)
+    low = (adapted, number, O)
+    product(layer.o, layer.gate, to, mixed, s.rows, True, counters, scratch, poll, parts, low)
     _after(s, poll, stage + 2)
     counters += step
-    if observe(counters) < layer.gate.count:
+    if adapted != 0 or observe(counters) < layer.gate.count:
         normalise(normal, wide, s.x, wide, s.rows, s.size, layer.between)
+    if adapted != 0:
+        low_products(adapted, number, 2, (normal, wide), layer.gate.depth, lows + step)
     parts = _parts(s, poll, stage + 3)
-    gated(layer, inner, (normal, wide), s.rows, counters, scratch, poll, parts)
+    gated(layer, inner, (normal, wide), s.rows, counters, scratch, poll, parts, (adapted, number))
     _after(s, poll, stage + 3)
     counters += step
     parts = _parts(s, poll, stage + 4)
-    product(layer.down, then, to, inner, s.rows, True, counters, scratch, poll, parts)
+    if adapted != 0:
+        low_products(adapted, number, 3, inner, layer.down.depth, lows + 2 * step)
+    low = (adapted, number, DOWN)
+    product(layer.down, then, to, inner, s.rows, True, counters, scratch, poll, parts, low)
     _after(s, poll, stage + 4)
 
 
@@ -330,7 +344,7 @@ def _head(s, normal, counters, scratch, poll):  # type: ignore[no-untyped-def]
         plain_head(s, normal, wide, counters, scratch[0], poll, parts)
     else:
         to, x = (s.logits, s.logits_row), (normal, wide)
-        product(s.head, s.head, to, x, s.kept_rows, False, counters, scratch, poll, parts)
+        product(s.head, s.head, to, x, s.kept_rows, False, counters, scratch, poll, parts, (0, 0, 0))
     _after(s, poll, stage)
 
 
