@@ -1,11 +1,11 @@
 """Requests of many adapters in one batch, against the base's own requests alone.
 
-python -m benchmarks.adapters [--shape A] [--rank 16] [--adapters 64] [--rows 32] [--rounds 15]. Adapters have
-random weights in bfloat16 for all seven linear layers of each layer; the base is in float32. The sides are the
-same rows over the same pages, step by step in turn, so that neighbours on the machine slow all of them: those of
-the base, those of one adapter, and those of as many adapters as there are rows, which go round all adapters from
-step to step. Then one request alone, and the prefill of a prompt. Forwards alone, without the engine's loop.
-Medians of the rounds.
+python -m benchmarks.adapters [--shape A] [--rank 16] [--adapters 64] [--rows 32] [--rounds 15]. Adapters
+have random weights in bfloat16 for all seven linear layers of each layer; the base is in float32. The sides
+are the same rows over the same pages, step by step in turn, so that neighbours on the machine slow all of
+them: those of the base, those of one adapter, and those of as many adapters as there are rows, which go round
+all adapters from step to step. Then one request alone, and the prefill of a prompt. Forwards alone, without
+the engine's loop. Medians of the rounds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
@@ -24,7 +24,7 @@ from tools.make_checkpoint import BYTES, SHAPES
 
 from benchmarks.places import checkpoint
 from benchmarks.report import Cell, Finding, Report, make_parser, publish, this_machine
-from kvloom.exec.adapters import Adapter
+from kvloom.exec.adapters import Adapter, LayerName
 from kvloom.exec.attention import ForwardState
 from kvloom.exec.cpu.adapted import ServedAdapters
 from kvloom.exec.cpu.executor import CPU
@@ -57,14 +57,15 @@ class Rows:
     def __init__(self, shape: str, effort: Effort) -> None:
         path = checkpoint(shape, "bfloat16")
         self._model: Any = load_model(ModelSpec(name="m", path=str(path), dtype="float32"), BLOCK, CPU)
-        shapes = self._model.forward.shapes
+        forward: Any = self._model.forward
+        shapes: Mapping[LayerName, tuple[int, int]] = forward.shapes
         self.served, self.names = ServedAdapters(shapes), [str(i) for i in range(effort.adapters)]
         generator = torch.Generator().manual_seed(0)
         for name in self.names:
             weights = {
-                place: tuple(
-                    (0.01 * torch.randn(size, generator=generator)).bfloat16()
-                    for size in ((effort.rank, inputs), (outputs, effort.rank))
+                place: (
+                    (0.01 * torch.randn(effort.rank, inputs, generator=generator)).bfloat16(),
+                    (0.01 * torch.randn(outputs, effort.rank, generator=generator)).bfloat16(),
                 )
                 for place, (outputs, inputs) in shapes.items()
             }

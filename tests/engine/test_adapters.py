@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+from kvloom.kv.prefix_feed import page_name, root_name, split_names
 from kvloom.types.errors import UnknownModel
 from kvloom.types.spec import AdapterSpec, EngineSpec
-from kvloom.types.verbs import Prefix
+from kvloom.types.verbs import CachedSince, Prefix
 from tests.adapters import make_adapter, merge
 from tests.checkpoints import make_checkpoint
 from tests.engines import ask, body, running, spec_of
@@ -34,8 +35,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def spec_with(base: Path, **changes: int) -> EngineSpec:
-    spec = spec_of({"base": base}, **changes)
+def spec_with(base: Path, kv_bytes: int = 4 << 20) -> EngineSpec:
+    spec = spec_of({"base": base}, kv_bytes=kv_bytes)
     adapters = tuple(AdapterSpec(name, str(base.parent / name)) for name in ADAPTERS)
     return structs.replace(spec, models=(structs.replace(spec.models[0], adapters=adapters),))
 
@@ -65,7 +66,7 @@ def test_prefixes_of_an_adapter_are_its_own(base: Path) -> None:
     async def test() -> None:
         prompt = list(range(1, 65))
         async with running(spec_with(base)) as engine:
-            cached = {}
+            cached = dict[str, list[int]]()
             for name in ("base", "one", "two", "base", "one"):
                 answer = await ask(engine, body(name, prompt, max_tokens=8))
                 cached.setdefault(name, []).append(answer.ends[0].cached_tokens)
@@ -73,6 +74,12 @@ def test_prefixes_of_an_adapter_are_its_own(base: Path) -> None:
             assert [found[0] for found in cached.values()] == [0, 0, 0]
             assert cached["base"][1] > 0
             assert cached["one"][1] > 0
+            told = {*split_names((await engine.contents(CachedSince(life="", version=0))).come)}
+            form = (await engine.models())[0].form
+            assert form is not None
+            for name in ("base", "one", "two"):  # as a router names them, which knows adapters as models
+                first = page_name(root_name(name, form.tokens_per_block, ""), prompt[: form.tokens_per_block])
+                assert first in told
             await engine.evict(Prefix(model="one", prompt=prompt))
             assert (await ask(engine, body("one", prompt))).ends[0].cached_tokens == 0
             assert (await ask(engine, body("base", prompt))).ends[0].cached_tokens > 0

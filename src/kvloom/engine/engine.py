@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from typing import Final
 
-from kvloom.engine.adapters import ModelQueues
 from kvloom.engine.guide import Guides, GuideTrial, no_trial
 from kvloom.engine.leases import Leases, Pins, Promises
 from kvloom.engine.migration import Llumlet, Pauses
@@ -63,8 +62,8 @@ class Engine:
         self._spec = spec
         self._stopping = False
         self._wake = asyncio.Event()
-        self.pool, own = fit(executor, spec, reserved=MAX_RESERVED)
-        queues = self._queues = ModelQueues(own, spec.models)
+        self.pool, queues = fit(executor, spec, reserved=MAX_RESERVED)
+        self._queues = queues
 
         # The requests, and what is kept for them.
         requests = self._requests = Requests(queues)
@@ -279,7 +278,15 @@ class Engine:
     async def load(self) -> UnitLoad:
         self._scheduler.sync()
         waits = self.lender.waits()
-        return unit_load(self._spec, self.pool, self._queues, waits, self._transport, draining=self._stopping)
+        return unit_load(
+            self._spec,
+            self.pool,
+            self._queues,
+            waits,
+            self._transport,
+            draining=self._stopping,
+            bases=self._queues.bases,
+        )
 
 
 def _failed(event: Event) -> bool:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from kvloom.engine.adapters import ModelQueues
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.kv.pool import Pool
 from kvloom.types.job import Phase
@@ -18,13 +17,15 @@ from kvloom.types.transfer import Transport
 def unit_load(
     spec: EngineSpec,
     pool: Pool,
-    queues: ModelQueues,
+    queues: Mapping[str, ModelQueue],
     waits: Waits | None,
     transport: Transport,
     *,
     draining: bool,
+    bases: Mapping[str, str],
 ) -> UnitLoad:
-    """Returns the load of the unit. waits: those of tasks that this unit does for another."""
+    """Returns the load of the unit. waits: those of tasks that this unit does for another; bases: those of
+    its adapters."""
     return UnitLoad(
         total_blocks=pool.total,
         free_blocks=pool.free,
@@ -40,7 +41,7 @@ def unit_load(
         sent_bytes_total=transport.meter.bytes,
         sent_seconds_total=transport.meter.seconds,
         links=dict(transport.meter.links),
-        adapters={name: base for name, (base, _) in queues.adapters.items()},
+        adapters=dict(bases),
     )
 
 

@@ -66,14 +66,17 @@ class FusedDecoder:
         """Outputs and inputs of the linear layers that adapters may change."""
         found: dict[LayerName, tuple[int, int]] = {}
         for layer in self._parts.layers:
-            mlp = getattr(layer.mlp, "inner", layer.mlp)
-            linears = (
-                (layer.o, "o_proj"),
-                (mlp.gate, "gate_proj"),
-                (mlp.up, "up_proj"),
-                (mlp.down, "down_proj"),
-            )
-            found |= {(layer.index, name): (one.out_features, one.in_features) for one, name in linears}
+            inner = layer.mlp.inner if isinstance(layer.mlp, Summed) else layer.mlp
+            assert isinstance(inner, GatedMLP)
+            o = layer.o.inner if isinstance(layer.o, Summed) else layer.o
+            assert isinstance(o, Linear)
+            for one, name in (
+                (o, "o_proj"),
+                (inner.gate, "gate_proj"),
+                (inner.up, "up_proj"),
+                (inner.down, "down_proj"),
+            ):
+                found[layer.index, name] = one.out_features, one.in_features
             heads, size = layer.heads, layer.qkv.in_features
             for name, count in (("q_proj", heads.q), ("k_proj", heads.kv), ("v_proj", heads.kv)):
                 found[layer.index, name] = count * heads.size, size
