@@ -55,14 +55,19 @@ class Stage:
     def add(self, x: Tensor, scale: float, outs: Sequence[Tensor], rows: Tensor) -> None:
         """Adds scale · (x · Aᵀ) · Bᵀ to the rows of outs, one for each product. x [N, K]: its rows alone are
         read."""
-        low = (x[rows] @ self.a.float().t()).mul_(scale)
+        first, last = int(rows[0]), int(rows[-1])
+        run = slice(first, last + 1) if last - first + 1 == len(rows) else None  # which needs no copies
+        low = (x[rows if run is None else run] @ self.a.float().t()).mul_(scale)
         for out, runs in zip(outs, self.products, strict=True):
-            for run in runs:
-                count = run.weights.shape[1]
-                part = torch.matmul(low[:, run.begin : run.begin + count], run.weights.float())
-                columns = out[:, run.first * PANEL : (run.first + len(part)) * PANEL]
-                flat = part.transpose(0, 1).flatten(1)[:, : columns.shape[1]]
-                columns.index_add_(0, rows, flat)
+            for one in runs:
+                panels, count, _ = one.weights.shape
+                b = one.weights.float().transpose(0, 1).reshape(count, panels * PANEL)
+                columns = out[:, one.first * PANEL : (one.first + panels) * PANEL]
+                part, b = low[:, one.begin : one.begin + count], b[:, : columns.shape[1]]
+                if run is None:
+                    columns.index_add_(0, rows, part @ b)
+                else:
+                    columns[run].addmm_(part, b)
 
 
 class PackedAdapter:
