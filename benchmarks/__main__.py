@@ -23,6 +23,7 @@ benchmark starts both sides itself. Some two hours in full; --quick proves that 
   weaving        what having attention done elsewhere costs and brings
   downtime       how long a request that moves keeps its caller waiting
   truth          what the simulation says of this machine against what it does
+  adapters       requests of many adapters in one batch against the base's own
   formats        decoding and prefill by the number format of the weights
   mixed          time per token while long prompts come, with and without mixed jobs
   many-models    twenty models in the memory of four, against processes that are swapped
@@ -43,6 +44,7 @@ import msgspec
 from rich.console import Console
 
 from benchmarks import (
+    adapters,
     downtime,
     draws,
     engine_step,
@@ -126,6 +128,9 @@ def alone(options: argparse.Namespace, console: Console) -> dict[str, Measure]:
             ["B"] if quick else formats.WANTED,
             formats.OURS if options.no_peers else [*formats.SIDES],
             formats.QUICK if quick else formats.Effort(),
+        ),
+        "adapters": lambda: adapters.measure(
+            "B" if quick else "A", adapters.QUICK if quick else adapters.Effort()
         ),
         "mixed": lambda: mixed.measure(
             "B", [1] if quick else [1, 2], mixed.QUICK if quick else mixed.Effort()

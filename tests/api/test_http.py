@@ -45,7 +45,8 @@ def events(text: str) -> list[Any]:
 def test_answers_have_the_forms_described(http: TestClient) -> None:
     CompletionAnswer.model_validate(http.post("/v1/completions", json=COMPLETION | {"logprobs": 2}).json())
     ChatAnswer.model_validate(http.post("/v1/chat/completions", json=CHAT | {"logprobs": True}).json())
-    ModelList.model_validate(http.get("/v1/models").json())
+    (listed,) = ModelList.model_validate(http.get("/v1/models").json()).data
+    assert (listed.root, listed.parent) == (listed.id, None)
     options = {"stream": True, "stream_options": {"include_usage": True}}
     text = http.post("/v1/completions", json=COMPLETION | options | {"logprobs": 2, "echo": True}).text
     assert [CompletionAnswer.model_validate(one) for one in events(text)][-1].usage is not None

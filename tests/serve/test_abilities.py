@@ -25,8 +25,10 @@ from tests.lab.sim.fleets import unit, virtually
 from tests.lab.sim.plans import make_plan
 
 KEPT: tuple[KVDtype, ...] = ("auto", "float32", "bfloat16", "int8")
-ALL = UnitAbilities(moves=True, shares=True, weaves=True, sleeps=True, mixes=True, kv_dtypes=KEPT, keeps=True)
-GPU = replace(ALL, sleeps=False, mixes=False, kv_dtypes=KEPT[:3], keeps=False)
+ALL = UnitAbilities(
+    moves=True, shares=True, weaves=True, sleeps=True, adapts=True, mixes=True, kv_dtypes=KEPT, keeps=True
+)
+GPU = replace(ALL, sleeps=False, adapts=False, mixes=False, kv_dtypes=KEPT[:3], keeps=False)
 RANKS = replace(GPU, moves=False, shares=False, weaves=False)
 NIXL = pytest.mark.skipif(find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed")
 
@@ -36,8 +38,8 @@ NIXL = pytest.mark.skipif(find_spec("nixl_cu13") is None, reason="nixl-cu13 is n
     [
         ("cpu", 1, "shm", ALL),
         ("cpu", 1, "nixl", replace(ALL, weaves=False)),
-        ("cpu", 2, "shm", replace(ALL, weaves=False, sleeps=False)),
-        ("cpu", 4, "nixl", replace(ALL, weaves=False, sleeps=False)),
+        ("cpu", 2, "shm", replace(ALL, weaves=False, sleeps=False, adapts=False)),
+        ("cpu", 4, "nixl", replace(ALL, weaves=False, sleeps=False, adapts=False)),
         ("cuda:0", 1, "shm", GPU),
         ("cuda:3", 1, "nixl", replace(GPU, weaves=False)),
         ("cuda:0", 2, "shm", RANKS),

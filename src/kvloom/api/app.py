@@ -131,6 +131,8 @@ class _Information:
             "created": self.started,
             "owned_by": "kvloom",
             "max_model_len": card.context_length,
+            "root": card.path if card.parent else card.name,
+            "parent": card.parent,
         }
 
     async def health(self, request: Request) -> Response:

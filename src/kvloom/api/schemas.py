@@ -257,13 +257,16 @@ class Usage(Answer):
 
 
 class ModelAnswer(Answer):
-    """`max_model_len` is the context length in tokens, under the name that vLLM gave it."""
+    """`max_model_len` is the context length in tokens, under the name that vLLM gave it. Likewise `parent` is
+    the base of an adapter, and `root` the folder that it lies in; of other models `root` is the name."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
+    root: str
+    parent: str | None
 
 
 class ModelList(Answer):

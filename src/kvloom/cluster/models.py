@@ -180,7 +180,7 @@ def _replicas(spec: FleetSpec, unit: str) -> tuple[str, ...]:
 
 
 def _models(engine: EngineSpec) -> str:
-    return ", ".join(model.name for model in engine.models)
+    return ", ".join(name for model in engine.models for name in model.names)
 
 
 def _changes(before: EngineSpec, engine: EngineSpec) -> str:

@@ -68,6 +68,7 @@ from kvloom.config.units import (
     ReschedulingConfig,
     UnitConfig,
     WeaveConfig,
+    adapters_of,
     check_abilities,
     check_name,
     first,
@@ -80,6 +81,7 @@ from kvloom.router.programs import name_problem
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import PATIENCE, GroupSpec
 from kvloom.types.spec import (
+    AdapterSpec,
     EngineSpec,
     Policy,
     ProgramSpec,
@@ -157,6 +159,7 @@ class Config(ConfigSection):
     _engines: tuple[EngineSpec, ...] = PrivateAttr()
     _groups: dict[str, GroupSpec] = PrivateAttr()
     _first: tuple[str, ...] = PrivateAttr()
+    _adapters: dict[str, tuple[AdapterSpec, ...]] = PrivateAttr()
 
     @field_validator("kv_memory")
     @classmethod
@@ -246,7 +249,12 @@ class Config(ConfigSection):
     def _share_out(self, info: ValidationInfo) -> Self:
         here = Surroundings.of(info)
         self._folder, self._machine = here.folder, here.machine
-        engines = list_engines(self.units or (UnitConfig(models=tuple(self.models)),), self.models)
+        self._adapters = adapters_of(self.models)
+        adapters = {one.name for some in self._adapters.values() for one in some}
+        wholes = [name for name in self.models if name not in adapters]
+        if not wholes:
+            raise ValueError("models: adapters alone; a model that is their base is needed")
+        engines = list_engines(self.units or (UnitConfig(models=tuple(wholes)),), wholes, adapters)
         check_nodes(engines, here.machine)
         check_gateways(self.gateways, self.port, here.machine)
         self._nodes = {engine.name: engine.unit.node for engine in engines if engine.unit.node is not None}
@@ -304,7 +312,9 @@ class Config(ConfigSection):
         unit = engine.unit
         return EngineSpec(
             unit=engine.name,
-            models=tuple(unit.spec(name, self.models[name]) for name in unit.models),
+            models=tuple(
+                unit.spec(name, self.models[name], self._adapters.get(name, ())) for name in unit.models
+            ),
             kv_bytes=pool,
             block_bytes=self.block_bytes,
             policy=unit.policy or self.policy,

@@ -36,6 +36,7 @@ from kvloom.router.programs import MOVING, PROGRAMS
 from kvloom.types.geometry import KVDtype
 from kvloom.types.service import GroupSpec, Scale
 from kvloom.types.spec import (
+    AdapterSpec,
     Control,
     Dtype,
     EngineSpec,
@@ -49,6 +50,7 @@ from kvloom.types.spec import (
 )
 
 MOST_ENGINES: Final = 64
+ADAPTER_CONFIG: Final = "adapter_config.json"
 GGUF_SUFFIX: Final = ".gguf"  # of a model that is one file
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.:/@+-]{0,127}")
@@ -73,8 +75,12 @@ class SloConfig(ConfigSection):
 
 
 class ModelConfig(ConfigSection):
-    """A model. Its short form is just the path."""
+    """A model, whose short form is just the path, or an adapter of one."""
 
+    base: Annotated[str, Field(min_length=1)] | None = None
+    """The model that an adapter is for."""
+    adapter: str | None = None
+    """The folder of a LoRA adapter, as PEFT saves it."""
     path: str
     """A checkpoint directory, a GGUF file, or a hub id."""
     revision: Revision = None
@@ -88,12 +94,53 @@ class ModelConfig(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _short_form(cls, value: Any) -> Any:
+        if isinstance(value, dict) and not value.keys().isdisjoint(("base", "adapter")):
+            return {"path": "", **value}
         return {"path": value} if isinstance(value, str) else value
 
     @field_validator("path")
     @classmethod
     def _exists(cls, value: str, info: ValidationInfo) -> str:
+        if not value and any(info.data.get(key) is not None for key in ("base", "adapter")):
+            return value
         return resolve_model(value, Surroundings.of(info).folder)
+
+    @field_validator("adapter")
+    @classmethod
+    def _is_adapter(cls, value: str, info: ValidationInfo) -> str:
+        return resolve_adapter(value, Surroundings.of(info).folder)
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if self.base is None and self.adapter is None:
+            return self
+        beside = sorted(self.model_fields_set - {"base", "adapter", "" if self.path else "path"})
+        if self.base is None or self.adapter is None or beside:
+            said = f"{beside[0]} beside `adapter`" if beside else "one of `base` and `adapter`"
+            raise ValueError(f"{said}; an adapter has both, and the rest is its base's")
+        return self
+
+
+def resolve_adapter(value: str, folder: Path) -> str:
+    """Returns the folder of the adapter that `value` names, seen from `folder`. Raises ValueError."""
+    path = folder / Path(value).expanduser()
+    if "\0" in value or not (path / ADAPTER_CONFIG).is_file():
+        raise ValueError(f"{path} holds no {ADAPTER_CONFIG}; the folder of a LoRA adapter is right")
+    return str(path.resolve())
+
+
+def adapters_of(models: Mapping[str, ModelConfig]) -> dict[str, tuple[AdapterSpec, ...]]:
+    """Returns the adapters of each model that has any. Raises ValueError for a base that is none."""
+    found: dict[str, list[AdapterSpec]] = {}
+    wholes = [name for name, model in models.items() if model.adapter is None]
+    for name, model in models.items():
+        if model.adapter is None or model.base is None:
+            continue
+        if model.base not in wholes:
+            known = nearest(model.base, wholes) if wholes else "a model that is no adapter is right"
+            raise ValueError(f"models.{name}.base: no model {model.base!r}; {known}")
+        found.setdefault(model.base, []).append(AdapterSpec(name, model.adapter))
+    return {name: tuple(adapters) for name, adapters in found.items()}
 
 
 def resolve_model(value: str, folder: Path) -> str:
@@ -205,13 +252,14 @@ class UnitConfig(ConfigSection):
         """Returns the bytes of its pool, with its weights if they have one budget."""
         return self.kv_memory if self.memory is None else self.memory
 
-    def spec(self, name: str, model: ModelConfig) -> ModelSpec:
-        """Returns one of its models, with the settings that the model has on all units."""
+    def spec(self, name: str, model: ModelConfig, adapters: tuple[AdapterSpec, ...]) -> ModelSpec:
+        """Returns one of its models, with the settings and the adapters that the model has on all units."""
         shares = (self.shares or {}).get(name, SharesConfig())
         return ModelSpec(
             name=name,
-            **model.model_dump(exclude={"slo"}),
+            **model.model_dump(exclude={"slo", "base", "adapter"}),
             slo=model.slo.slo,
+            adapters=adapters,
             prefill_share=shares.prefill,
             decode_share=shares.decode,
             quota=shares.quota,
@@ -248,6 +296,7 @@ def first(engines: Sequence[ConfiguredEngine]) -> tuple[str, ...]:
 def check_abilities(specs: Sequence[EngineSpec], engines: Sequence[ConfiguredEngine], program: str) -> None:
     """Raises ValueError if the config wants of an engine, or the program of its unit, what a unit of its kind
     does not do."""
+    lenders = {spec.weave.cold for spec in specs if spec.weave is not None}
     for spec, engine in zip(specs, engines, strict=True):
         refuse_moves(f"{engine.key}.tensor_parallel", spec, program)
         if engine.unit.memory is not None and engine.unit.kv_memory != "auto":
@@ -266,6 +315,14 @@ def check_abilities(specs: Sequence[EngineSpec], engines: Sequence[ConfiguredEng
                 "kv_memory is right there"
             )
         for model in spec.models:
+            if model.adapters and (
+                not spec.abilities.adapts or spec.weave is not None or spec.unit in lenders
+            ):
+                raise ValueError(
+                    f"models.{model.adapters[0].name}.adapter: {engine.key} has {spec.tensor_parallel} ranks "
+                    f"on {spec.device}{', and weaves' if spec.abilities.adapts else ''}; adapters are served "
+                    "by units of one rank on `cpu` that neither lend nor borrow"
+                )
             if model.kv_dtype not in spec.abilities.kv_dtypes:
                 raise ValueError(
                     f"models.{model.name}.kv_dtype: {model.kv_dtype}, but {engine.key} is on {spec.device}; "
@@ -290,10 +347,18 @@ def refuse_moves(key: str, spec: EngineSpec, program: str) -> None:
         )
 
 
-def list_engines(units: Sequence[UnitConfig], models: Collection[str]) -> list[ConfiguredEngine]:
-    """Returns every engine that there may be. Raises ValueError if units and models do not go together."""
+def list_engines(
+    units: Sequence[UnitConfig], models: Collection[str], adapters: Collection[str] = ()
+) -> list[ConfiguredEngine]:
+    """Returns every engine that there may be. adapters: names that are no models of units. Raises ValueError
+    if units and models do not go together."""
     for i, unit in enumerate(units):
         for name in unit.models:
+            if name in adapters:
+                raise ValueError(
+                    f"units.{i}.models: {name!r} is an adapter, which is served wherever its base is; "
+                    "its base alone is right"
+                )
             if name not in models:
                 raise ValueError(f"units.{i}.models: no model {name!r}; {nearest(name, list(models))}")
         if len(set(unit.models)) < len(unit.models):

@@ -199,16 +199,18 @@ class Engine:
     async def models(self) -> list[ModelCard]:
         if self._stopping:
             raise Unavailable("the engine is stopping")
-        return [queue.card for queue in self._queues.values()]
+        return [*self._queues.cards.values()]
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
         """Yields an empty frame once the request is let in, and then its events. See `EngineClient`."""
         self._requests.check(body)
+        body = self._queues.salted(body)
         stream = self._requests.open(body)
         try:
-            guides = await self._guides.compiled(body, wanted=lambda: not stream.ended)
+            guides = await self._guides.compiled(self._queues.of_base(body), wanted=lambda: not stream.ended)
             if not self._reservations.has(body.request):
-                await self._bring_back(body.model, stream.sequences[0].prefix, body.salt)
+                first = stream.sequences[0]
+                await self._bring_back(first.model, first.prefix, first.salt)
             if self._stopping:
                 raise Unavailable("the engine is stopping")
             self._interrupt()
@@ -247,14 +249,15 @@ class Engine:
         if self._stopping:
             raise Unavailable("the engine is stopping")
         self._interrupt()  # the loop must rest no longer than until the new lease runs out
-        return self._reservations.prepare(body)
+        return self._reservations.prepare(self._queues.salted(body))
 
     async def remote_send(self, body: RemoteSend) -> Sent:
         self._requests.check_prompt(body.model, body.prompt)
         self._interrupt()
         await self._pauses.publish(body.request)
-        await self._bring_back(body.model, body.prompt, body.salt)
-        return await self._transfers.send(body)
+        salted = self._queues.salted(body)
+        await self._bring_back(salted.model, salted.prompt, salted.salt)
+        return await self._transfers.send(salted)
 
     async def renew(self, request: str) -> Lease:
         asked = self._reservations.renew(request), self._pins.renew(request)
@@ -271,7 +274,7 @@ class Engine:
         if self._stopping:
             raise Unavailable("the engine is stopping")
         self._interrupt()  # as for prep_recv
-        return self._pins.pin(body)
+        return self._pins.pin(self._queues.salted(body))
 
     async def unpin(self, request: str) -> Held:
         self._interrupt()
@@ -282,7 +285,8 @@ class Engine:
             self._requests.check_prompt(body.model, body.prompt)
         self._interrupt()
         made = await self._pauses.pause(request)
-        return Standing(made=made, sent=await self._transfers.send_what_is_here(sends))
+        salted = [self._queues.salted(body) for body in sends]
+        return Standing(made=made, sent=await self._transfers.send_what_is_here(salted))
 
     async def resume(self, request: str) -> None:
         self._interrupt()
@@ -302,7 +306,8 @@ class Engine:
 
     async def evict(self, body: Prefix) -> Evicted:
         self._requests.check_prompt(body.model, body.prompt)
-        tree = self.pool.caches[body.model].prefixes
+        body = self._queues.salted(body)
+        tree = self._queues[body.model].cache.prefixes
         dropped = tree.evict(body.prompt, body.salt)
         if self._kept is not None:
             self._kept.forget(body.model, body.prompt, body.salt)
@@ -314,9 +319,15 @@ class Engine:
     async def load(self) -> UnitLoad:
         self._scheduler.sync()
         waits = self.lender.waits()
-        weights = {} if self._residency is None else self._residency.loads()
         return unit_load(
-            self._spec, self.pool, self._queues, waits, self._transport, weights, draining=self._stopping
+            self._spec,
+            self.pool,
+            self._queues,
+            waits,
+            self._transport,
+            draining=self._stopping,
+            weights={} if self._residency is None else self._residency.loads(),
+            bases=self._queues.bases,
         )
 
 

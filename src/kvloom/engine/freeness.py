@@ -95,10 +95,16 @@ class Arrival:
     def placed(self, load: UnitLoad) -> UnitLoad:
         """Returns the load once the request runs there, its prompt held once for all choices, at the level
         that its priority has on that unit; the same load if its model is not served."""
-        own = load.models.get(self.model)
+        own = load.model(self.model)
         if own is None:
             return load
-        return after(load, self.model, self.choices, own.blocks(self.prompt + self.made), self._level(load))
+        return after(
+            load,
+            load.base_of(self.model),
+            self.choices,
+            own.blocks(self.prompt + self.made),
+            self._level(load),
+        )
 
     def freeness(self, load: UnitLoad) -> float:
         """Returns the freeness of the load once the request runs there."""
@@ -114,7 +120,7 @@ class Arrival:
     def headroom(self, load: UnitLoad) -> int:
         """Returns the tokens of its model by which more is kept free there for its level: none if others have
         paid."""
-        own = load.models.get(self.model)
+        own = load.model(self.model)
         if own is None or self._level(load) is None:
             return 0
         more = headroom(self.placed(load)) - headroom(load)

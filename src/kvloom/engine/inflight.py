@@ -101,8 +101,21 @@ def compose(
                 drawers.append(drawer)
                 samples.append(drawer.sample_row(total - 1))
     inputs = np.concatenate(tokens)
-    drawn = tuple(samples), tuple(prompts)
-    job = Job(queue.card.name, phase, share, plan, inputs, *drawn, steps, offloaded, decoding, on_step)
+    drawn, name = (tuple(samples), tuple(prompts)), queue.card.name
+    adapters = tuple("" if sequence.model == name else sequence.model for sequence, _ in batch)
+    job = Job(
+        name,
+        phase,
+        share,
+        plan,
+        inputs,
+        *drawn,
+        steps,
+        offloaded,
+        decoding,
+        adapters if any(adapters) else (),
+        on_step,
+    )
     return InflightBatch(job, batch, drawers, asked)
 
 

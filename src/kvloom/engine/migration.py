@@ -71,10 +71,10 @@ def choose(
 
 def has_room(destination: UnitLoad, one: MigrationCandidate, floor: float) -> bool:
     """Returns whether the destination keeps at least `floor` with this request."""
-    model = destination.models.get(one.model)
+    model = destination.model(one.model)
     if model is None:
         return False
-    there = after(destination, one.model, len(one.lengths), one.blocks(model), one.level)
+    there = after(destination, destination.base_of(one.model), len(one.lengths), one.blocks(model), one.level)
     return freeness(there) >= floor
 
 
@@ -194,7 +194,7 @@ class Llumlet:
         here, and whose K and V are computed again."""
         besides = frozenset(body.besides)
         for one in self._stuck():
-            there = body.destination.models.get(one.model)
+            there = body.destination.model(one.model)
             at_once = there is not None and not there.waiting
             if at_once and one.request not in besides and has_room(body.destination, one, body.floor):
                 return Offered(request=one.request)

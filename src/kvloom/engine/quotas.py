@@ -1,20 +1,23 @@
-"""Quotas: how models use theirs, and how blocks move between them (MuxServe, algorithm 3, last line)."""
+"""The queues of a unit's models, adapters among them, and their quotas: how models use theirs, and how blocks
+move between them (MuxServe, algorithm 3, last line)."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.kv.pool import Pool
+from kvloom.kv.prefix_feed import adapter_salt
 from kvloom.kv.quota import QuotaUsage, adapt_quotas, initial_quotas
 from kvloom.types.clock import Clock
 from kvloom.types.geometry import Geometry
 from kvloom.types.job import Executor
 from kvloom.types.request import ModelCard
-from kvloom.types.spec import EngineSpec, ModelSpec, Slo
+from kvloom.types.spec import AdapterSpec, EngineSpec, ModelSpec, Slo
 
 _PERIOD = 8.0  # seconds, MuxServe's
 
@@ -81,13 +84,70 @@ class QuotaTuner:
             self._queues[name].changed()
 
 
+class Salted(Protocol):
+    """A body of a verb that names a model and a salt."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def salt(self) -> str: ...
+
+
+Body = TypeVar("Body", bound=Salted)
+
+
+class ModelQueues(dict[str, ModelQueue]):
+    """The queues by their models' names. It is asked for an adapter's, too, and has that of its base, in
+    which all run in one batch; it counts and lists each queue once."""
+
+    def __init__(self, queues: Mapping[str, ModelQueue], models: Iterable[ModelSpec] = ()) -> None:
+        super().__init__(queues)
+        self.adapters: Final[dict[str, tuple[str, AdapterSpec]]] = {}
+        """By name, each with its base."""
+        for model in models:
+            for adapter in model.adapters:
+                self.adapters[adapter.name] = model.name, adapter
+
+    def __missing__(self, name: str) -> ModelQueue:
+        base, _ = self.adapters[name]
+        return self[base]
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self.adapters
+
+    @property
+    def bases(self) -> dict[str, str]:
+        """The base of each adapter."""
+        return {name: base for name, (base, _) in self.adapters.items()}
+
+    @property
+    def cards(self) -> dict[str, ModelCard]:
+        """The cards of all models, adapters included."""
+        cards = {name: queue.card for name, queue in self.items()}
+        for name, (base, adapter) in self.adapters.items():
+            cards[name] = msgspec.structs.replace(cards[base], name=name, path=adapter.path, parent=base)
+        return cards
+
+    def of_base(self, body: Body) -> Body:
+        """Returns the body with the base for its model, for what an adapter shares with it: the tokenizer."""
+        if body.model not in self.adapters:
+            return body
+        return msgspec.structs.replace(body, model=self.adapters[body.model][0])  # type: ignore[type-var]
+
+    def salted(self, body: Body) -> Body:
+        """Returns the body with the salt by which its prefixes are cached: an adapter has its own, because it
+        has K and V of its own."""
+        if body.model not in self.adapters:
+            return body
+        return msgspec.structs.replace(body, salt=adapter_salt(body.model, body.salt))  # type: ignore[type-var]
+
+
 _log = logging.getLogger(__name__)
 _MUCH_WASTE = 0.05
 
 
-def fit(
-    executor: Executor, spec: EngineSpec, clock: Clock, *, reserved: int
-) -> tuple[Pool, dict[str, ModelQueue]]:
+def fit(executor: Executor, spec: EngineSpec, clock: Clock, *, reserved: int) -> tuple[Pool, ModelQueues]:
     """Returns a pool over the executor's blocks, and a queue for each model. reserved: a cache's rows beyond
     those of sequences that run."""
     _tell_waste(executor.geometries)
@@ -116,7 +176,7 @@ def fit(
         )
         for name, card in cards.items()
     }
-    return pool, queues
+    return pool, ModelQueues(queues, spec.models)
 
 
 def fitted(card: ModelCard, geometry: Geometry, blocks: int) -> ModelCard:

@@ -23,9 +23,10 @@ def unit_load(
     weights: Mapping[str, WeightLoad],
     *,
     draining: bool,
+    bases: Mapping[str, str],
 ) -> UnitLoad:
-    """Returns the load of the unit. waits: those of tasks that this unit does for another. weights: of models
-    whose weights can sleep."""
+    """Returns the load of the unit. waits: those of tasks that this unit does for another; weights: of models
+    whose weights can sleep; bases: those of its adapters."""
     return UnitLoad(
         total_blocks=pool.total,
         free_blocks=pool.free,
@@ -41,6 +42,7 @@ def unit_load(
         sent_bytes_total=transport.meter.bytes,
         sent_seconds_total=transport.meter.seconds,
         links=dict(transport.meter.links),
+        adapters=dict(bases),
     )
 
 

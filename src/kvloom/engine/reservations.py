@@ -113,7 +113,9 @@ class Reservations:
     def expected(self, model: str) -> list[float]:
         """Returns when requests of this model for which room is kept are to begin, by the clock, for those of
         which that is known."""
-        mine = (one.expected for one in self._open.values() if one.body.model == model)
+        mine = (
+            one.expected for one in self._open.values() if self._queues[one.body.model] is self._queues[model]
+        )
         return [at for at in mine if at is not None]
 
     def _reserve(self, body: PrepRecv, cache: ModelCache, sequence: int, matched: int, end: int) -> Prepared:

@@ -139,10 +139,10 @@ def open_checkpoint(path: str, revision: str | None = None) -> Checkpoint:
         return _open_gguf(folder)
     if not folder.is_dir():
         folder = _download(path, revision)
-    _check_files(folder)
+    _check_whole(folder)
     config = _read_config(folder)
     weights = tuple(folder / name for name in _weight_names(folder, config))
-    return Checkpoint(folder, weights, _count_elements(weights), _quantization(config))
+    return Checkpoint(folder, weights, count_elements(weights), _quantization(config))
 
 
 def _open_gguf(file: Path) -> Checkpoint:
@@ -159,12 +159,22 @@ def _download(path: str, revision: str | None) -> Path:
     """Returns the folder in the hub's cache, with the weights that the model is made from and no others."""
     small = snapshot_download(path, revision=revision, allow_patterns=list(SMALL), ignore_patterns="*/*")
     folder = Path(small)
-    _check_files(folder)
+    _check_whole(folder)
     names = _weight_names(folder, _read_config(folder), there=False)
     return Path(snapshot_download(path, revision=folder.name, allow_patterns=list(names)))
 
 
-def _check_files(folder: Path) -> None:
+def _check_whole(folder: Path) -> None:
+    """Checks the files of a folder that is to hold a whole model. Raises ConfigError."""
+    check_files(folder)
+    if (folder / ADAPTER).exists():
+        raise ConfigError(
+            f"it is an adapter, or has one ({ADAPTER}); a whole model is right, and `{{base, adapter}}` for "
+            "an adapter"
+        )
+
+
+def check_files(folder: Path) -> None:
     """Refuses files that lie elsewhere, are no files, or are larger than what is read at once may be. Links
     may lead to other files of the folder, and in the hub's cache to the blobs beside it."""
     root = folder.resolve()
@@ -183,15 +193,15 @@ def _check_files(folder: Path) -> None:
         found = target.stat()
         if not stat.S_ISREG(found.st_mode):
             raise ConfigError(f"its {file.name} is no file")
-        most = {CONFIG: MOST_CONFIG, "generation_config.json": MOST_CONFIG}.get(file.name, MOST_READ)
+        most = {CONFIG: MOST_CONFIG, ADAPTER: MOST_CONFIG, "generation_config.json": MOST_CONFIG}.get(
+            file.name, MOST_READ
+        )
         if any(file.match(pattern) for pattern in SMALL) and found.st_size > most:
             raise ConfigError(f"its {file.name} has {found.st_size:,} bytes; {most:,} at most are right")
         if _OF_RANKS.fullmatch(file.name):
             raise ConfigError(
                 f"its {file.name} is a part that one of several ranks has saved; {WHOLE} is right"
             )
-        if file.name == ADAPTER:
-            raise ConfigError(f"it is an adapter, or has one ({ADAPTER}); a whole model is right")
 
 
 def _files(root: Path) -> Iterator[Path]:
@@ -211,7 +221,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG
     if not file.is_file():
         raise ConfigError(f"{folder} has no {CONFIG}; a checkpoint's folder, or an id of the hub, is right")
-    config = _parsed(file.read_bytes(), f"its {CONFIG}")
+    config = parsed(file.read_bytes(), f"its {CONFIG}")
     if not isinstance(config, dict):
         raise ConfigError(f"its {CONFIG} is no object")
     _check_numbers(config)
@@ -286,7 +296,7 @@ def _indexed(file: Path) -> list[str]:
     size = file.stat().st_size if file.is_file() else 0
     if size > MOST_INDEX:
         raise ConfigError(f"its {file.name} has {size:,} bytes; {MOST_INDEX:,} at most are right")
-    index = _parsed(file.read_bytes() if size else b"", f"its {file.name}")
+    index = parsed(file.read_bytes() if size else b"", f"its {file.name}")
     places = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(places, dict) or not places:
         raise ConfigError(f"its {file.name} has no weight_map")
@@ -305,7 +315,7 @@ def _plain_name(name: object, file: str) -> str:
     return name
 
 
-def _count_elements(files: Iterable[Path]) -> int:
+def count_elements(files: Iterable[Path]) -> int:
     """Returns the number of elements that the files hold together, by their headers. Raises ConfigError if
     one contradicts its file, or if a tensor stands in two."""
     total, left, seen = 0, MOST_HEADERS, set[str]()
@@ -323,7 +333,7 @@ def _count_elements(files: Iterable[Path]) -> int:
                     "for all files together"
                 )
             left -= length
-            header = _parsed(weights.read(length), f"the header of its {file.name}", once=True)
+            header = parsed(weights.read(length), f"the header of its {file.name}", once=True)
         if not isinstance(header, dict):
             raise ConfigError(f"the header of its {file.name} is no object")
         header.pop("__metadata__", None)
@@ -376,7 +386,7 @@ def _naturals(value: object) -> bool:
     )
 
 
-def _parsed(text: bytes, what: str, *, once: bool = False) -> Any:
+def parsed(text: bytes, what: str, *, once: bool = False) -> Any:
     """Returns the JSON text's value. once: refuses an object that has a key twice. Raises ConfigError."""
     try:
         return json.loads(text, object_pairs_hook=_each_once if once else None)

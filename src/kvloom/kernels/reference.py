@@ -195,9 +195,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 def gated(x: Tensor, activation: Activation) -> Tensor:
     """Takes x [n, 2 F], gates first, and returns activation(gates) · the rest, [n, F]; gelu is by erf."""
     gates, rest = x.chunk(2, -1)
+    return activate(gates, activation) * rest
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """Returns activation(x); gelu is by erf."""
     if activation == "silu":
-        return F.silu(gates) * rest
-    return F.gelu(gates, approximate="none" if activation == "gelu" else "tanh") * rest
+        return F.silu(x)
+    return F.gelu(x, approximate="none" if activation == "gelu" else "tanh")
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -287,6 +292,11 @@ def advance(
 def panel_product(x: Tensor, w: Tensor) -> Tensor:
     """Returns x [n, K] · w [K, 64], for one panel of a packed weight."""
     return x @ w
+
+
+def low_rank(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Returns what an adapter adds to a product: scale · (x [n, K] · A [r, K]ᵀ) · B [N, r]ᵀ."""
+    return (x @ a.float().T * scale) @ b.float().T
 
 
 def score(q: Tensor, k: Tensor) -> Tensor:

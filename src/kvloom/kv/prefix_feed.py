@@ -21,9 +21,22 @@ LEAST_CHANGES: Final = 64  # remembered whatever is held
 MOST_NAMED: Final = 1 << 16  # pages that an answer names
 
 
+_MARK: Final = "\0"  # after an adapter's name in a salt; callers' salts are beside it
+
+
+def adapter_salt(adapter: str, salt: str) -> str:
+    """Returns the salt with which prefixes of an adapter are cached beside its base's. They have K and V of
+    their own."""
+    return f"{adapter}{_MARK}{salt}"
+
+
 def root_name(model: str, width: int, salt: str) -> bytes:
     """Returns the name before that of the first page, for pages of `width` tokens that are cached for a model
-    with a salt. It is never told."""
+    with a salt. It is never told. Those of an adapter have the name that they have for whoever knows the
+    adapter as a model."""
+    adapter, mark, own = salt.partition(_MARK)
+    if mark:
+        model, salt = adapter, own
     return blake2b(repr((model, width, salt)).encode(), digest_size=NAME_BYTES).digest()
 
 

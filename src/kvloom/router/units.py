@@ -145,7 +145,7 @@ class Units(Mapping[str, Unit]):
         unit, spec = self._units[name], None
         if self._link is not None:
             spec = self._link.mirror.spec.units.get(name)
-        specified = [model.name for model in spec.engine.models] if spec is not None else []
+        specified = sorted(spec.engine.served) if spec is not None else []
         return UnitState(
             name=name,
             state=unit.service,
@@ -201,13 +201,13 @@ class Units(Mapping[str, Unit]):
         spec, process = link.mirror.spec.units[name], link.mirror.process(name)
         unit = self._units.get(name)
         if unit is None:
-            served = {model.name for model in spec.engine.models}  # The name may have been another unit's.
+            served = spec.engine.served  # The name may have been another unit's.
             cards = [card for card in link.cards(name) if card.name in served]
             unit = self._units[name] = self._unit(name, link.connect(name), cards)
             if self._tasks is not None:
                 self._watch(unit, self._tasks)
         if spec.edition > 1 or spec.removed:
-            unit.keep_only(set() if spec.removed else {model.name for model in spec.engine.models})
+            unit.keep_only(set() if spec.removed else spec.engine.served)
         # One on a node may be told of anew by another controller, which has a number of its own for it.
         which = (process.node, process.pid, process.endpoint) if process.node else process.serial
         life = process.generation, which

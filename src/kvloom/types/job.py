@@ -133,6 +133,8 @@ class Job:
     steps: int = 1
     offloaded: OffloadedRows | None = None  # rows after those of `plan` for which another unit attends
     rows: int = 0  # of a mixed job: sequences that decode, the first of the batch
+    # The adapter of each sequence, "" for the model itself; empty if no sequence has one.
+    adapters: tuple[str, ...] = ()
     # An executor with `lookahead` calls it on the event loop with the tokens of each step but the last.
     on_step: Callable[[Job, list[int]], None] | None = None
 

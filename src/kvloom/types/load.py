@@ -118,6 +118,15 @@ class UnitLoad(Struct, frozen=True, kw_only=True):
     sent_bytes_total: int = 0  # of K and V, to other units
     sent_seconds_total: float = 0.0  # for which some were being sent
     links: dict[str, LinkLoad] = {}  # to each unit to which the way was measured, by its name
+    adapters: dict[str, str] = {}  # the base of each adapter that is served, in whose load its requests count
+
+    def model(self, name: str) -> ModelLoad | None:
+        """Returns the load of a model, or that of an adapter's base; None if it is not served."""
+        return self.models.get(self.base_of(name))
+
+    def base_of(self, name: str) -> str:
+        """Returns the model in whose load the requests of a model or an adapter count."""
+        return self.adapters.get(name, name)
 
     @property
     def running(self) -> int:

@@ -191,6 +191,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     kv_dtype: str | None = None  # the number format of K and V; None if that is `dtype`
     sampling: SamplingDefaults = SamplingDefaults()
     form: KVForm | None = None  # the form of its K and V, set by the engine
+    parent: str | None = None  # the model whose weights it shares, if it is an adapter
 
     def __post_init__(self) -> None:
         """Keeps equal tokenizers once: each has megabytes, and a gateway has a card for every replica."""

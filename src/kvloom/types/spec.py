@@ -26,6 +26,13 @@ class Slo(Struct, frozen=True, forbid_unknown_fields=True):
     tpot: Annotated[float, Meta(gt=0.0)] = 0.2
 
 
+class AdapterSpec(Struct, frozen=True):
+    """A LoRA adapter, which is served as a model of its own name beside its base."""
+
+    name: str
+    path: str  # the folder that PEFT has saved
+
+
 class ModelSpec(Struct, frozen=True, kw_only=True):
     """A model to serve. None leaves a share or a quota to the policy."""
 
@@ -42,6 +49,12 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     quota: float | None = None  # of the pool's blocks, to begin with
     memory: int = 0  # bytes of the host's memory that it takes besides the pool, as far as that is known
     slo: Slo = Slo()  # by which the policy `slack` chooses
+    adapters: tuple[AdapterSpec, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names by which it is served: its own, and those of its adapters."""
+        return self.name, *(adapter.name for adapter in self.adapters)
 
 
 class WeaveSpec(Struct, frozen=True):
@@ -68,6 +81,8 @@ class UnitAbilities(Struct, frozen=True, cache_hash=True):
     """It lends blocks and attention to other units, and borrows theirs."""
     sleeps: bool
     """Its models' weights can sleep, and share one budget with its pool."""
+    adapts: bool
+    """It serves adapters beside their base."""
     mixes: bool
     """A prompt's chunk and a model's decode step may be one job. GPUs would run it as a prefill, which is not
     recorded; nobody has measured whether that pays."""
@@ -90,6 +105,7 @@ def unit_abilities(device: str, ranks: int, transport: TransportName = "shm") ->
         shares=together,
         weaves=alone and transport == "shm",
         sleeps=alone and device == "cpu",
+        adapts=alone and device == "cpu",
         mixes=device == "cpu",
         kv_dtypes=("auto", "float32", "bfloat16", "int8") if device == "cpu" else _ON_GPUS,
         keeps=device == "cpu",
@@ -124,6 +140,11 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     sleep_dir: str = ""  # the folder in which weights lie while they sleep; empty: they stay in memory
     cache_dir: str | None = None  # the folder for cached prefixes that give way
     cache_size: int = 0  # bytes of all files there
+
+    @property
+    def served(self) -> frozenset[str]:
+        """The names of all models that the unit serves, adapters included."""
+        return frozenset(name for model in self.models for name in model.names)
 
     @property
     def abilities(self) -> UnitAbilities:

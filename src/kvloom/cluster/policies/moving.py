@@ -37,7 +37,7 @@ class MoveTerms:
     def of(model: str, source: UnitLoad | None, destination: str, there: UnitLoad | None) -> MoveTerms:
         """Returns the terms of a model between two units, by their loads; None is one that is not known.
         destination: the other unit's name."""
-        here, other = (load.models.get(model) if load else None for load in (source, there))
+        here, other = (load.model(model) if load else None for load in (source, there))
         link = source.links.get(destination) if source else None
         if source is None or here is None or other is None or link is None:
             return MoveTerms(0.0, 0.0, 0.0)

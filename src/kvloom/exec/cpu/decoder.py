@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kvloom.exec.adapters import LayerName
 from kvloom.exec.attention import ForwardState, Scoring, runs_of
+from kvloom.exec.cpu.adapted import AdaptedRows
 from kvloom.exec.cpu.fuse import FusedRMSNorm
 from kvloom.exec.cpu.layer import (
     AttentionRecords,
@@ -59,14 +61,38 @@ class FusedDecoder:
         self._heads = heads.kv, heads.q // heads.kv
         self._small_batch = SmallBatchDecode.of(parts.embedding, parts.layers, parts.norm, parts.head)
 
-    def __call__(self, tokens: I64, kept: I64, state: ForwardState) -> Tensor:
+    @property
+    def shapes(self) -> dict[LayerName, tuple[int, int]]:
+        """Outputs and inputs of the linear layers that adapters may change."""
+        found: dict[LayerName, tuple[int, int]] = {}
+        for layer in self._parts.layers:
+            inner = layer.mlp.inner if isinstance(layer.mlp, Summed) else layer.mlp
+            assert isinstance(inner, GatedMLP)
+            o = layer.o.inner if isinstance(layer.o, Summed) else layer.o
+            assert isinstance(o, Linear)
+            for one, name in (
+                (o, "o_proj"),
+                (inner.gate, "gate_proj"),
+                (inner.up, "up_proj"),
+                (inner.down, "down_proj"),
+            ):
+                found[layer.index, name] = one.out_features, one.in_features
+            heads, size = layer.heads, layer.qkv.in_features
+            for name, count in (("q_proj", heads.q), ("k_proj", heads.kv), ("v_proj", heads.kv)):
+                found[layer.index, name] = count * heads.size, size
+        return found
+
+    def __call__(
+        self, tokens: I64, kept: I64, state: ForwardState, adapted: AdaptedRows | None = None
+    ) -> Tensor:
+        """adapted: the adapters of the rows, if one has any."""
         cos, sin = self._angles(state)
         small_batch = self._small_batch if state.decode else None
         if small_batch is not None and not small_batch.takes(tokens, kept):
             small_batch = None
-        weaves = state.remote is not None or state.polls is not None
-        if small_batch is None and (weaves or not state.decode):
-            return self._layers(torch.from_numpy(tokens), padded(kept), cos, sin, state)
+        apart = state.remote is not None or state.polls is not None or adapted is not None
+        if small_batch is None and (apart or not state.decode):
+            return self._layers(torch.from_numpy(tokens), padded(kept), cos, sin, state, adapted)
         threads, runs = torch.get_num_threads(), runs_of(state.shared, *self._heads)
         records = forward_records(self._records, state, cos, sin, threads, runs)
         if small_batch is None:
@@ -74,7 +100,7 @@ class FusedDecoder:
         split = state.polls.split if state.polls else None
         if split is not None:
             split.begin(small_batch.limits(state.lengths, state.arena.shape[2], threads), threads)
-        logits = small_batch(tokens, kept, records, threads, split, state.remote)
+        logits = small_batch(tokens, kept, records, threads, split, state.remote, adapted)
         for layer in self._parts.layers:
             state.send(layer.index)
         return logits
@@ -85,14 +111,22 @@ class FusedDecoder:
         cos, sin = self._parts.rotary(self._parts.norm.weight, positions)  # whose format it takes
         return cos[0].contiguous(), sin[0].contiguous()
 
-    def _layers(self, tokens: Tensor, kept: Tensor, cos: Tensor, sin: Tensor, state: ForwardState) -> Tensor:
+    def _layers(
+        self,
+        tokens: Tensor,
+        kept: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        state: ForwardState,
+        adapted: AdaptedRows | None,
+    ) -> Tensor:
         """Runs layer by layer, attention by `ForwardState.attend`."""
         parts = self._parts
         x = parts.embedding(tokens)
-        chunks = 1 if state.polls is None else state.polls.split.runs(len(x))
+        chunks = 1 if state.polls is None or adapted is not None else state.polls.split.runs(len(x))
         for layer in parts.layers[:-1]:
-            x = layer.prefill(x, cos, sin, state, chunks=chunks)
-        x = parts.layers[-1].prefill(x, cos, sin, state, kept, chunks)
+            x = layer.prefill(x, cos, sin, state, chunks=chunks, adapted=adapted)
+        x = parts.layers[-1].prefill(x, cos, sin, state, kept, chunks, adapted)
         x = parts.norm(x)
         state.poll()
         logits: Tensor = parts.head(x)

@@ -13,8 +13,10 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor, nn
 
+from kvloom.exec.adapters import LayerName
 from kvloom.exec.attention import ForwardState, Scoring
-from kvloom.exec.cpu.decoder import fuse_decoder
+from kvloom.exec.cpu.adapted import ServedAdapters, load_adapters
+from kvloom.exec.cpu.decoder import FusedDecoder, fuse_decoder
 from kvloom.exec.cpu.fuse import fuse_on_cpu, round_inputs
 from kvloom.exec.cpu.memory import available_memory, return_free_memory
 from kvloom.exec.cpu.number_format import choose_format, own_format
@@ -96,6 +98,11 @@ def _views(models: Mapping[str, LoadedModel], arena: ArenaMemory) -> dict[str, T
     return {name: arena.view(model.geometry.head_dim, model.kv_dtype) for name, model in models.items()}
 
 
+def _shapes(model: LoadedModel) -> Mapping[LayerName, tuple[int, int]] | None:
+    """Returns the shapes of the linear layers that adapters may change; None if it has none."""
+    return model.forward.shapes if isinstance(model.forward, FusedDecoder) else None
+
+
 class TorchExecutor:
     """Runs jobs with torch, by a thread for each that may run at the same time; a job's share is the number
     of cores it uses.
@@ -115,6 +122,7 @@ class TorchExecutor:
         self.arena = arena
         self.weights = weights
         self._views = _views(models, arena)
+        self._adapters: dict[str, ServedAdapters] = {}
         self._slots = [ThreadPoolExecutor(1, f"job-{i}") for i in range(threads)]
         self._free = list(range(threads))
         self.loans = CpuLoans(arena)
@@ -136,9 +144,12 @@ class TorchExecutor:
         """Loads every model, then commits the arena. Raises ConfigError."""
         torch.set_num_threads(threads)
         loaded = load_models(models, block_bytes, CPU, progress)
+        adapters = {spec.name: load_adapters(spec, _shapes(loaded[spec.name]), progress) for spec in models}
         return_free_memory()
         progress("reserving the KV arena")
-        return cls(loaded, Arena(count_blocks(loaded, kv_bytes, block_bytes, 1), block_bytes), threads)
+        made = cls(loaded, Arena(count_blocks(loaded, kv_bytes, block_bytes, 1), block_bytes), threads)
+        made._adapters = adapters
+        return made
 
     @classmethod
     def within_budget(cls, spec: EngineSpec, progress: Callable[[str], None] = lambda _: None) -> Self:
@@ -222,7 +233,11 @@ class TorchExecutor:
     def _forward(self, slot: int, job: Job, kept: I64, state: ForwardState) -> Tensor:
         """Returns the logits of the rows `kept` [R]: [R or more, V]. slot: that of the calling thread."""
         state.copy_pages(job.plan.copies)
-        return self._models[job.model].forward(job.tokens, kept, state)
+        forward = self._models[job.model].forward
+        if job.adapters and isinstance(forward, FusedDecoder):
+            rows = self._adapters[job.model].rows(job.adapters, job.plan.appends)
+            return forward(job.tokens, kept, state, rows)
+        return forward(job.tokens, kept, state)
 
 
 class ParallelExecutor(TorchExecutor):

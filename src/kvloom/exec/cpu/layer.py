@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from kvloom.exec.attention import ForwardState, Scoring
+from kvloom.exec.cpu.adapted import DOWN, GATED, QKV, AdaptedRows, O
 from kvloom.exec.cpu.fuse import FusedRMSNorm
 from kvloom.exec.cpu.linear import GatedMLP, Linear, Poll, no_poll
 from kvloom.exec.parallel.slicing import Summed
+from kvloom.kernels import reference
 from kvloom.kernels.cpu import rotate
 from kvloom.kernels.cpu.attention.decode import AttentionArguments, addresses_of, span_of, span_of_runs
 from kvloom.kernels.cpu.attention.runs import RowRuns
@@ -67,16 +69,23 @@ class DecoderLayer:
         state: ForwardState,
         kept: Tensor | None = None,
         chunks: int = 1,
+        adapted: AdaptedRows | None = None,
     ) -> Tensor:
         """Takes x [N, H] and returns [N, H], or its rows `kept` alone: after the last layer's K and V nobody
         needs others. chunks: the number of chunks of rows into which products are cut, so that others
-        wait less."""
+        wait less; 1 if rows have adapters."""
         if chunks > 1:
             return self._in_chunks(x, cos, sin, state, kept, chunks)
-        qkv = self.qkv(self.input_norm(x))
+        normal = self.input_norm(x)
+        qkv = self.qkv(normal)
+        if adapted is not None:
+            adapted.add(self.index, QKV, normal, (qkv,))
         attended = state.attend(self.index, *self.heads.split(qkv, cos, sin), self.scoring).flatten(1)
         if kept is not None:
             x, attended = x[kept], attended[kept]
+            adapted = adapted and adapted.taken(kept)
+        if adapted is not None:
+            return self._adapt(x, attended, adapted)
         return self.finish(x, attended, state.poll)
 
     def _in_chunks(
@@ -100,6 +109,20 @@ class DecoderLayer:
         poll()
         x = self.mlp.onto(self.mlp_norm(x), x, poll)
         poll()
+        return x
+
+    def _adapt(self, x: Tensor, attended: Tensor, adapted: AdaptedRows) -> Tensor:
+        """Does what `finish` does, for rows that have adapters."""
+        mlp = self.mlp
+        assert isinstance(mlp, GatedMLP), "ranks serve no adapters"
+        x = self.o.onto(attended, x)
+        adapted.add(self.index, O, attended, (x,))
+        normal = self.mlp_norm(x)
+        gates, ups = mlp.gate(normal), mlp.up(normal)
+        adapted.add(self.index, GATED, normal, (gates, ups))
+        inner = reference.activate(gates, mlp.activation).mul_(ups)
+        x = mlp.down.onto(inner, x)
+        adapted.add(self.index, DOWN, inner, (x,))
         return x
 
 

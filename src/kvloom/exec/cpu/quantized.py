@@ -23,8 +23,8 @@ from kvloom.exec.quantized import (
 from kvloom.kernels.cpu.half import HalfPanels
 from kvloom.kernels.cpu.lanes.floats import HAS_HALF
 from kvloom.kernels.cpu.products import ItemArguments, ReadyArguments
-from kvloom.kernels.cpu.quantized import WIDTH, ProductArguments, multiply_quantized
-from kvloom.kernels.cpu.quantized_rows import (
+from kvloom.kernels.cpu.quantized.panels import WIDTH, ProductArguments, multiply_quantized
+from kvloom.kernels.cpu.quantized.rows import (
     FACTOR16,
     FACTOR32,
     MULTIPLES,
@@ -42,7 +42,7 @@ _WIDEN_NUMBERS: Final = 1 << 20  # numbers of a weight that are widened at a tim
 
 
 class QuantizedPanels:
-    """A weight [N, K] in the kernel's panels, as `kernels.cpu.quantized` describes them."""
+    """A weight [N, K] in the kernel's panels, as `kernels/cpu/quantized/panels.py` describes them."""
 
     def __init__(self, weight: QuantizedWeight) -> None:
         self.bits = _held_bits(weight)

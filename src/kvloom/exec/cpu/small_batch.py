@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kvloom.exec.cpu.adapted import AdaptedRows
 from kvloom.exec.cpu.fuse import FusedRMSNorm
 from kvloom.exec.cpu.layer import AttentionRecords, DecoderLayer, set_addresses
 from kvloom.exec.cpu.linear import GatedMLP, HalfEmbedding, Linear, Stage, TiedLinear, stage_of
@@ -139,10 +140,11 @@ class SmallBatchDecode:
         threads: int,
         split: OperatorSplit | None = None,
         remote: RemoteAttention | None = None,
+        adapted: AdaptedRows | None = None,
     ) -> Tensor:
         """Takes tokens [B], kept [R] and the attention's `records` of this forward and returns logits [R, V].
         split: says when to look for others' tasks, and was told of this step's limits. remote: attends for
-        the last rows, which are not in `records`."""
+        the last rows, which are not in `records`. adapted: the adapters of the rows."""
         rows, wide = len(tokens), -(-self._size // PANEL) * PANEL
         x, qkv, attended, inner = (torch.empty(rows, width) for width in (wide, *self._widths))
         if self._looked_up is not None:
@@ -162,6 +164,8 @@ class SmallBatchDecode:
         if split is not None:
             call.poll, call.threads = split.address, threads
             call.parts, call.ends = split.parts.ctypes.data, split.ends.ctypes.data
+        adapters = None if adapted is None else adapted.arguments(threads)
+        call.adapted = 0 if adapters is None else adapters.address
         if remote is not None:
             call.ask = remote.enter()
         step(call, threads)

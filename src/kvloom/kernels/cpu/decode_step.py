@@ -30,6 +30,7 @@ from kvloom.kernels.cpu.attention.decode import (
 from kvloom.kernels.cpu.elementwise import copy_row, norm_row
 from kvloom.kernels.cpu.half import FLOAT32, widen_output, widen_row
 from kvloom.kernels.cpu.lanes.floats import LANES
+from kvloom.kernels.cpu.low_rank import DOWN, LOW_STAGES, QKV, O, low_products
 from kvloom.kernels.cpu.memory import (
     acquire,
     aligned,
@@ -168,7 +169,9 @@ def collect(address, attention, layer, posting, counters):  # type: ignore[no-un
 
 COUNTERS = 16  # 64-bit words a stage: `next` and `done`, alone in their cache lines
 OPERATORS = 5  # a layer; before the first the embedding, after the last the head
-STAGES = OPERATORS + 1  # two of rows that are away, in place of attention, which has counters of its own
+_LOW = OPERATORS + 1  # the first of the adapters' stages; two before are of rows that are away, in place of
+# attention, which has counters of its own
+STAGES = _LOW + LOW_STAGES
 ARRIVALS = 16  # byte of the first stage's counters: threads that have come, if one of them is to look
 
 
@@ -205,7 +208,8 @@ class StepArguments(ctypes.Structure):
     embedding_form: the embedding's number format, as in `half.FORMATS`; embedding_panel: the bytes of a panel
     if the embedding is in panels, as a tied head of 16 bits has them, else 0.
 
-    ask: the AskArguments, or 0 if no row is offloaded; poll: the LookArguments, or 0 if no tasks come. For
+    adapted: the LowRankArguments, or 0 if no row has an adapter; ask: the AskArguments, or 0 if no row is
+    offloaded; poll: the LookArguments, or 0 if no tasks come. For
     each stage, the last the head: parts [OPERATORS · depth + 1], and ends, as long, the pieces that there are
     when it is over.
     """
@@ -217,7 +221,7 @@ class StepArguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("attended", "attended_row", "inner", "inner_row")),
         ("ready_row", ctypes.c_int64),
         *((name, ctypes.c_int64) for name in ("kept", "kept_rows", "logits", "logits_row", "plain", "vocab")),
-        *((name, ctypes.c_int64) for name in ("ask", "poll", "parts", "ends", "threads")),
+        *((name, ctypes.c_int64) for name in ("adapted", "ask", "poll", "parts", "ends", "threads")),
         ("norm", NormArguments),
         ("head", LinearArguments),
     ]
@@ -287,13 +291,14 @@ def _attention_half(s, layer, attention, address, counters, normal, scratch, pol
     """Runs a layer up to attention's output; returns False if the host has to wait for a part of that.
     address: of the arguments `attention`. stage: the number of the layer's first."""
     step, x_row = COUNTERS * 8, s.x_row
-    if observe(counters) < layer.qkv.count:
+    number, to, x = stage // OPERATORS, (s.qkv, s.qkv_row), (normal, x_row)
+    if s.adapted != 0 or observe(counters) < layer.qkv.count:
         normalise(normal, x_row, s.x, x_row, s.rows, s.size, layer.input_norm)
-    parts = _parts(s, poll, stage)
-    to, x = (s.qkv, s.qkv_row), (normal, x_row)
-    product(layer.qkv, layer.o, to, x, s.rows, False, counters, scratch, poll, parts)
+    if s.adapted != 0:
+        low_products(s.adapted, number, 0, x, layer.qkv.depth, counters + _LOW * step)
+    parts, low = _parts(s, poll, stage), (s.adapted, number, QKV)
+    product(layer.qkv, layer.o, to, x, s.rows, False, counters, scratch, poll, parts, low)
     _after(s, poll, stage)
-    number = stage // OPERATORS
     if s.ask != 0:
         post(s.ask, attention, number, counters + step)
     _attend(attention, address, poll, _parts(s, poll, stage + 1))
@@ -304,21 +309,30 @@ def _attention_half(s, layer, attention, address, counters, normal, scratch, pol
 @njit(inline="never")
 def _mlp_half(s, layer, then, counters, normal, scratch, poll, stage):  # type: ignore[no-untyped-def]
     """Runs the rest of a layer: the output projection and the MLP. `then` is the product after its last."""
-    step, x_row = COUNTERS * 8, s.x_row
+    step, x_row, adapted, number = COUNTERS * 8, s.x_row, s.adapted, stage // OPERATORS
+    lows = counters + (_LOW + 1) * step
     counters += 3 * step
     parts = _parts(s, poll, stage + 2)
     to, attended, inner = (s.x, x_row), (s.attended, s.attended_row), (s.inner, s.inner_row)
-    product(layer.o, layer.gate, to, attended, s.rows, True, counters, scratch, poll, parts)
+    if adapted != 0:
+        low_products(adapted, number, 1, attended, layer.o.depth, lows)
+    low = (adapted, number, O)
+    product(layer.o, layer.gate, to, attended, s.rows, True, counters, scratch, poll, parts, low)
     _after(s, poll, stage + 2)
     counters += step
-    if observe(counters) < layer.gate.count:
+    if adapted != 0 or observe(counters) < layer.gate.count:
         normalise(normal, x_row, s.x, x_row, s.rows, s.size, layer.mlp_norm)
+    if adapted != 0:
+        low_products(adapted, number, 2, (normal, x_row), layer.gate.depth, lows + step)
     parts = _parts(s, poll, stage + 3)
-    gated(layer, inner, (normal, x_row), s.rows, counters, scratch, poll, parts)
+    gated(layer, inner, (normal, x_row), s.rows, counters, scratch, poll, parts, (adapted, number))
     _after(s, poll, stage + 3)
     counters += step
     parts = _parts(s, poll, stage + 4)
-    product(layer.down, then, to, inner, s.rows, True, counters, scratch, poll, parts)
+    if adapted != 0:
+        low_products(adapted, number, 3, inner, layer.down.depth, lows + 2 * step)
+    low = (adapted, number, DOWN)
+    product(layer.down, then, to, inner, s.rows, True, counters, scratch, poll, parts, low)
     _after(s, poll, stage + 4)
 
 
@@ -334,7 +348,7 @@ def _head(s, normal, counters, scratch, poll):  # type: ignore[no-untyped-def]
         plain_head(s, normal, x_row, counters, scratch[0], poll, parts)
     else:
         to, x = (s.logits, s.logits_row), (normal, x_row)
-        product(s.head, s.head, to, x, s.kept_rows, False, counters, scratch, poll, parts)
+        product(s.head, s.head, to, x, s.kept_rows, False, counters, scratch, poll, parts, (0, 0, 0))
     _after(s, poll, stage)
 
 

@@ -27,11 +27,12 @@ from kvloom.kernels.cpu.lanes.floats import (
     tanh,
     write_bfloat16,
 )
+from kvloom.kernels.cpu.low_rank import GATE, UP, add_low_rank
 from kvloom.kernels.cpu.memory import fetch_add, observe, pointer_at, rest
 from kvloom.kernels.cpu.offload_serve import look_when_due
 from kvloom.kernels.cpu.panels import PANEL, STEP_BYTES, VECTOR, panel_product
-from kvloom.kernels.cpu.quantized import SUMS_ROW, rows_by_panel
-from kvloom.kernels.cpu.quantized_rows import make_row_ready, weight_at
+from kvloom.kernels.cpu.quantized.panels import SUMS_ROW, rows_by_panel
+from kvloom.kernels.cpu.quantized.rows import make_row_ready, weight_at
 
 
 class ItemArguments(ctypes.Structure):
@@ -142,10 +143,14 @@ def _from(linear, item, then):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="never")
-def product(linear, then, out, inputs, rows, onto, counters, scratch, poll, parts):  # type: ignore[no-untyped-def]
+def product(  # type: ignore[no-untyped-def]
+    linear, then, out, inputs, rows, onto, counters, scratch, poll, parts, low
+):
     """Runs a stage: out = [out +] inputs · weightᵀ + bias. out, inputs: an address, and the bytes between
-    rows. scratch: the address of sums, and that and the bytes of rows that are ready."""
+    rows. scratch: the address of sums, and that and the bytes of rows that are ready. low: the address of the
+    adapters' arguments, 0 if no row has one, the layer, and which of its products this is."""
     (to, to_row), (x, x_row), (sums, ready, ready_row) = out, inputs, scratch
+    adapted, layer, which = low
     item, taken = fetch_add(counters, 1), 0
     if item < linear.count:
         make_ready(linear, x, x_row, rows, ready, ready_row)
@@ -153,6 +158,8 @@ def product(linear, then, out, inputs, rows, onto, counters, scratch, poll, part
         coming = fetch_add(counters, 1)
         soon = _from(linear, coming, then)
         _panel(linear, item, sums, x, x_row, ready, ready_row, rows, soon)
+        if adapted != 0:
+            add_low_rank(adapted, layer, which, item, sums)
         _put(to + item * STEP_BYTES, to_row, sums, linear.bias + item * STEP_BYTES, rows, onto)
         fetch_add(counters + 8, 1)
         taken += 1
@@ -177,8 +184,9 @@ def _activate(to, to_row, gates, ups, rows, kind):  # type: ignore[no-untyped-de
 
 
 @njit(inline="never")
-def gated(layer, out, inputs, rows, counters, scratch, poll, parts):  # type: ignore[no-untyped-def]
-    """Runs a stage: out = activation(gate(inputs)) ∘ up(inputs)."""
+def gated(layer, out, inputs, rows, counters, scratch, poll, parts, low):  # type: ignore[no-untyped-def]
+    """Runs a stage: out = activation(gate(inputs)) ∘ up(inputs). low: the address of the adapters' arguments,
+    and the layer."""
     (to, to_row), (x, x_row), (sums, ready, ready_row) = out, inputs, scratch
     gate, up, ups = layer.gate, layer.up, sums + (rows + 3) * STEP_BYTES
     item, taken = fetch_add(counters, 1), 0
@@ -189,6 +197,9 @@ def gated(layer, out, inputs, rows, counters, scratch, poll, parts):  # type: ig
         bias, soon = item * STEP_BYTES, _from(gate, coming, layer.down)
         _panel(gate, item, sums, x, x_row, ready, ready_row, rows, _weights(up, item))
         _panel(up, item, ups, x, x_row, ready, ready_row, rows, soon)
+        if low[0] != 0:
+            add_low_rank(low[0], low[1], GATE, item, sums)
+            add_low_rank(low[0], low[1], UP, item, ups)
         _put(sums, STEP_BYTES, sums, gate.bias + bias, rows, False)
         _put(ups, STEP_BYTES, ups, up.bias + bias, rows, False)
         _activate(to + bias, to_row, sums, ups, rows, layer.activation)

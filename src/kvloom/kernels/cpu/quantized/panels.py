@@ -63,7 +63,7 @@ from kvloom.kernels.cpu.memory import (
     rest,
 )
 from kvloom.kernels.cpu.parallel import kernel
-from kvloom.kernels.cpu.quantized_rows import (
+from kvloom.kernels.cpu.quantized.rows import (
     FACTOR32,
     MULTIPLES,
     STEP,
