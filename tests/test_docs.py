@@ -17,7 +17,8 @@ from kvloom.api.schemas_chat import ChatBody
 from kvloom.cli.__main__ import main
 from kvloom.config.config import Config
 from kvloom.config.fields import parse_size
-from kvloom.config.units import ModelConfig, UnitConfig
+from kvloom.config.models import ModelConfig
+from kvloom.config.units import UnitConfig
 from kvloom.types.errors import KvloomError
 from tests.cluster.loads import model, unit
 

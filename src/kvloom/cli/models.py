@@ -17,7 +17,7 @@ from kvloom.cluster.models import ModelState, Wanted
 from kvloom.config.fields import check_revision, check_sha256
 from kvloom.config.file import load_config
 from kvloom.config.machine import Machine
-from kvloom.config.units import check_name, resolve_model
+from kvloom.config.models import check_name, resolve_model
 from kvloom.plan.plan import checkpoint_bytes
 from kvloom.types.errors import ConfigError
 from kvloom.types.spec import ModelSpec

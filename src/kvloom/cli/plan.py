@@ -22,7 +22,7 @@ from kvloom.cli.tables import console_for
 from kvloom.config.fields import ConfigSection, NoNull, Size, Some, explain, nearest, no_bool
 from kvloom.config.file import read_yaml
 from kvloom.config.machine import Machine
-from kvloom.config.units import SloConfig, resolve_model
+from kvloom.config.models import SloConfig, resolve_model
 from kvloom.lab.workload.make import open_workload
 from kvloom.lab.workload.summary import Traffic
 from kvloom.lab.workload.traces import NAMELESS

@@ -50,6 +50,7 @@ from kvloom.config.fields import (
 )
 from kvloom.config.keys import read_key_file
 from kvloom.config.machine import Machine
+from kvloom.config.models import ModelConfig, adapters_of, check_name
 from kvloom.config.sharing import (
     check_gateways,
     check_nodes,
@@ -62,15 +63,12 @@ from kvloom.config.tls import NodeTlsConfig, TlsConfig
 from kvloom.config.units import (
     ConfiguredEngine,
     Device,
-    ModelConfig,
     PairedUnit,
     Rescheduling,
     ReschedulingConfig,
     UnitConfig,
     WeaveConfig,
-    adapters_of,
     check_abilities,
-    check_name,
     first,
     groups,
     list_engines,

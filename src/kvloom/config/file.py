@@ -13,7 +13,7 @@ from msgspec.structs import asdict
 from kvloom.config.config import Config, build_config, demo_settings
 from kvloom.config.fields import told_unread
 from kvloom.config.machine import Machine
-from kvloom.config.units import resolve_model
+from kvloom.config.models import resolve_model
 from kvloom.plan.cluster import CPU
 from kvloom.plan.plan import LEAST_RATE, PlannedUnit, is_plan, read_plan
 from kvloom.types.errors import ConfigError
