@@ -13,12 +13,12 @@ from kvloom.kernels.cpu import (
     half,
     memory,
     offload_serve,
-    quantized,
 )
 from kvloom.kernels.cpu.attention import decode, prefill
 from kvloom.kernels.cpu.parallel import Kernel
+from kvloom.kernels.cpu.quantized import panels
 
-MODULES = block_copy, decode, prefill, elementwise, decode_step, draw, half, memory, offload_serve, quantized
+MODULES = block_copy, decode, prefill, elementwise, decode_step, draw, half, memory, offload_serve, panels
 
 
 def kernels() -> list[Kernel]:
