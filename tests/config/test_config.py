@@ -26,6 +26,30 @@ M = "models: {a: ./model}\n"
 S = "models: {a: {path: ./model, slo: "
 
 
+def test_one_budget_for_weights_and_pool(folder: Path) -> None:
+    (whole,) = load(folder, M + f"memory: 1GiB\nsleep_dir: {folder}").engines
+    assert (whole.kv_bytes, whole.sleep_dir) == (GIB, str(folder))
+    assert load(folder, M + "kv_memory: 1GiB").engines[0].sleep_dir == ""
+    own, other = load(folder, AB + "units: [{models: [a], memory: 1GiB}, {models: [b]}]").engines
+    assert (own.kv_bytes, own.sleep_dir, other.sleep_dir) == (GIB, "/var/tmp", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("memory: auto", "memory: 'auto'; a size for weights and pool together, as `8GiB`, is right"),
+        ("memory: 9GiB", "memory: 9 GiB is more than the 3 GiB available here"),
+        ("memory: 1GiB\nkv_memory: 1GiB", "memory: it is for weights and pool together"),
+        ("units: [{models: [a], memory: 1GiB, kv_memory: 1GiB}]", "units.0.memory: it is for weights and"),
+        ("memory: 1GiB\nunits: [{models: [a], tensor_parallel: 2}]", "memory: unit-0 has 2 ranks on cpu"),
+        ("memory: 1GiB\nsleep_dir: /nowhere/at/all", "sleep_dir: /nowhere/at/all; a folder in which this"),
+        ("memory: 1KiB", "memory: 1 KiB is less than one block; at least 16 KiB is right"),
+    ],
+)
+def test_budgets_that_cannot_be(folder: Path, text: str, said: str) -> None:
+    assert said in refused(folder, M + text)
+
+
 def test_levels_of_priority_reach_every_engine(folder: Path) -> None:
     assert load(folder, M).engines[0].priorities == ()
     config = load(folder, M + "priorities: {-1: 4000, -10: 12000}\nunits: [{models: [a], replicas: 2}]")

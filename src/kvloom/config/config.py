@@ -265,7 +265,8 @@ class Config(ConfigSection):
                 "auto, or one that reaches all, is right"
             )
         total = self.kv_memory if self.memory is None else self.memory
-        pools = share_pools(engines, devices, total, self.block_bytes, here.machine)
+        key = "kv_memory" if self.memory is None else "memory"
+        pools = share_pools(engines, devices, total, self.block_bytes, here.machine, key)
         cores = share_threads(engines, self.threads, here.machine)
         check_ranks(engines, cores)
         self._groups, self._first = groups(engines), first(engines)

@@ -101,12 +101,13 @@ def share_pools(
     total: int | Auto,
     block: int,
     machine: Machine,
+    key: str = "kv_memory",
 ) -> list[int]:
     """Returns the bytes of each engine's pool, by `share_memory`. If `total` is open, a GPU's pool has its
-    own size, or 0 for what the weights leave. Raises ValueError."""
+    own size, or 0 for what the weights leave. key: of `total` in the config. Raises ValueError."""
     pairs = list(zip(engines, devices, strict=True))
     hosted = [engine for engine, device in pairs if device == CPU or total != "auto"]
-    pools = iter(share_memory(hosted, total, block, machine) if hosted else [])
+    pools = iter(share_memory(hosted, total, block, machine, key) if hosted else [])
     found: list[int] = []
     for engine, device in pairs:
         own = engine.unit.pool
@@ -128,15 +129,15 @@ def share_pools(
 
 
 def share_memory(
-    engines: Sequence[ConfiguredEngine], total: int | Auto, block: int, machine: Machine
+    engines: Sequence[ConfiguredEngine], total: int | Auto, block: int, machine: Machine, key: str
 ) -> list[int]:
     """Returns the bytes of each engine's pool: its own size, or an equal share of what the others leave of
     `total`. If `total` is open, the share is one that any node of a cluster has. Raises ValueError."""
     fixed = [engine.unit.pool for engine in engines if engine.unit.pool != "auto"]
-    most, whose = (machine.memory, "available here") if total == "auto" else (total, "of `kv_memory`")
+    most, whose = (machine.memory, "available here") if total == "auto" else (total, f"of `{key}`")
     if sum(fixed) > most:
         raise ValueError(
-            f"units: {show_size(sum(fixed))} of kv_memory for all engines is more than the "
+            f"units: {show_size(sum(fixed))} of {key} for all engines is more than the "
             f"{show_size(most)} {whose}; less is right"
         )
     left = (most - sum(fixed)) // 3 if total == "auto" else most - sum(fixed)
@@ -146,10 +147,10 @@ def share_memory(
         share = max(share if machine.least is None else min(share, machine.least.memory // 3), block)
     for engine in engines:
         own = engine.unit.pool
-        got, key = (share, "kv_memory") if own == "auto" else (own, f"{engine.key}.kv_memory")
+        got, where = (share, key) if own == "auto" else (own, f"{engine.key}.{key}")
         if got < block:
             what = f"{show_size(got)} for {engine.name}" if takers > 1 or fixed else show_size(got)
-            raise ValueError(f"{key}: {what} is less than one block; at least {show_size(block)} is right")
+            raise ValueError(f"{where}: {what} is less than one block; at least {show_size(block)} is right")
     return [share if engine.unit.pool == "auto" else engine.unit.pool for engine in engines]
 
 

@@ -169,8 +169,8 @@ class TorchExecutor:
             if needed > blocks:
                 least = needed * spec.block_bytes * RESERVE // (RESERVE - 1)
                 raise ConfigError(
-                    f"memory: {spec.kv_bytes:,} bytes hold neither {name}, whose weights take "
-                    f"{model.bytes:,}, nor a page of its K and V beside them; at least {least:,} are needed"
+                    f"memory: {spec.kv_bytes:,} bytes do not hold {name}, whose weights take "
+                    f"{model.bytes:,}, and a page of its K and V; at least {least:,} are needed"
                 )
         arena = Arena(blocks, spec.block_bytes, committed=False)
         return cls(loaded, arena, spec.threads, CpuWeights(asleep, arena))

@@ -138,7 +138,8 @@ def _extents(roots: Sequence[object]) -> Iterator[tuple[int, int]]:
                 yield extent
         elif isinstance(one, np.ndarray) and one.base is None and one.nbytes:
             yield one.ctypes.data, one.ctypes.data + one.nbytes
-        stack += reversed(gc.get_referents(one))
+        # the collector visits a list from its end
+        stack += reversed(one if isinstance(one, list | tuple) else gc.get_referents(one))
 
 
 def _extent(tensor: Tensor) -> tuple[int, int] | None:
