@@ -173,6 +173,9 @@ A, B = residency("a", wanted=True), residency("b", wanted=True)
         ),
         (seen(residency("a"), residency("b", used=1), free=100 // MARGIN + 10), Wake("b")),
         (seen(residency("a"), free=100 // MARGIN + 9), None),
+        (seen(residency("a"), free=100, available=100 // MARGIN + 9), None),
+        (seen(residency("a", unreadable=True), free=100), None),
+        (seen(residency("a", wanted=True, gathered=4, priority=1), B, available=10), Wake("b")),
     ],
 )
 def test_the_next_move(view: ResidencyView, move: object) -> None:
@@ -238,6 +241,42 @@ def test_all_stay_awake_where_there_is_room() -> None:
     asyncio.run(play())
     assert executor.weights is not None
     assert sorted(executor.weights.wakes) == sorted(NAMES)
+
+
+def test_a_long_prompt_gets_the_memory_of_weights_that_nobody_wants() -> None:
+    """Its model alone fits beside it, and the others are not woken again before it has ended."""
+    name = NAMES[0]
+    geometry = GEOMETRIES[name]
+    blocks = geometry.blocks(CONTEXT) + 40
+    executor = sleeping(blocks, 20, 0)
+    assert executor.weights is not None
+    asked = [order("short", name, 2), order("long", name, CONTEXT - 10)]
+
+    async def play() -> None:
+        engine = engine_over(executor)
+        async with modelled(engine, executor):
+            for one in asked:
+                check(executor, one, await ask(engine, one), whole=True)
+
+    asyncio.run(play())
+    assert len(executor.weights.wakes) <= 2 * len(NAMES)
+
+
+def test_quotas_come_back_when_weights_sleep() -> None:
+    executor = sleeping(140, 60, 0)
+
+    async def play() -> None:
+        engine = engine_over(executor, quotas="fixed")
+        quotas = [load.quota_blocks for load in (await engine.load()).models.values()]
+        async with modelled(engine, executor):
+            for i in range(6):
+                one = order(f"r{i}", NAMES[i % 2], 4)
+                check(executor, one, await ask(engine, one), whole=True)
+            few = [load.quota_blocks for load in (await engine.load()).models.values()]
+            assert all(0 < now <= quota for now, quota in zip(few, quotas, strict=True))
+        assert [load.quota_blocks for load in (await engine.load()).models.values()] == quotas
+
+    asyncio.run(play())
 
 
 def test_weights_that_cannot_be_read_cost_their_own_requests_alone() -> None:

@@ -187,12 +187,22 @@ def check_abilities(specs: Sequence[EngineSpec], engines: Sequence[ConfiguredEng
                 f"memory: {engine.name} has {spec.tensor_parallel} ranks on {spec.device}, and weights sleep "
                 "on units of one rank on `cpu`; kv_memory, the size of the pool alone, is right there"
             )
+        if spec.sleep_dir and spec.transport in ("nixl", "auto"):
+            raise ValueError(
+                f"memory: {engine.name} may exchange K and V by NIXL, to which its pool must be known whole; "
+                "transport: shm or tcp is right with memory"
+            )
         if spec.sleep_dir and (spec.weave is not None or spec.unit in lenders):
             raise ValueError(
                 f"memory: {engine.name} lends or borrows blocks, for which its pool must keep its size; "
                 "kv_memory is right there"
             )
         for model in spec.models:
+            if model.adapters and spec.sleep_dir:
+                raise ValueError(
+                    f"models.{model.adapters[0].name}.adapter: {engine.key} has weights that sleep, and "
+                    "adapters are served beside weights that stay; kv_memory in place of memory is right"
+                )
             if model.adapters and (
                 not spec.abilities.adapts or spec.weave is not None or spec.unit in lenders
             ):

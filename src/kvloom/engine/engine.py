@@ -187,8 +187,9 @@ class Engine:
         self._interrupt()
 
     async def _bring_back(self, model: str, tokens: list[int], salt: str) -> None:
-        """Caches what the store of prefixes has of the tokens, if there is one."""
-        if self._kept is not None:
+        """Caches what the store of prefixes has of the tokens, if there is one. It has none of adapters: it
+        would have to tell apart what two adapters of one name have made."""
+        if self._kept is not None and model not in self._queues.adapters:
             queue = self._queues[model]
             speed = queue.prefill_speed.tokens_a_second
             brought = await self._kept.bring_back(model, tokens, salt, speed)
@@ -309,7 +310,7 @@ class Engine:
         body = self._queues.salted(body)
         tree = self._queues[body.model].cache.prefixes
         dropped = tree.evict(body.prompt, body.salt)
-        if self._kept is not None:
+        if self._kept is not None and body.model not in self._queues.adapters:
             self._kept.forget(body.model, body.prompt, body.salt)
         return Evicted(tokens=dropped, pinned=tree.pinned(body.prompt, body.salt))
 

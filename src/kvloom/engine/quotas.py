@@ -28,7 +28,9 @@ class QuotaTuner:
     def __init__(self, queues: Mapping[str, ModelQueue], spec: EngineSpec, pool: Pool, clock: Clock) -> None:
         self._queues = queues
         self._pool = pool
-        self._room = total = pool.room
+        total = pool.total
+        self._quotas: dict[str, int] = {}
+        """Those that the models have while weights take none of the pool."""
         self._clock = clock
         self._moves = spec.quotas == "adaptive"
         self._changed = set(queues.values())
@@ -66,19 +68,26 @@ class QuotaTuner:
             name: QuotaUsage(self._used(queue) / self._jobs, queue.blocks(queue.waiting, to_end=True))
             for name, queue in self._queues.items()
         }
-        self._set(adapt_quotas(self._room, {n: q.quota for n, q in self._queues.items()}, usage))
+        self._set(adapt_quotas(self._pool.total, self._quotas, usage))
         self._begin()
 
     def resize(self) -> None:
-        """Makes quotas as much larger or smaller as the room that weights leave to K and V."""
-        before, self._room = self._room, self._pool.room
-        self._set({name: queue.quota * self._room // max(before, 1) for name, queue in self._queues.items()})
+        """Makes quotas as much smaller than in the whole pool as the room is that weights leave to K and V;
+        each holds a page at least."""
+        room, total = self._pool.room, self._pool.total
+        for name, queue in self._queues.items():
+            queue.quota = max(self._quotas[name] * room // total, queue.cache.geometry.blocks_per_page)
+            queue.changed()
 
     def _used(self, queue: ModelQueue) -> int:
         """Returns the blocks that the jobs of this period have seen, summed over them."""
         return self._held[queue] * self._jobs + self._more[queue]
 
     def _set(self, quotas: Mapping[str, int]) -> None:
+        self._quotas.update(quotas)
+        if self._pool.weights:
+            self.resize()
+            return
         for name, quota in quotas.items():
             self._queues[name].quota = quota
             self._queues[name].changed()

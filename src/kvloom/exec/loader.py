@@ -307,7 +307,7 @@ def _load(
         target.round_inputs(module)  # after all comparisons, which are closer than that
     card = card_of(spec, module, built.parameters, built.tokenizer, built.sampling, kv_name)
     q_heads = next(iter(observer.heads)) if len(observer.heads) == 1 else 0
-    facts = (checkpoint.identity(), spec.dtype, str(dtype), decoder is None, *_program())
+    facts = (checkpoint.identity(), spec.dtype, str(dtype), kv_name, decoder is None, *_program())
     identity = hashlib.sha256(repr(facts).encode()).hexdigest()
     return LoadedModel(module, decoder or Modular(module), kept, geometry, card, q_heads, identity)
 

@@ -30,7 +30,7 @@ WEIGHTS: Final = 16  # tokens whose products take as long on cores as reading th
 
 def adbs(view: UnitView) -> Action | None:
     """Returns the next action of adaptive batch scheduling, the default policy."""
-    crowded = next((m for m in view.models if m.full and m.outnumbered and not m.partial), None)
+    crowded = next((m for m in view.models if m.awake and m.full and m.outnumbered and not m.partial), None)
     if crowded:
         return Preempt(crowded.name)
     prompts = [model for model in view.models if model.wants_prefill]

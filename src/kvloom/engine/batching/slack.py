@@ -36,7 +36,7 @@ LATE: Final = 0.5  # the same, if that prompt is late
 
 def slack(view: UnitView) -> Action | None:
     """Returns the action for what has the least slack of all that can be in time."""
-    crowded = next((m for m in view.models if m.full and m.outnumbered and not m.partial), None)
+    crowded = next((m for m in view.models if m.awake and m.full and m.outnumbered and not m.partial), None)
     if crowded:
         return Preempt(crowded.name)
     steps = sorted((m for m in view.models if m.wants_decode), key=lambda m: _step_rank(view, m))
@@ -109,7 +109,7 @@ def _prompts(view: UnitView, model: ModelView, steps: Sequence[ModelView]) -> tu
 def _admits(view: UnitView, model: ModelView) -> bool:
     """Returns whether the steps of all models keep up with their streams if one more of the model runs."""
     load = (WEIGHTS * (model.running == 0) + 1) * model.token_seconds / model.tpot
-    for other in (m for m in view.models if m.step_priority <= model.head[0]):
+    for other in (m for m in view.models if m.awake and m.step_priority <= model.head[0]):
         load += (other.step_seconds + (other.running - other.decodable) * other.token_seconds) / other.tpot
     return load <= (LATE if _is_late(view, model) else FULL)
 

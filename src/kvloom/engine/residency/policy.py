@@ -37,6 +37,7 @@ class Residency:
     gathered: int = 0  # blocks that are kept for them, as they are about to be woken
     excess: int = 0  # blocks of K and V that may be preempted, as they are beyond the model's quota
     held: int = 0  # blocks of K and V that can be preempted
+    unreadable: bool = False  # they could not be read the last time
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +87,9 @@ Move = Wake | Sleep | GiveWay
 
 
 def turn_of(wake: float, lost: int) -> float:
-    """Returns the seconds that a model stays awake at least. wake: seconds that waking takes; lost: how often
-    its K and V have given way to weights since a request of it last ended. Each time doubles the turn, so
-    that the longest request comes to its end once."""
+    """Returns the seconds that a model stays awake at least. wake: seconds that waking takes; lost: for how
+    many wakings of others its K and V have given way since a request of it last ended. Each of them doubles
+    the turn, so that the longest request comes to its end once."""
     return max(TURN, PART * wake) * 2.0 ** min(lost, LONGEST)
 
 
@@ -137,11 +138,17 @@ def next_due(view: ResidencyView) -> float | None:
     return min((time for time in turns + aged if time > view.now), default=None)
 
 
+def next_waking(view: ResidencyView) -> str | None:
+    """Returns the name of the model that is woken next, if one waits."""
+    first = _first(view)
+    return first.name if first else None
+
+
 def _first(view: ResidencyView) -> Residency | None:
-    """Returns the model that is woken next: the one for which room is being made, or the one of the most
-    urgent request, or the one that has waited longest."""
+    """Returns the model that is woken next: the one of the most urgent request; of several the one for which
+    room is being made, or the one that has waited longest."""
     wanting = [model for model in view.models if model.wanted and not model.awake]
-    return min(wanting, key=lambda m: (not m.gathered, _priority(view, m), m.since), default=None)
+    return min(wanting, key=lambda m: (_priority(view, m), not m.gathered, m.since), default=None)
 
 
 def _priority(view: ResidencyView, model: Residency) -> float:
@@ -166,8 +173,8 @@ def _with_time(view: ResidencyView) -> Move | None:
     if view.starving is not None:
         over = [m for m in awake if m.name != view.starving and view.is_over(m)]
         return Sleep(min(over, key=lambda model: model.since).name) if over else None
-    spare = view.free - view.total // MARGIN
-    ahead = [m for m in view.models if not m.awake and m.blocks <= spare]
+    spare = min(view.free, view.available) - view.total // MARGIN
+    ahead = [m for m in view.models if not (m.awake or m.unreadable) and m.blocks <= spare]
     if view.short or not ahead:
         return None
     return Wake(max(ahead, key=lambda model: (model.used, model.rate)).name)

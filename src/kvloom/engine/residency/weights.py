@@ -24,6 +24,7 @@ from kvloom.engine.residency.policy import (
     Wake,
     next_due,
     next_move,
+    next_waking,
     protected,
     turn_of,
 )
@@ -64,7 +65,11 @@ class _Weights:
     wakes: int = 0
     wake_seconds: float = 0.0  # of the last time; 0 if there was none
     lost: int = 0
-    """Sequences that have given way to weights since a request of the model last ended."""
+    """Wakings of other models for which its K and V have given way since a request of it last ended."""
+    robbed: str = ""
+    """The model for which they are giving way."""
+    unreadable: bool = False
+    """They could not be read the last time."""
     ended: int = 0
     heir: str | None = None
     reading: bool = False
@@ -119,8 +124,7 @@ class WeightResidency:
         moves = True
         while moves:
             view = self._view()
-            if protected(view):
-                self._give_up_gathered()
+            if self._give_up_gathered(view):
                 view = self._view()
             move = next_move(view)
             moves = move is not None and self._do(move)
@@ -159,7 +163,8 @@ class WeightResidency:
             self._let_leave(one)
             return True
         given = one.queue.preempt(self._scheduler.jobs)
-        one.lost += given
+        if given and one.robbed != move.heir:
+            one.lost, one.robbed = one.lost + 1, move.heir
         self._gather(self._models[move.heir])
         return given
 
@@ -174,6 +179,9 @@ class WeightResidency:
     def _begin_to_wake(self, one: _Weights) -> None:
         one.phase, one.since, one.waiting = Phase.WAKING, self._clock.now(), False
         one.wakes += 1
+        for other in self._models.values():
+            if other.robbed == one.queue.card.name:
+                other.robbed = ""
         self._read(one)
 
     def _read(self, one: _Weights) -> None:
@@ -185,6 +193,7 @@ class WeightResidency:
         if future.cancelled() or (error := future.exception()) is not None:
             self._on_unreadable(one, "cancelled" if future.cancelled() else str(error))
             return
+        one.unreadable = False
         if one.phase is Phase.WAKING:
             one.phase = Phase.AWAKE
             one.queue.wake()
@@ -199,27 +208,31 @@ class WeightResidency:
         name = one.queue.card.name
         _log.error("the weights of %s cannot be read: %s", name, reason)
         one.queue.sleep()
-        one.phase = Phase.LEAVING
+        one.phase, one.unreadable = Phase.LEAVING, True
         for request in one.queue.requests():
             self._requests.cancel(request, "error", f"the weights of {name} cannot be read: {reason}")
         self._wake()
 
     def _let_leave(self, one: _Weights) -> None:
-        """Lets weights that are to leave fall asleep, if no job runs and nothing is being read. Blocks that
-        are kept for weights which nobody wants any more are given back."""
-        left = one.phase is Phase.LEAVING and not one.reading and not one.queue.in_job
-        unwanted = one.phase is Phase.ASLEEP and one.blocks and not one.queue.is_busy
-        if left or unwanted:
+        """Lets weights that are to leave fall asleep, if no job runs and nothing is being read."""
+        if one.phase is Phase.LEAVING and not one.reading and not one.queue.in_job:
             heir, one.heir = one.heir, None
             self._fall_asleep(one)
             if heir is not None and self._models[heir].queue.is_busy:
                 self._gather(self._models[heir])
 
-    def _give_up_gathered(self) -> None:
-        """Gives back what is kept for weights that are to be woken."""
-        for one in self._models.values():
-            if one.phase is Phase.ASLEEP and one.blocks:
-                self._fall_asleep(one)
+    def _give_up_gathered(self, view: ResidencyView) -> bool:
+        """Gives back what is kept for weights that are to be woken, but are not next any more, or while a
+        model that is awake needs it more. Returns whether there was something."""
+        first = None if protected(view) else next_waking(view)
+        others = [
+            one
+            for one in self._models.values()
+            if one.phase is Phase.ASLEEP and one.blocks and one.queue.card.name != first
+        ]
+        for one in others:
+            self._fall_asleep(one)
+        return bool(others)
 
     def _fall_asleep(self, one: _Weights) -> None:
         if one.phase is not Phase.ASLEEP:
@@ -274,4 +287,5 @@ class WeightResidency:
             gathered=0 if awake else one.gathered,
             excess=max(0, used - queue.quota) if can_give and lasts else 0,
             held=used if can_give else 0,
+            unreadable=one.unreadable,
         )

@@ -136,7 +136,7 @@ def _extents(roots: Sequence[object]) -> Iterator[tuple[int, int]]:
         if isinstance(one, Tensor):
             if one.numel() and (extent := _extent(one)):
                 yield extent
-        elif isinstance(one, np.ndarray) and one.base is None and one.nbytes:
+        elif isinstance(one, np.ndarray) and not isinstance(one.base, np.ndarray) and one.nbytes:
             yield one.ctypes.data, one.ctypes.data + one.nbytes
         # the collector visits a list from its end
         stack += reversed(one if isinstance(one, list | tuple) else gc.get_referents(one))
