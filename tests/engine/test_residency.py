@@ -124,9 +124,9 @@ def test_little_is_lost_to_waking(sizes: list[int], more: int) -> None:
     assert memory.wakes <= len(sizes) * (memory.now / TURN + 1)
 
 
-def residency(name: str, *, awake: bool = False, wanted: bool = False, **more: int) -> Residency:
-    numbers = {"blocks": 10, "priority": 0} | more
-    return Residency(name=name, awake=awake, wanted=wanted, since=0.0, turn=TURN, **numbers)
+def residency(name: str, **more: object) -> Residency:
+    values: dict[str, object] = {"blocks": 10, "awake": False, "wanted": False, "priority": 0} | more
+    return Residency(name=name, since=0.0, turn=TURN, **values)  # type: ignore[arg-type]
 
 
 def seen(*models: Residency, free: int = 0, available: int | None = None, **more: object) -> ResidencyView:

@@ -45,7 +45,7 @@ class WatchedDevice:
 
     def begin(self, job: Job) -> None:
         self._tell(job, "begins, share", job.share)
-        weights = self._host.reached.executor.weights
+        weights = self._host.process.executor.weights if self._host.process else None
         if weights is not None and job.model not in weights.awake:
             self._checker.wrong.append(f"a job of {job.model}, whose weights are not in memory")
         self._journal.count("jobs")
