@@ -248,7 +248,11 @@ def test_a_real_disk_that_is_full_and_one_that_is_only_to_be_read(tmp_path: Path
         f"{child} found",
     ]
     done = subprocess.run(
-        ["unshare", "-rm", "sh", "-ec", "\n".join(steps)], check=False, capture_output=True, text=True
+        ["unshare", "-rm", "sh", "-ec", "\n".join(steps)],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert done.returncode == 0, done.stderr
     full, found = map(int, done.stdout.split())

@@ -150,7 +150,8 @@ class Engine:
     async def _rest(self) -> None:
         """Waits until a job ends, a caller comes, or a lease runs out."""
         if not self._scheduler.has_ended:
-            if self._scheduler.is_idle and self._arrivals.due is None:
+            moving = self._residency is not None and self._residency.is_moving
+            if self._scheduler.is_idle and self._arrivals.due is None and not moving:
                 self._transfers.give_way()
                 self.lender.give_way()
             with suppress(TimeoutError):

@@ -117,6 +117,13 @@ class WeightResidency:
         """Seconds until `review` is due, if nothing happens before; None if it is not."""
         return None if self._due is None else max(0.0, self._due - self._clock.now())
 
+    @property
+    def is_moving(self) -> bool:
+        """True while jobs may follow by themselves: weights are being read, or a turn is about to be over."""
+        return self._due is not None or any(
+            one.phase in (Phase.WAKING, Phase.LEAVING) for one in self._models.values()
+        )
+
     def review(self) -> None:
         """Does what the policy says, until it says nothing more."""
         for one in self._models.values():

@@ -41,6 +41,9 @@ _WIDEN_ROWS: Final = 96  # more rows of float32 are faster by torch's products o
 _WIDEN_NUMBERS: Final = 1 << 20  # numbers of a weight that are widened at a time
 
 
+_LOOKED_UP: Final = 64  # tokens whose panels are unpacked together, each of 32 outputs
+
+
 class QuantizedPanels:
     """A weight [N, K] in the kernel's panels, as `kernels/cpu/quantized/panels.py` describes them."""
 
@@ -108,17 +111,16 @@ class QuantizedPanels:
 
     def rows(self, ids: Tensor) -> Tensor:
         """Returns what the outputs `ids` [N] stand for, float32 [N, K]."""
-        panel, output = ids // WIDTH, ids % WIDTH
-        packed = self.held[..., self.head :].view(self.count, self.groups, -1, WIDTH, STEP)
-        codes = packed[panel, :, :, output]
-        if self.bits == 4:
-            codes = torch.stack((codes & 15, codes >> 4), dim=3)
-        numbers = codes.flatten(2)[..., : self.shape[1] // self.groups].float() - self.zero
-        factors = self.held[panel, :, : self.head].view(self._factor).view(len(ids), self.groups, -1, WIDTH)
-        factors = factors[torch.arange(len(ids)), :, :, output].float()  # id, group, scale or offset
-        numbers *= factors[..., 0, None]
+        return torch.cat([self._rows(some) for some in ids.split(_LOOKED_UP)])
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        held, line = self.held[ids // WIDTH], self.offset or self.head
+        at = torch.arange(len(ids)), slice(None), ids % WIDTH
+        codes = self._unpack(held[..., self.head :].reshape(len(ids), self.groups, -1))[at]
+        numbers = codes[..., : self.shape[1] // self.groups].float() - self.zero
+        numbers *= self._unpack_factors(held[..., :line])[at][..., None]
         if self.offset:
-            numbers += factors[..., 1, None]
+            numbers += self._unpack_factors(held[..., line : self.head])[at][..., None]
         return numbers.flatten(1)
 
     def multiply(self, x: Tensor, out: Tensor, to: int, bias: int) -> None:
