@@ -16,7 +16,7 @@ LEASE = 1.0
 
 
 def drawn() -> FaultScenario:
-    """A seed's fleet on several machines, where nothing goes wrong, and no client takes back what it asked."""
+    """A seed's fleet on several machines, where nothing goes wrong and no client aborts."""
     scenario = next(
         one
         for one in map(draw_scenario, range(100))

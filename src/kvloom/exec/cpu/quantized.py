@@ -111,7 +111,7 @@ class QuantizedPanels:
 
     def rows(self, ids: Tensor) -> Tensor:
         """Returns what the outputs `ids` [N] stand for, float32 [N, K]."""
-        return torch.cat([self._rows(some) for some in ids.split(_LOOKED_UP)])
+        return torch.cat([self._rows(some) for some in torch.split(ids, _LOOKED_UP)])
 
     def _rows(self, ids: Tensor) -> Tensor:
         held, line = self.held[ids // WIDTH], self.offset or self.head
