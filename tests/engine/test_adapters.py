@@ -83,6 +83,13 @@ def test_prefixes_of_an_adapter_are_its_own(base: Path) -> None:
             await engine.evict(Prefix(model="one", prompt=prompt))
             assert (await ask(engine, body("one", prompt))).ends[0].cached_tokens == 0
             assert (await ask(engine, body("base", prompt))).ends[0].cached_tokens > 0
+            await ask(engine, structs.replace(body("one", prompt), salt="alice"))
+            await engine.evict(Prefix(model="one", prompt=[]))
+            for salt in ("", "alice"):
+                assert (await ask(engine, structs.replace(body("one", prompt), salt=salt))).ends[
+                    0
+                ].cached_tokens == 0
+            assert (await ask(engine, body("two", prompt))).ends[0].cached_tokens > 0
 
     asyncio.run(test())
 

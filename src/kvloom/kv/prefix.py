@@ -12,7 +12,7 @@ import numpy as np
 
 from kvloom.kv.page_keys import page_key, root_key
 from kvloom.kv.pages import PageTable
-from kvloom.kv.prefix_feed import PrefixFeed, page_name, root_name
+from kvloom.kv.prefix_feed import PrefixFeed, covers, page_name, root_name
 from kvloom.types.geometry import I32, I64
 from kvloom.types.prefix_store import PageName
 
@@ -298,13 +298,13 @@ class PrefixTree:
     def evict(self, tokens: TokenIds, salt: str = "") -> int:
         """Drops what is cached of `tokens` with `salt` and what goes on from them, but for pages that are
         used, or lead to ones that are used or to other prefixes. Returns the number of tokens. Without tokens
-        it drops all that is cached with the salt, and without a salt either, everything."""
+        it drops all that is cached with the salt; see `_roots_of`."""
         ids = _plain(tokens)
-        if not ids and not salt:
-            return sum(self._prune_below(root) for root in list(self._roots.values()))
+        if not ids:
+            return sum(map(self._prune_below, self._roots_of(salt)))
         root = self._roots.get(salt)
-        if root is None or not ids:
-            return 0 if root is None else self._prune_below(root)
+        if root is None:
+            return 0
         path, length = self._walk(ids, len(ids), salt)
         full, tail = path[: length // self._width], path[length // self._width :]
         dropped = 0
@@ -322,13 +322,17 @@ class PrefixTree:
 
     def pinned(self, tokens: TokenIds, salt: str = "") -> int:
         """Returns how many first tokens of `tokens` pins keep with `salt`; without tokens, how many they keep
-        with the salt, and without a salt either, in all."""
+        with the salt; see `_roots_of`."""
         ids = _plain(tokens)
         if ids:
             path, length = self._walk(ids, len(ids), salt)
             return min(length, sum(len(node.tokens) for node in path if node.pins))
-        roots = [self._roots[salt]] if salt in self._roots else [] if salt else self._roots.values()
-        return sum(len(node.tokens) for root in roots for node in root.subtree() if node.pins)
+        return sum(len(n.tokens) for root in self._roots_of(salt) for n in root.subtree() if n.pins)
+
+    def _roots_of(self, salt: str) -> list[Node]:
+        """Returns the roots of a salt; of all if it is empty, and of all salts of an adapter if it is that of
+        its requests without one."""
+        return [root for one, root in self._roots.items() if one == salt or covers(salt, one)]
 
     # -- what the pool asks ---------------------------------------------------------------------------
 

@@ -30,6 +30,12 @@ def adapter_salt(adapter: str, salt: str) -> str:
     return f"{adapter}{_MARK}{salt}"
 
 
+def covers(salt: str, other: str) -> bool:
+    """Returns whether a salt stands for another one, too, where nothing else is named: the empty one for all,
+    that of an adapter's requests without a salt for all of the adapter."""
+    return not salt or (salt.endswith(_MARK) and other.startswith(salt))
+
+
 def root_name(model: str, width: int, salt: str) -> bytes:
     """Returns the name before that of the first page, for pages of `width` tokens that are cached for a model
     with a salt. It is never told. Those of an adapter have the name that they have for whoever knows the

@@ -175,7 +175,7 @@ class DiskPrefixStore:
             try:
                 page = self._folder.read(place, size)
                 self._ill.discard("read")
-            except OSError as error:
+            except (OSError, MemoryError) as error:
                 self._complain("read", error)
                 break
             if page is None:
@@ -213,12 +213,13 @@ class DiskPrefixStore:
         with self._lock:
             self._known.pop(place, None)
 
-    def _complain(self, what: str, error: OSError) -> None:
+    def _complain(self, what: str, error: OSError | MemoryError) -> None:
         """Tells the log once, until it works again."""
         if what not in self._ill:
             self._ill.add(what)
             _log.warning(
-                "cache_dir: %s: nothing can be %s: %s", self._folder.path, what, error.strerror or error
+                "cache_dir: %s: nothing can be %s: %s",
+                *(self._folder.path, what, getattr(error, "strerror", None) or repr(error)),
             )
 
 
