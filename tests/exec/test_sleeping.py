@@ -66,6 +66,17 @@ def test_parts_come_one_after_the_other(tmp_path: Path, monkeypatch: pytest.Monk
     assert resident(last) > 0
 
 
+def test_a_kernel_that_populates_no_pages_touches_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvloom.exec.cpu.weights._POPULATE_READ", 12345)
+    tensor = torch.zeros(1 << 20)
+    model = SleepingModel([Holder(tensor)], tmp_path)
+    model.let_go()
+    assert model.read_part()
+    assert resident(tensor) >= tensor.nbytes - 2 * PAGE
+
+
 def test_a_folder_without_room(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"sleep_dir: .*none cannot hold the weights of m while they sleep"):
         put_to_sleep("m", [Holder(torch.zeros(1 << 16))], tmp_path / "none")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import gc
 import mmap
 import os
@@ -65,7 +66,7 @@ class SleepingModel:
         left = _PART
         while self._read < len(self._spans) and left > 0:
             span = self._spans[self._read]
-            _advise(span, _POPULATE_READ)
+            _populate(span)
             self._read += 1
             left -= span.size
         return self._read == len(self._spans)
@@ -172,6 +173,16 @@ def _move(span: _Span, file: IO[bytes], offset: int) -> None:
     )
     if got != span.address:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _populate(span: _Span) -> None:
+    """Maps all pages. Kernels before 5.14 do it as each page is touched."""
+    try:
+        _advise(span, _POPULATE_READ)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        bytes(memoryview((ctypes.c_char * span.size).from_address(span.address)).cast("B")[:: mmap.PAGESIZE])
 
 
 def _advise(span: _Span, advice: int) -> None:
