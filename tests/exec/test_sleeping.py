@@ -43,7 +43,8 @@ def test_what_sleeps_takes_no_memory_and_comes_back_the_same(tmp_path: Path) -> 
     tensors = [torch.randn(300, 1000), torch.randn(64, 64, 70)[:, 1:], torch.arange(10)]
     before = [tensor.clone() for tensor in tensors]
     model = SleepingModel([Holder(*tensors)], tmp_path)
-    assert 1_200_000 - PAGE * 2 <= model.bytes - tensors[1].untyped_storage().nbytes() <= 1_200_000
+    whole = tensors[0].nbytes + tensors[1].untyped_storage().nbytes()
+    assert whole - 5 * PAGE <= model.bytes <= whole, "the whole pages of both large ones"
     assert list(tmp_path.iterdir()) == [], "the file has no name"
     model.let_go()
     assert resident(tensors[0]) == 0
