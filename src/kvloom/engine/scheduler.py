@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvloom.engine.batching import BY_DEADLINES, POLICIES
 from kvloom.engine.batching.view import Mixed, Preempt, Prefill, UnitView, same_turn
@@ -23,6 +23,18 @@ from kvloom.types.job import Executor, Job, JobResult, Phase
 from kvloom.types.spec import EngineSpec
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNeeds:
+    """What jobs need of the pool at one moment."""
+
+    next_jobs: int
+    """Blocks that the next jobs of all models that are awake take."""
+    starving: str | None
+    """The model of which a prompt lacks blocks, and has for too long or stands still for that."""
+    stuck: bool
+    """No job is under way, and the policy starts none."""
 
 
 class Scheduler:
@@ -97,26 +109,18 @@ class Scheduler:
         richer = replace(view, free_blocks=view.free_blocks + blocks)
         return not same_turn(self._policy(view), self._policy(richer))
 
-    @property
-    def is_stuck(self) -> bool:
-        """True while no job is under way, and the policy starts none."""
-        return self.is_idle and self._policy(self._view()) is None
-
-    @property
-    def starving(self) -> str | None:
-        """The model of which a prompt lacks blocks, and has for too long or stands still for that."""
+    def needs(self) -> BlockNeeds:
+        """Returns what jobs need of the pool now."""
         view = self._view()
-        prompts = (model for model in view.models if model.wants_prefill)
+        prompts = [model for model in view.models if model.wants_prefill]
         alone = min(prompts, key=lambda m: m.head, default=None) if self.is_idle else None
         first = view.urgent or alone
-        return first.name if first and first.head_blocks > view.free_blocks else None
-
-    @property
-    def needed(self) -> int:
-        """The blocks that the next jobs of all models that are awake take."""
-        return sum(
-            model.head_blocks * model.wants_prefill + model.decode_blocks * model.wants_decode
-            for model in self._view().models
+        return BlockNeeds(
+            next_jobs=sum(
+                m.head_blocks * m.wants_prefill + m.decode_blocks * m.wants_decode for m in view.models
+            ),
+            starving=first.name if first and first.head_blocks > view.free_blocks else None,
+            stuck=self.is_idle and self._policy(view) is None,
         )
 
     def start_next(self, *, watched: bool = False) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -14,6 +15,8 @@ from typing import Any, Final
 import torch
 from safetensors import safe_open
 from torch import Tensor
+
+from kvloom.kv.arena import whole_pages
 
 _MAPS: Final = Path("/proc/self/maps")
 
@@ -90,11 +93,19 @@ def _release(files: weakref.ref[MappedFiles], begin: int, end: int) -> None:
 
 
 def _give_back(begin: int, end: int) -> None:
-    """Gives the whole pages between two addresses in a mapped file back."""
-    page = mmap.PAGESIZE
-    begin, end = -(-begin // page) * page, end // page * page
+    """Gives the whole pages between two addresses in a mapped file back, if the system takes them."""
+    begin, end = whole_pages(begin, end)
     if begin < end:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+        with suppress(OSError):
+            advise(begin, end - begin, mmap.MADV_DONTNEED)
+
+
+def advise(address: int, size: int, advice: int) -> None:
+    """Tells the kernel what is to become of whole pages of this process (madvise). Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 class MappedTensor:

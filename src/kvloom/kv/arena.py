@@ -39,6 +39,12 @@ def _name(what: str, pid: int) -> str:
     return f"kvloom-{what}-{pid}"
 
 
+def whole_pages(begin: int, end: int) -> tuple[int, int]:
+    """Returns the edges of the whole pages of memory between two addresses; there is none if the first edge
+    is not below the second."""
+    return -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+
+
 class ArenaMemory(Protocol):
     """An arena, on whichever device its bytes are."""
 
@@ -108,8 +114,7 @@ class Arena:
         are whole pages of its memory."""
         edges = np.flatnonzero(np.diff(blocks) != 1) + 1
         for run in np.split(blocks, edges) if blocks.size else ():
-            begin = -(-int(run[0]) * self.block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-            end = (int(run[-1]) + 1) * self.block_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+            begin, end = whole_pages(int(run[0]) * self.block_bytes, (int(run[-1]) + 1) * self.block_bytes)
             if begin < end:
                 self._map.madvise(mmap.MADV_REMOVE, begin, end - begin)
 

@@ -20,7 +20,7 @@ class LevelLoad(Struct, frozen=True, kw_only=True):
 
 
 class WeightLoad(Struct, frozen=True, kw_only=True):
-    """What the weights of a model that can sleep are about."""
+    """Tells of the weights of a model that can sleep."""
 
     awake: bool
     blocks: int  # whose memory they have

@@ -1,4 +1,4 @@
-"""What a model's jobs took of late, and what the next ones are expected to take."""
+"""Measures what a model's jobs took of late, and expects the next ones to take as long."""
 
 from __future__ import annotations
 

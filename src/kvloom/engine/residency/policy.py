@@ -1,4 +1,4 @@
-"""Whose weights are in memory: a pure policy over a frozen view, as batching policies are.
+"""Decides whose weights are in memory, by a pure policy over a frozen view, as batching policies are.
 
 Models share one budget with the pool. Whoever is wanted and asleep is woken, one after the other, the one of
 the most urgent request first, then the one that has waited longest. Room is made in this order: free blocks

@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 class Phase(StrEnum):
-    """What a model's weights are about."""
+    """Tells whether a model's weights are in memory, or on their way."""
 
     ASLEEP = "asleep"  # blocks may be kept for them already
     WAKING = "waking"  # the first part is being read; no job may run yet
@@ -258,16 +258,17 @@ class WeightResidency:
             for one in self._models.values()
             if one.phase is Phase.AWAKE and not one.queue.is_busy
         )
+        needs = self._scheduler.needs()
         return ResidencyView(
             models=tuple(map(self._residency, self._models.values())),
             total=self._pool.total,
             free=self._pool.free,
-            available=max(0, self._pool.available - self._scheduler.needed),
+            available=max(0, self._pool.available - needs.next_jobs),
             now=self._clock.now(),
             moving=any(one.phase in (Phase.WAKING, Phase.LEAVING) for one in self._models.values()),
             short=unwanted > 0 and self._scheduler.lacks(unwanted),
-            starving=self._scheduler.starving,
-            stuck=self._scheduler.is_stuck,
+            starving=needs.starving,
+            stuck=needs.stuck,
         )
 
     def _residency(self, one: _Weights) -> Residency:

@@ -47,8 +47,8 @@ class PanelRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """What an adapter has of a stage: A of all its layers [rank, K], and of each product the runs of panels
-    of B."""
+    """An adapter's part of a stage: A of all its layers [rank, K], and of each product the runs of panels of
+    B."""
 
     a: Tensor
     products: tuple[tuple[PanelRun, ...], ...]

@@ -25,7 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvloom.kv.arena import Arena
+from kvloom.exec.mapped import advise
+from kvloom.kv.arena import Arena, whole_pages
 from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import I32
 
@@ -75,7 +76,7 @@ class SleepingModel:
         """Lets go of all pages."""
         self._read = 0
         for span in self._spans:
-            _advise(span, mmap.MADV_DONTNEED)
+            advise(span.address, span.size, mmap.MADV_DONTNEED)
 
 
 class CpuWeights:
@@ -118,7 +119,7 @@ def _spans(roots: Sequence[object]) -> list[_Span]:
     found: list[_Span] = []
     taken: list[tuple[int, int]] = []
     for begin, end in _extents(roots):
-        low, high = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        low, high = whole_pages(begin, end)
         if high - low >= _LEAST and not any(low < b and a < high for a, b in taken):
             taken.append((low, high))
             found.append(_Span(low, high - low))
@@ -178,14 +179,8 @@ def _move(span: _Span, file: IO[bytes], offset: int) -> None:
 def _populate(span: _Span) -> None:
     """Maps all pages. Kernels before 5.14 do it as each page is touched."""
     try:
-        _advise(span, _POPULATE_READ)
+        advise(span.address, span.size, _POPULATE_READ)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
         bytes(memoryview((ctypes.c_char * span.size).from_address(span.address)).cast("B")[:: mmap.PAGESIZE])
-
-
-def _advise(span: _Span, advice: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.madvise(ctypes.c_void_p(span.address), ctypes.c_size_t(span.size), advice):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
