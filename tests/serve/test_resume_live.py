@@ -28,14 +28,15 @@ units:
 JSON = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 120}}, "required": ["a"]}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "What is a block?"}]
+STREAMS, SOON, LONG = 10, 12, 200  # each stream stops reading after so many events; tokens of a choice
+LONGEST = 900  # more bytes of events than the sockets hold while nobody reads them
 ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
-    (COMPLETIONS, {"model": "stories", "prompt": "Once upon a time", "n": 3}),
+    (COMPLETIONS, {"model": "stories", "prompt": "Once upon a time", "n": 3, "max_tokens": LONGEST}),
     (COMPLETIONS, {"model": "stories", "prompt": "One day", "logprobs": 1}),
     (COMPLETIONS, {"model": "stories", "prompt": "Tell:", "guided_json": JSON}),
     (COMPLETIONS, {"model": "stories", "prompt": ["A dog", "A cat"], "stop": ["zzzz", "qqqq"]}),
     (CHAT, {"model": "guide", "messages": HI, "n": 2}),
 )
-STREAMS, SOON, LONG = 10, 12, 200  # after so many events of each the gateway dies; tokens
 
 
 @dataclass
@@ -46,10 +47,9 @@ class Reader:
     body: dict[str, Any]
     ids: list[str] = field(default_factory=list)
     chunks: list[Any] = field(default_factory=list)
-    soon: threading.Event = field(default_factory=threading.Event)
 
-    def read(self, url: str, last: str = "") -> bool:
-        """Whether the stream came to its end."""
+    def read(self, url: str, last: str = "", meet: threading.Barrier | None = None) -> bool:
+        """Returns whether the stream came to its end. meet: where the reader waits after its first events."""
         request: urllib.request.Request = asking(url, self.path, self.body)
         if last:
             request.add_header("last-event-id", last)
@@ -66,11 +66,10 @@ class Reader:
                         self.ids.append(event[b"id"].decode())
                         self.chunks.append(json.loads(event[b"data"]))
                         event = {}
-                        if len(self.ids) == SOON:
-                            self.soon.set()
+                        if meet and len(self.ids) == SOON:
+                            meet.wait(DEADLINE)
         except (OSError, HTTPException):
-            pass  # the gateway is gone
-        self.soon.set()
+            return False  # the gateway is gone
         return False
 
     @property
@@ -92,17 +91,15 @@ class Reader:
 def readers() -> list[Reader]:
     more = {"stream": True, "stream_options": {"include_event_ids": True, "include_usage": True}}
     more |= {"max_tokens": LONG, "temperature": 0.9, "ignore_eos": True}
-    return [Reader(path, body | more) for path, body in (ASKED * STREAMS)[:STREAMS]]
+    return [Reader(path, more | body) for path, body in (ASKED * STREAMS)[:STREAMS]]
 
 
 def test_ten_streams_of_a_killed_gateway_are_resumed_each_exactly(tmp_path: Path) -> None:
     """Their seeds are the server's own, and a resumed stream is compared with all of it made once more."""
     with serving(tmp_path, CONFIG) as (running, url), ThreadPoolExecutor(STREAMS) as pool:
-        asked = readers()
-        reading = [pool.submit(reader.read, url) for reader in asked]
-        for reader in asked:
-            assert reader.soon.wait(DEADLINE)
-        os.kill(running.children()["gateway"], signal.SIGKILL)
+        asked, gateway = readers(), running.children()["gateway"]
+        meet = threading.Barrier(STREAMS, action=lambda: os.kill(gateway, signal.SIGKILL))
+        reading = [pool.submit(reader.read, url, meet=meet) for reader in asked]
         assert not all(one.result() for one in reading)  # some were under way
         running.wait_for("gateway | was killed by SIGKILL")
         broken = [reader for reader, one in zip(asked, reading, strict=True) if not one.result()]
