@@ -23,6 +23,7 @@ from kvloom.exec.quantized import (
 from kvloom.kernels.cpu.half import HalfPanels
 from kvloom.kernels.cpu.lanes.floats import HAS_HALF
 from kvloom.kernels.cpu.products import ItemArguments, ReadyArguments
+from kvloom.kernels.cpu.quantized.lookup import LookupArguments, look_up
 from kvloom.kernels.cpu.quantized.panels import WIDTH, ProductArguments, multiply_quantized
 from kvloom.kernels.cpu.quantized.rows import (
     FACTOR16,
@@ -39,9 +40,6 @@ _UNIT: Final = 32  # inputs that are rounded with one scale
 _RAISED: Final = {4: 0, 6: 32, 8: 128}  # what is added to codes, so that they are unsigned
 _WIDEN_ROWS: Final = 96  # more rows of float32 are faster by torch's products over widened weights
 _WIDEN_NUMBERS: Final = 1 << 20  # numbers of a weight that are widened at a time
-
-
-_LOOKED_UP: Final = 64  # tokens whose panels are unpacked together, each of 32 outputs
 
 
 class QuantizedPanels:
@@ -111,17 +109,11 @@ class QuantizedPanels:
 
     def rows(self, ids: Tensor) -> Tensor:
         """Returns what the outputs `ids` [N] stand for, float32 [N, K]."""
-        return torch.cat([self._rows(some) for some in torch.split(ids, _LOOKED_UP)])
-
-    def _rows(self, ids: Tensor) -> Tensor:
-        held, line = self.held[ids // WIDTH], self.offset or self.head
-        at = torch.arange(len(ids)), slice(None), ids % WIDTH
-        codes = self._unpack(held[..., self.head :].reshape(len(ids), self.groups, -1))[at]
-        numbers = codes[..., : self.shape[1] // self.groups].float() - self.zero
-        numbers *= self._unpack_factors(held[..., :line])[at][..., None]
-        if self.offset:
-            numbers += self._unpack_factors(held[..., line : self.head])[at][..., None]
-        return numbers.flatten(1)
+        wanted, found = ids.to(torch.int32), torch.empty(len(ids), self.shape[1])
+        call = LookupArguments(weight=ctypes.addressof(self.record), ids=wanted.data_ptr(), rows=len(ids))
+        call.to, call.to_row = found.data_ptr(), self.shape[1] * _FLOAT
+        look_up(call, torch.get_num_threads())
+        return found
 
     def multiply(self, x: Tensor, out: Tensor, to: int, bias: int) -> None:
         """Stores x [rows, K] · weightᵀ + bias into rows of `out`, whose first has the address `to`. bias: its
@@ -362,11 +354,11 @@ class QuantizedEmbedding(nn.Module):
 
     def __init__(self, panels: QuantizedPanels, dtype: torch.dtype) -> None:
         super().__init__()
-        self._panels = panels
+        self.panels = panels
         self._dtype = dtype
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows = self._panels.rows(ids.flatten()).to(self._dtype)
+        rows = self.panels.rows(ids.flatten()).to(self._dtype)
         return rows.view(*ids.shape, -1)
 
 

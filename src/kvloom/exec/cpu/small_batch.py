@@ -20,7 +20,7 @@ from kvloom.kernels.cpu.attention.tile import TILE
 from kvloom.kernels.cpu.decode_step import ARRIVALS, COUNTERS, STAGES, LayerArguments, StepArguments, step
 from kvloom.kernels.cpu.half import FORMATS
 from kvloom.kernels.cpu.panels import PANEL
-from kvloom.kernels.cpu.products import GELU, SWISH
+from kvloom.kernels.cpu.products import GELU, QUANTIZED, SWISH
 from kvloom.offload.cpu.attention import RemoteAttention
 from kvloom.offload.cpu.attention_server import OperatorSplit
 from kvloom.types.geometry import I64
@@ -30,9 +30,7 @@ _UP = 3  # the number of `up` in a layer's products; it is in one stage with `ga
 _KINDS = {"silu": SWISH, "gelu_tanh": GELU}
 
 
-LookedUpEmbedding = MappedEmbedding | QuantizedEmbedding
-"""Those whose rows the host looks up."""
-Embedding = nn.Embedding | HalfEmbedding | LookedUpEmbedding
+Embedding = nn.Embedding | HalfEmbedding | MappedEmbedding | QuantizedEmbedding
 
 
 class SmallBatchDecode:
@@ -51,7 +49,7 @@ class SmallBatchDecode:
         """mlps: the layers' own. stages: four a layer, in the order of LayerArguments, and the head's if it
         has panels."""
         self._alive = (embedding, layers, norm, head, stages)
-        self._looked_up = embedding if isinstance(embedding, LookedUpEmbedding) else None
+        self._mapped = embedding if isinstance(embedding, MappedEmbedding) else None
         weights = [one for stage in stages for one in stage.weights]
         fields = [one for stage in stages for one in stage.fields]
         self._size, first = len(norm.weight), layers[0]
@@ -147,8 +145,8 @@ class SmallBatchDecode:
         the last rows, which are not in `records`. adapted: the adapters of the rows."""
         rows, wide = len(tokens), -(-self._size // PANEL) * PANEL
         x, qkv, attended, inner = (torch.empty(rows, width) for width in (wide, *self._widths))
-        if self._looked_up is not None:
-            x[:, : self._size] = self._looked_up(torch.from_numpy(tokens))
+        if self._mapped is not None:
+            x[:, : self._size] = self._mapped(torch.from_numpy(tokens))
         logits = torch.empty(len(kept), -(-self._vocab // PANEL) * PANEL)
         counters = np.zeros((2 + STAGES * len(records)) * COUNTERS, np.int64)
         set_addresses(records, qkv, attended)
@@ -186,9 +184,12 @@ def _norm(norm: FusedRMSNorm) -> tuple[int, float, float]:
 
 
 def _embedding(embedding: Embedding) -> dict[str, int]:
-    """Returns the fields of StepArguments that are of the embedding; none if the host looks rows up."""
-    if isinstance(embedding, LookedUpEmbedding):
+    """Returns the fields of StepArguments that are of the embedding; none if the host looks up rows of a
+    mapped file."""
+    if isinstance(embedding, MappedEmbedding):
         return {}
+    if isinstance(embedding, QuantizedEmbedding):
+        return {"embedding": ctypes.addressof(embedding.panels.record), "embedding_form": QUANTIZED}
     if isinstance(embedding, HalfEmbedding):
         panels = embedding.panels
         return {"embedding": panels.address, "embedding_form": panels.form, "embedding_panel": panels.stride}

@@ -46,7 +46,8 @@ from kvloom.kernels.cpu.memory import (
 from kvloom.kernels.cpu.offload_serve import MASK, LookArguments, finish, look, nanoseconds, start
 from kvloom.kernels.cpu.panels import PANEL
 from kvloom.kernels.cpu.parallel import kernel
-from kvloom.kernels.cpu.products import gated, normalise, plain_head, product, wait
+from kvloom.kernels.cpu.products import QUANTIZED, gated, normalise, plain_head, product, wait
+from kvloom.kernels.cpu.quantized.lookup import unpack_output
 from kvloom.kernels.mailbox import NOTE
 
 NOWHERE = -1
@@ -205,8 +206,9 @@ class StepArguments(ctypes.Structure):
     logits are their `_row` bytes apart, and all but attended have room for whole panels. plain: the head's
     weight [V, K] if it is not in panels, else 0. ready_row: bytes of what products make of a row of their
     inputs before they multiply, at most. embedding: 0 if the tokens' rows are in x already.
-    embedding_form: the embedding's number format, as in `half.FORMATS`; embedding_panel: the bytes of a panel
-    if the embedding is in panels, as a tied head of 16 bits has them, else 0.
+    embedding_form: the embedding's number format, as in `half.FORMATS`, or QUANTIZED: `embedding` is the
+    address of QuantizedArguments then; embedding_panel: the bytes of a panel if the embedding is in panels,
+    as a tied head of 16 bits has them, else 0.
 
     adapted: the LowRankArguments, or 0 if no row has an adapter; ask: the AskArguments, or 0 if no row is
     offloaded; poll: the LookArguments, or 0 if no tasks come. For
@@ -260,7 +262,9 @@ def _embed(s, counters):  # type: ignore[no-untyped-def]
     while row < s.rows:
         token = read_int(s.tokens + row * 4)
         to, form = s.x + row * s.x_row, s.embedding_form
-        if s.embedding_panel != 0:
+        if form == QUANTIZED:
+            unpack_output(s.embedding, token, to, s.size)
+        elif s.embedding_panel != 0:
             widen_output(to, s.embedding, s.embedding_panel, token, s.size, form)
         elif form == FLOAT32:
             copy_row(to, s.embedding + token * s.size * 4, s.size * 4)

@@ -16,9 +16,12 @@ from kvloom.kernels.cpu import (
 )
 from kvloom.kernels.cpu.attention import decode, prefill
 from kvloom.kernels.cpu.parallel import Kernel
-from kvloom.kernels.cpu.quantized import panels
+from kvloom.kernels.cpu.quantized import lookup, panels
 
-MODULES = block_copy, decode, prefill, elementwise, decode_step, draw, half, memory, offload_serve, panels
+MODULES = (
+    *(block_copy, decode, prefill, elementwise, decode_step, draw, half, memory, offload_serve),
+    *(lookup, panels),
+)
 
 
 def kernels() -> list[Kernel]:

@@ -111,7 +111,7 @@ def _two(a, at, n):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _place(a, panel, group):  # type: ignore[no-untyped-def]
+def place_of(a, panel, group):  # type: ignore[no-untyped-def]
     """Returns where a group's block begins, its number in it, and where its codes are."""
     at, n = panel + (group >> a.shift) * a.block_bytes, group & ((1 << a.shift) - 1)
     return at, n, at + a.head + n * a.group_bytes
@@ -195,7 +195,7 @@ def _one_row(codes_of: Any, step_bytes: int, lowered: Any) -> Any:
         jump, many = soon - end, 4 * a.groups * a.units
         unit = x + many * a.steps
         for g in range(a.groups):
-            at, n, w = _place(a, panel, g)
+            at, n, w = place_of(a, panel, g)
             if n == 0:
                 _ahead(at, a.head, end, jump)
             s0, s1 = _two(a, at, n)
@@ -233,7 +233,7 @@ def _four_rows(codes_of: Any, step_bytes: int) -> tuple[Any, Any]:  # noqa: PLR0
         jump, sums = soon - end, (sums_of(a, x0), sums_of(a, x1), sums_of(a, x2), sums_of(a, x3))
         u0, u1, u2, u3 = x0 + many * a.steps, x1 + many * a.steps, x2 + many * a.steps, x3 + many * a.steps
         for g in range(a.groups):
-            at, n, w = _place(a, panel, g)
+            at, n, w = place_of(a, panel, g)
             if n == 0:
                 _ahead(at, a.head, end, jump)
             s0, s1 = _two(a, at, n)
@@ -277,7 +277,7 @@ def _four_rows(codes_of: Any, step_bytes: int) -> tuple[Any, Any]:  # noqa: PLR0
         end, jump = panel + a.stride, soon - panel - a.stride
         zero = splat_int(a.zero)
         for g in range(a.groups):
-            at, n, w = _place(a, panel, g)
+            at, n, w = place_of(a, panel, g)
             s0, s1 = _two(a, at, n)
             f0, f1, g0, g1, h0, h1, i0, i1 = _offsets(a, at, n, g, sums, f0, f1, g0, g1, h0, h1, i0, i1)
             p0 = p1 = q0 = q1 = r0 = r1 = v0 = v1 = splat(0.0)
