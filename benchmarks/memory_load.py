@@ -121,7 +121,7 @@ def served_file(kind: Kind) -> Path:
 
 async def measure_served(paths: Sequence[Path]) -> Report:
     machine = this_machine()
-    files = paths or [served_file(kind) for kind in SERVED_KINDS]
+    files = [path.resolve() for path in paths] or [served_file(kind) for kind in SERVED_KINDS]
     found = {path: await fleet(path) for path in files}
     pool = SERVED_POOL / (1 << 20)
     return Report(

@@ -20,7 +20,6 @@ from starlette.types import ASGIApp
 from kvloom.api.verbs import create_verbs
 from kvloom.engine.engine import Engine
 from kvloom.exec.cpu.executor import TorchExecutor, load_executor
-from kvloom.exec.cpu.memory import return_free_memory
 from kvloom.exec.huggingface import hide_progress
 from kvloom.kernels.cpu.warm import kernels
 from kvloom.kv.arena import Arena, ArenaMemory
@@ -65,9 +64,9 @@ class UnitExecutor(Executor, Protocol):
 
 def ahead() -> list[Callable[[], object]]:
     """Returns what a fork server may do ahead of time for engines, step by step, once it has imported this
-    module. The last step returns what the others have freed, before more forks share it."""
+    module."""
     client = functools.partial(importlib.import_module, "kvloom.router.client")  # for units that borrow
-    return [*(kernel.compile for kernel in kernels()), client, return_free_memory]
+    return [*(kernel.compile for kernel in kernels()), client]
 
 
 async def serve(parent: Parent, order: EngineOrder, lease: HeldLease | None = None) -> None:
