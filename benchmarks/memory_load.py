@@ -6,9 +6,9 @@ bfloat16, held as float32 and as it is, and made into 8 and 4 bits. Mapped pages
 resident, though other processes share them.
 
 python -m benchmarks.memory_load --served [PATH …]. Memory of served fleets, one for each checkpoint or GGUF
-file, after some requests: the sum of Pss over all of a fleet's processes, against the file and the pool.
-Other processes that have the same libraries mapped take a share of these, so none should run. Without paths:
-Qwen3-0.6B's shape in Q8_0, Q4_0 and Q4_K_M.
+file, after some requests: each page that any of a fleet's processes has resident, of libraries too, counted
+once and split among those that share it, against the file and the pool. Other processes of the host have no
+part in it. Without paths: Qwen3-0.6B's shape in Q8_0, Q4_0 and Q4_K_M.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tools.make_gguf import Kind, make_gguf
 from benchmarks.load import Load
 from benchmarks.places import ROOT, checkpoint, quantized
 from benchmarks.process import running
-from benchmarks.procfs import PROC, command_line, descendants, pss
+from benchmarks.procfs import PROC, command_line, descendants, shares
 from benchmarks.report import Finding, Report, make_parser, publish, this_machine
 from benchmarks.servers import kvloom
 from benchmarks.workload import burst
@@ -103,12 +103,12 @@ async def fleet(path: Path) -> dict[str, float]:
         outcomes, _ = await Load({"m": served.url}).drive(burst("m", REQUESTS, OUTPUT, 0))
         if errors := [outcome.error for outcome in outcomes if outcome.error]:
             raise RuntimeError(errors[0])
-        found = {"supervisor": pss(server.pid)}
-        for pid in descendants(server.pid):
+        found = dict[str, float]()
+        for pid, size in shares([server.pid, *descendants(server.pid)]).items():
             words = command_line(pid).split()
             module = next((word for word in words if word.startswith("kvloom.")), words[0])
-            name = module.rpartition(".")[2].removesuffix("_process")
-            found[name] = found.get(name, 0.0) + pss(pid)
+            name = "supervisor" if pid == server.pid else module.rpartition(".")[2].removesuffix("_process")
+            found[name] = found.get(name, 0.0) + size
         return found
 
 
@@ -121,12 +121,12 @@ def served_file(kind: Kind) -> Path:
 
 async def measure_served(paths: Sequence[Path]) -> Report:
     machine = this_machine()
-    files = paths or [served_file(kind) for kind in SERVED_KINDS]
+    files = [path.resolve() for path in paths] or [served_file(kind) for kind in SERVED_KINDS]
     found = {path: await fleet(path) for path in files}
     pool = SERVED_POOL / (1 << 20)
     return Report(
         name="memory-served",
-        title="Memory of a served fleet (MiB of Pss)",
+        title="Memory of a served fleet (MiB)",
         columns=["", "file", "pool", *PROCESSES, "others", "sum"],
         rows=[
             [

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 PROC = Path("/proc")
 _MIB = 1 << 20
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_FLAGS, _OF_FILE = 61, 5  # of an entry in pagemap: present, not swapped, of a file or of shared memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +50,36 @@ def peak_memory(pid: int) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024 / _MIB
 
 
-def pss(pid: int) -> float:
-    """Returns the MiB of a process, with shared pages split among who shares them."""
+def shares(pids: Iterable[int]) -> dict[int, float]:
+    """Returns the MiB of each of these processes, with the pages that several of them share split among
+    them. Unlike Pss, it is the same whoever else on the host has the same files mapped."""
+    pages = {pid: _file_pages(pid) for pid in pids}
+    mapped = Counter(page for found in pages.values() for page in found)
+    of_files = {pid: _PAGE * sum(1 / mapped[page] for page in found) for pid, found in pages.items()}
+    return {pid: (_anonymous(pid) + of_files[pid]) / _MIB for pid in pages}
+
+
+def _anonymous(pid: int) -> int:
+    """Returns the bytes that are no file's. Processes share those only with forks."""
     lines = (PROC / str(pid) / "smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024 / _MIB
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon:")) * 1024
+
+
+def _file_pages(pid: int) -> set[tuple[str, str, int]]:
+    """Returns the pages of files and of shared memory that a process has resident, each as the file's device,
+    its inode and the page's number."""
+    found = set[tuple[str, str, int]]()
+    with (PROC / str(pid) / "pagemap").open("rb") as pagemap:
+        for line in (PROC / str(pid) / "maps").read_text("utf-8", "replace").splitlines():
+            addresses, _, offset, device, inode, *_ = line.split()
+            if inode == "0":
+                continue
+            first, end = (int(address, 16) // _PAGE for address in addresses.split("-"))
+            pagemap.seek(8 * first)
+            entries = np.frombuffer(pagemap.read(8 * (end - first)), np.uint64)
+            resident = np.flatnonzero(entries >> np.uint64(_FLAGS) == _OF_FILE) + int(offset, 16) // _PAGE
+            found.update((device, inode, page) for page in resident.tolist())
+    return found
 
 
 def memory(pid: int) -> Memory:
