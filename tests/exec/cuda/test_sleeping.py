@@ -292,10 +292,10 @@ def test_same_tokens_in_the_memory_of_one_model(tmp_path: Path, monkeypatch: pyt
         for name, kind in {"a": "llama", "b": "qwen3"}.items()
     }
     prompts = {"a": [5, 6, 7, 8], "b": [9, 8, 7]}
-    spec = budget(paths, 140)
+    spec, driver = budget(paths, 140), HostDriver(GRANULE)
 
     async def play() -> tuple[list[list[int]], int]:
-        executor = load_within_budget(spec, one_lane(), triton_operations(), HostDriver(GRANULE))
+        executor = load_within_budget(spec, one_lane(), triton_operations(), driver)
         assert executor.weights is not None
         needed = executor.weights.blocks
         assert max(needed.values()) < executor.blocks < sum(needed.values())
@@ -304,6 +304,7 @@ def test_same_tokens_in_the_memory_of_one_model(tmp_path: Path, monkeypatch: pyt
             answers = [await ask(engine, body(name, prompts[name], max_tokens=3)) for name in "aba"]
             loads = (await engine.load()).models.values()
             wakes = sum(one.weights.wakes_total for one in loads if one.weights)
+        assert (driver.reserved, driver.handles) == ({}, {}), "all is given back"
         return [answer.tokens[0] for answer in answers], wakes
 
     interpreter.load()

@@ -16,7 +16,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -58,7 +58,7 @@ class AddressRange:
 class _Addressed:
     """Bytes at an address of a device, as torch takes them."""
 
-    __cuda_array_interface__: dict[str, Any] = field(default_factory=dict)
+    __cuda_array_interface__: dict[str, Any]
 
 
 class Granules:

@@ -14,7 +14,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from kvloom.exec.cuda.device import GpuDevice, PartitionLane, StreamEvent
 from kvloom.exec.cuda.granules import GranuleArena, Granules
+from kvloom.kernels.driver import DriverError
 from kvloom.types.geometry import I32
 
 CHUNK: Final = 64 << 20  # bytes; a power of two, which is what torch makes of pinned memory
@@ -228,6 +229,6 @@ class GpuWeights:
     def close(self) -> None:
         """Waits for a part that is being read, ends the thread, and gives all memory back, the pool's too."""
         self._reader.shutdown()
-        for model in self._models.values():
-            model.let_go()
-        self._arena.close()
+        with suppress(DriverError, RuntimeError):  # a device that has failed; its process is ending
+            self._device.settle()
+            self._arena.close()
