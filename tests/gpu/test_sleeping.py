@@ -19,6 +19,9 @@ class Layer(nn.Module):
         weight = torch.randn(WIDE, WIDE, device=device) / WIDE**0.5
         self.weight = nn.Parameter(weight, requires_grad=False)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
 
 class Model(nn.Module):
     def __init__(self, device: torch.device) -> None:
@@ -27,7 +30,7 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = x @ layer.weight
+            x = layer(x)
         return x
 
 
@@ -46,6 +49,10 @@ def test_a_recording_gives_the_same_after_its_weights_have_slept_and_the_pool_ha
         blocks = torch.arange(weights.granules * arena.per_granule, dtype=torch.int32).numpy()
         out = torch.empty_like(told)
         recording = None
+
+        def compute() -> None:
+            out.copy_(model(x))
+
         for _ in range(2):
             arena.bytes.fill_(255)
             device.settle()
@@ -54,8 +61,8 @@ def test_a_recording_gives_the_same_after_its_weights_have_slept_and_the_pool_ha
             weights.follow(lane)  # the rest is still being copied
             with lane.entered():
                 if recording is None:
-                    out.copy_(model(x))
-                    recording = lane.record(lambda: out.copy_(model(x)))
+                    compute()
+                    recording = lane.record(compute)
                 out.zero_()
                 recording.replay()
             lane.mark().wait()
