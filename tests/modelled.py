@@ -73,9 +73,18 @@ class ModelledWeights:
         self._executor = executor
         self._parts = parts
         self._read = dict.fromkeys(blocks, 0)
+        self._away: set[int] = set()
 
     def make_room(self, blocks: I32) -> None:
         self._executor.arena[blocks] = -1
+        if twice := self._away & set(blocks.tolist()):
+            self._executor.wrong.append(f"blocks {twice} are given up, and never came back before")
+        self._away |= set(blocks.tolist())
+
+    def take_back(self, blocks: I32) -> None:
+        if not self._away >= (back := set(blocks.tolist())):
+            self._executor.wrong.append(f"blocks {back - self._away} come back that were never given up")
+        self._away -= back
 
     def wake(self, model: str) -> asyncio.Future[bool]:
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()

@@ -47,6 +47,7 @@ TESTS: Final = {
         "tests/gpu/test_apart.py",
         "tests/gpu/test_woven.py",
         "tests/gpu/test_partitions.py",
+        "tests/gpu/test_sleeping.py",
         "tests/gpu/test_ranks.py",
         "tests/transfer/test_contract.py",
         "-k",

@@ -20,7 +20,9 @@ DAY = 86_400  # seconds for which the newest ones that were found are the newest
 
 CHILD = """
 import json, sys
+import torch
 from cuda.bindings import driver as api
+from kvloom.exec.cuda.granules import Granules
 from kvloom.kernels.driver import read_struct, write_struct
 
 def parameters(call):
@@ -48,6 +50,28 @@ handle, content = api.CUipcMemHandle(), bytes(range(64))
 write_struct(handle, content)
 if read_struct(handle, 64) != content:
     wrong.append("CUipcMemHandle")
+
+class Told:
+    def __init__(self):
+        self.api, self.told = api, []
+    def enter(self, index):
+        pass
+    def __call__(self, name, *arguments):
+        self.told.append((name, *arguments))
+        return 1 << 21
+
+driver = Told()
+granules = Granules(driver, torch.device("cuda", 3), 24 << 10)
+granules.create(1)
+granules.supply(granules.reserve(1), [0])
+for name, *arguments in driver.told:
+    for one in (*arguments, *(arguments[2] if name == "cuMemSetAccess" else ())):
+        where = getattr(one, "location", None)
+        if where is not None and (where.id, int(where.type)) != (3, 1):
+            wrong.append(f"{name}: {where}")
+kind, access = driver.told[1][2], driver.told[-1][3][0]
+if (granules.size, int(kind.type), int(access.flags)) != (6 << 20, 1, 3):
+    wrong.append("Granules")
 print(json.dumps(wrong))
 """
 
@@ -104,6 +128,7 @@ def test_what_the_code_asks_of_the_driver_is_there(age: str, pytestconfig: pytes
         stamp.touch()
     calls, names = _asked()
     assert {("cuIpcGetMemHandle", 1), ("cuGreenCtxCreate", 3)} <= calls
+    assert {("cuMemMap", 5), ("cuMemSetAccess", 4), ("cuMemUnmap", 2)} <= calls
     assert ("CUipcMem_flags", "CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS") in names
     asked = {"calls": sorted(calls), "names": sorted(names)}
     found = subprocess.run(

@@ -165,8 +165,10 @@ class WeightMemory(Protocol):
         """The blocks of the pool that each model's weights take the place of while they are awake."""
 
     def make_room(self, blocks: I32) -> None:
-        """Gives the memory of these blocks of the arena back to the system. What they hold is lost; whoever
-        writes to them later gets memory again."""
+        """Gives the memory of these blocks of the arena up. What they hold is lost."""
+
+    def take_back(self, blocks: I32) -> None:
+        """Undoes `make_room` for these blocks: whoever writes to them from here on has memory for it."""
 
     def wake(self, model: str) -> asyncio.Future[bool]:
         """Reads the next part of a model's weights, its first layers first, beside running jobs. Returns

@@ -246,7 +246,9 @@ class WeightResidency:
             self._memory.sleep(one.queue.card.name)
         one.phase = Phase.ASLEEP
         if one.blocks:
-            self._pool.take_from_weights(np.concatenate(one.blocks))
+            blocks = np.concatenate(one.blocks)
+            self._memory.take_back(blocks)
+            self._pool.take_from_weights(blocks)
             one.blocks = []
             self._tuner.resize()
 

@@ -91,6 +91,9 @@ class CpuWeights:
     def make_room(self, blocks: I32) -> None:
         self._arena.discard(blocks)
 
+    def take_back(self, blocks: I32) -> None:
+        """Does nothing: the system gives pages memory when they are written to."""
+
     def wake(self, model: str) -> asyncio.Future[bool]:
         return asyncio.get_running_loop().run_in_executor(self._reader, self._models[model].read_part)
 

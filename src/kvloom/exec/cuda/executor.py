@@ -20,6 +20,7 @@ from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.offloaded import CudaLoans
 from kvloom.exec.cuda.prefill import Draws, prefill_inputs, rehearse, run_prefill
 from kvloom.exec.cuda.staging import SentInputs, Slots, Staging
+from kvloom.exec.cuda.weights import GpuWeights
 from kvloom.exec.sampler import prompt_logprobs
 from kvloom.kv.arena import ArenaMemory
 from kvloom.offload.cuda import Serve
@@ -62,12 +63,19 @@ class GpuExecutor:
     jobs on lanes of one partition's sides run at the same time.
     """
 
-    def __init__(self, models: dict[str, DeviceModel], arena: ArenaMemory, device: GpuDevice) -> None:
+    def __init__(
+        self,
+        models: dict[str, DeviceModel],
+        arena: ArenaMemory,
+        device: GpuDevice,
+        weights: GpuWeights | None = None,
+    ) -> None:
+        """weights: None if all stay."""
         self.arena = arena
         self.blocks = arena.blocks
         self.compute = device.compute
         self.max_steps, self.lookahead = STRIDE, 1
-        self.weights = None  # all stay
+        self.weights = weights
         self._models = models
         self._device = device
         self._slots = Slots(device)
@@ -94,21 +102,26 @@ class GpuExecutor:
         self._device.enter()
         self._device.settle()  # weights and pool, before other streams read them
         pages = max(one.geometry.pages(one.card.context_length) for one in self._models.values())
-        for model in self._models.values():
-            progress(f"warming up {model.card.name}")
-            longest = min(chunk, model.card.context_length)
-            for tokens in (*(1 << i for i in range(longest.bit_length())), longest):
-                rehearse(model, tokens, self._device)
-        for i, lane in enumerate(self._device.partitions.lanes):
+        for lane in self.lanes:
             with lane.entered():
-                buffers = self._buffers[lane] = Buffers(most_running, pages, self._device.torch)
-            for name, model in self._models.items():
-                progress(f"recording decode steps of {name} ({i + 1}/{len(self._device.partitions.lanes)})")
-                steps = self._steps[name, lane] = DecodeSteps(model, lane, buffers)
-                for rows in buckets_up_to(most_running):
-                    if name in self._plain or not agree(steps.record(rows, self._device.unasked)):
-                        self._plain.add(name)
-                        break
+                self._buffers[lane] = Buffers(most_running, pages, self._device.torch)
+        for name, model in self._models.items():
+            with nullcontext() if self.weights is None else self.weights.awake(name):
+                progress(f"warming up {name}")
+                longest = min(chunk, model.card.context_length)
+                for tokens in (*(1 << i for i in range(longest.bit_length())), longest):
+                    rehearse(model, tokens, self._device)
+                for i, lane in enumerate(self.lanes):
+                    progress(f"recording decode steps of {name} ({i + 1}/{len(self.lanes)})")
+                    self._record(name, lane, most_running, agree)
+
+    def _record(self, name: str, lane: PartitionLane, most: int, agree: Callable[[bool], bool]) -> None:
+        """Records a model's decode steps on a lane, for batches of up to `most` sequences."""
+        steps = self._steps[name, lane] = DecodeSteps(self._models[name], lane, self._buffers[lane])
+        for rows in buckets_up_to(most):
+            if name in self._plain or not agree(steps.record(rows, self._device.unasked)):
+                self._plain.add(name)
+                break
 
     @property
     def device(self) -> GpuDevice:
@@ -182,6 +195,8 @@ class GpuExecutor:
     def close(self) -> None:
         """Waits for running jobs and ends the threads."""
         self._slots.close()
+        if self.weights is not None:
+            self.weights.close()
 
     # on a job's thread
 
@@ -284,6 +299,7 @@ class GpuExecutor:
         """Asks for the first step. Returns logits [samples and prompts, V], and what was sent."""
         arrays = steps.arrays(job) | {"kept": job.kept} | draws.arrays
         sent = self._send(model, job, lane, staging, arrays)
+        self._follow_weights(job, lane)
         logits = steps.run(sent)
         for send in job.plan.sends:
             send.put_all(job.plan.page_map)
@@ -294,12 +310,19 @@ class GpuExecutor:
     ) -> tuple[Tensor, SentInputs]:
         """Asks for a prefill. Returns what `_decode` does."""
         sent = self._send(model, job, lane, staging, prefill_inputs(job) | draws.arrays)
+        self._follow_weights(job, lane, 0)
 
         def written(layer: int) -> None:
+            self._follow_weights(job, lane, layer + 1)
             for send in job.plan.sends:
                 send.put(job.plan.page_map, layer)
 
         return run_prefill(model, sent.arrays, written, self.loans.poll), sent
+
+    def _follow_weights(self, job: Job, lane: PartitionLane, layer: int | None = None) -> None:
+        """Lets the lane wait for the weights up to and with a layer's, or for all, if they are being read."""
+        if self.weights is not None:
+            self.weights.follow(job.model, lane, layer)
 
 
 def _settle(lane: PartitionLane) -> None:

@@ -13,10 +13,13 @@ from kvloom.exec.attention import Scoring
 from kvloom.exec.cuda.device import Cut, GpuDevice, cuda_device, cut_green
 from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.exec.cuda.fuse import fuse_on_device
+from kvloom.exec.cuda.granules import DriverCalls, GranuleArena, Granules
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.operations import Operations, triton_operations
-from kvloom.exec.loader import Forward, count_blocks, load_models
+from kvloom.exec.cuda.weights import GpuWeights, SleepingWeights
+from kvloom.exec.loader import Forward, LoadedModel, count_blocks, load_models
 from kvloom.exec.parallel.group import Team
+from kvloom.kernels.driver import Driver, DriverError
 from kvloom.kv.arena import view_blocks
 from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import Geometry, KVDtype
@@ -121,7 +124,16 @@ def load_gpu_executor(spec: EngineSpec, progress: Callable[[str], None] = lambda
     """Loads a unit of one GPU. Raises ConfigError with what the device lacks."""
     progress(f"opening {spec.device}")
     device, operations = open_gpu(spec.device, cut=cut_green)
+    if spec.sleep_dir:
+        return load_within_budget(spec, device, operations, _open_driver(), progress)
     return load_executor(spec, device, operations, progress)
+
+
+def _open_driver() -> Driver:
+    try:
+        return Driver()
+    except DriverError as error:
+        raise ConfigError(f"memory: {error}; pip install 'kvloom[gpu]'") from error
 
 
 def open_gpu(name: str, cut: Cut, rank: int = 0) -> tuple[GpuDevice, Operations]:
@@ -147,6 +159,43 @@ def load_executor(
 ) -> GpuExecutor:
     """Loads every model, then takes the pool, then rehearses. Raises ConfigError."""
     executor = GpuExecutor(*load_pool(spec, device, operations, progress), device)
+    rehearse(executor, spec, device, progress)
+    return executor
+
+
+def load_within_budget(
+    spec: EngineSpec,
+    device: GpuDevice,
+    operations: Operations,
+    driver: DriverCalls,
+    progress: Callable[[str], None] = lambda _: None,
+) -> GpuExecutor:
+    """Loads every model and puts it to sleep before the next one is loaded. Weights and pool share the
+    granules of the budget from then on. Raises ConfigError."""
+    device.enter()
+    granules = Granules(driver, device.torch, spec.block_bytes)
+    asleep: dict[str, SleepingWeights] = {}
+
+    def finish(name: str, model: LoadedModel) -> None:
+        progress(f"putting {name} to sleep")
+        asleep[name] = SleepingWeights(model.module, granules, device)
+
+    target = DeviceTarget(device, operations)
+    loaded = load_models(spec.models, spec.block_bytes, target, progress, finish=finish)
+    count = spec.kv_bytes // granules.size
+    for name, model in asleep.items():
+        page = loaded[name].geometry.blocks_per_page * spec.block_bytes
+        least = model.granules - (-page // granules.size)
+        if least > count:
+            raise ConfigError(
+                f"memory: {spec.kv_bytes:,} bytes do not hold {name} and a page of its K and V, in pieces of "
+                f"{granules.size:,}; at least {least * granules.size:,} are needed"
+            )
+    progress("taking the memory of weights and pool")
+    granules.create(count)
+    arena = GranuleArena(granules, count, spec.block_bytes)
+    models = {name: DeviceModel.place(model, arena, operations) for name, model in loaded.items()}
+    executor = GpuExecutor(models, arena, device, GpuWeights(asleep, arena, device))
     rehearse(executor, spec, device, progress)
     return executor
 

@@ -110,6 +110,9 @@ class ModelledWeights:
         if self.on_loss is not None:
             self.on_loss(blocks)
 
+    def take_back(self, blocks: I32) -> None:
+        """Does nothing: nothing is kept of memory."""
+
     def wake(self, model: str) -> asyncio.Future[bool]:
         loop = asyncio.get_running_loop()
         read: asyncio.Future[bool] = loop.create_future()
