@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from math import inf
 
 import pytest
@@ -142,9 +141,8 @@ def test_nobody_waits_longer_than_a_turn_of_each_other_model(
 def test_deadlines_hold_nobody_back_for_longer_than_the_bound(
     sizes: list[int], more: int, patience: list[float], rng: random.Random
 ) -> None:
-    models = [
-        Model(size, patience=one) for size, one in zip_longest(sizes, patience[: len(sizes)], fillvalue=1.0)
-    ]
+    few = [*patience, *[1.0] * len(sizes)]
+    models = [Model(size, patience=one) for size, one in zip(sizes, few, strict=False)]
     memory = Memory(max(sizes) + more, models)
     for _ in range(600):
         if rng.random() < 0.4:
