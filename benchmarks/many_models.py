@@ -8,8 +8,8 @@ one seed, the same for each system. budget: one kvloom with `memory`, which hold
 a pool. swap: a server as llama-swap is, of one kvloom process at a time: a request for another model waits
 until all before it have been answered and that model's process has started. units: a unit a model with
 `least: 0`, in the same memory: kvloom bounds nothing over units that come and go, so this driver keeps
-weights and pools of those that are up within it. It stops the one that was asked longest ago (/admin/scale;
-what runs there ends first), and asks for a model once there is room. What the processes have beside, about
+weights and pools of those that are up within it. It stops the one that was asked longest ago (/admin/scale),
+an idle one if there is one, and asks for a model once there is room. What the processes have beside, about
 300 MB each, is not counted. A request is in time if its first token comes within 2 s of when it was due, and
 each further one within 200 ms on average, which is what models have as `slo`.
 
@@ -152,6 +152,7 @@ class Bounded(Fleet):
         self._units = {model: f"unit-{i}" for i, model in enumerate(sizes)}
         self._up: dict[str, float] = {}
         """When each model that has a process was last asked."""
+        self._asks: dict[str, set[asyncio.Task[Outcome]]] = {model: set() for model in sizes}
         self._turn = asyncio.Lock()
 
     async def ask(self, ask: Ask) -> Outcome:
@@ -160,12 +161,16 @@ class Bounded(Fleet):
         if ask.model not in self._up:
             async with self._turn:
                 while sum(map(self._sizes.__getitem__, {*self._up, ask.model})) > BUDGET:
-                    oldest = min(self._up, key=lambda model: self._up[model])
+                    oldest = min(self._up, key=lambda model: (bool(self._asks[model]), self._up[model]))
                     del self._up[oldest]  # who asks for it from now on waits for its turn
+                    await asyncio.gather(*self._asks[oldest])
                     await self.stop([oldest])
                 self._up[ask.model] = loop.time()
         self._up[ask.model], waited = loop.time(), loop.time() - due
-        return later(await super().ask(ask), waited)
+        task = asyncio.create_task(super().ask(ask))
+        self._asks[ask.model].add(task)
+        task.add_done_callback(self._asks[ask.model].discard)
+        return later(await task, waited)
 
     async def stop(self, models: Sequence[str]) -> None:
         """Ends these models' processes, once nothing runs there."""
