@@ -1,9 +1,15 @@
 """Streams under fire: every one must be what a lone engine says.
 
-python -m benchmarks.under_fire. Three engine processes that are started again when they die, and a router in
-this process. One of them is killed with -9 every few seconds, and requests that run are moved to and fro all
-the while. Requests have several choices, guides, stop tokens, penalties and seeds among them. Prints how many
-streams, kills and moves there were, and what was wrong; ends with 1 where anything was.
+python -m benchmarks.under_fire [--models 10 --memory 12]
+
+Three engine processes that are started again when they die, and a router in this process. One of them is
+killed with -9 every few seconds, and requests that run are moved to and fro all the while. Requests have
+several choices, guides, stop tokens, penalties and seeds among them. Prints how many streams, kills and moves
+there were, and what was wrong; ends with 1 where anything was.
+
+With several models, which differ in their weights, each request is for one of them. With --memory (MiB) each
+engine has that for the weights and the pool of all, so that models sleep and wake, and every other kill comes
+while a model that slept is being asked for: 0 to 20 ms after the request. The lone engine has them all awake.
 """
 
 from __future__ import annotations
@@ -16,18 +22,22 @@ import os
 import random
 import re
 import secrets
+import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
+import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from kvloom.cluster.controller import Controller
 from kvloom.cluster.launcher import Answered, Ended, Missed, Started
@@ -53,13 +63,15 @@ SCHEMA: Final = (
 )
 SHOWN: Final = 20  # lines of what was wrong
 ALONE: Final = 32  # requests at a time at the lone engine
+WEIGHTS: Final = "model.safetensors"
+OFF: Final = 0.05  # by which part a weight of another model differs, on the whole
 LEASE: Final = 2.0  # seconds of a reservation, so that what is left behind is soon given back
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
     """longest: tokens of an answer. at_once: streams at a time. pause: seconds between two kills. movers: who
-    move requests, each one at a time."""
+    move requests, each one at a time. memory: bytes of an engine's weights and pool; 0: none sleeps."""
 
     streams: int = 1000
     longest: int = 240
@@ -68,6 +80,12 @@ class Effort:
     pause: float = 4.0
     movers: int = 4
     seed: int = 0
+    models: int = 1
+    memory: int = 0
+
+    @property
+    def names(self) -> list[str]:
+        return [MODEL, *(f"{MODEL}-{i}" for i in range(1, self.models))]
 
 
 @dataclass(slots=True)
@@ -106,6 +124,8 @@ class Fought:
     tokens: int = 0
     kills: int = 0
     moves: int = 0
+    at_wakes: int = 0  # kills that came as a model that slept had been asked for
+    wakes: int = 0  # of the processes that were there at the end
     stayed: Counter[str] = field(default_factory=Counter)  # why, without numbers
     seconds: float = 0.0
     wrong: list[str] = field(default_factory=list)
@@ -113,7 +133,7 @@ class Fought:
 
 def asked(effort: Effort) -> list[StartGenerate]:
     """Requests of every kind."""
-    draw = random.Random(effort.seed)
+    draw, of = random.Random(effort.seed), random.Random(f"{effort.seed}/models")
     kinds: list[dict[str, object]] = [
         {"temperature": 0.0},
         {"temperature": 1.0},
@@ -129,7 +149,7 @@ def asked(effort: Effort) -> list[StartGenerate]:
         ]
         bodies.append(
             StartGenerate(
-                model=MODEL,
+                model=of.choice(effort.names),
                 request=f"fire-{i}",
                 prompt=[draw.randrange(300, VOCAB) for _ in range(draw.randint(1, 300))],
                 n=draw.choice((1, 1, 3)),
@@ -142,7 +162,9 @@ def asked(effort: Effort) -> list[StartGenerate]:
 class Engines:
     """Processes that are kept alive. clients: of each."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, specs: Callable[[str], EngineSpec]) -> None:
+        """specs: an engine's, by its name."""
+        self._spec = specs
         self.clients: dict[str, HttpEngineClient] = {}
         self.pids: dict[str, int] = {}  # of those that answer
         self._folder = folder
@@ -157,7 +179,7 @@ class Engines:
         async with AsyncExitStack() as stack:
             group = await stack.enter_async_context(asyncio.TaskGroup())
             launcher = LocalLauncher(self._role, group, clock, hear=self._hear, log=lambda *_: None)
-            fleet = FleetSpec(units={name: UnitSpec(engine=_spec(name)) for name in names}, gateway=0)
+            fleet = FleetSpec(units={name: UnitSpec(engine=self._spec(name)) for name in names}, gateway=0)
             self._controller = Controller(fleet, launcher, clock, timing=timing, watch=self._watch)
             controlling = group.create_task(self._controller.run())
             for name in names:
@@ -205,10 +227,26 @@ class Engines:
         self._news.set()
 
 
-def _spec(name: str) -> EngineSpec:
+def _checkpoints(folder: str, names: list[str]) -> tuple[ModelSpec, ...]:
+    """The demo's model, and others of its shape: each weight is a little off, by a seed."""
+    models = [ModelSpec(name=MODEL, path=str(DEMO / MODEL))]
+    for seed, name in enumerate(names[1:], 1):
+        path = Path(folder) / name
+        shutil.copytree(DEMO / MODEL, path)
+        tensors, noise = load_file(path / WEIGHTS), torch.Generator().manual_seed(seed)
+        for key, tensor in tensors.items():
+            off = torch.randn(tensor.shape, generator=noise) * OFF
+            tensors[key] = (tensor * (1 + off)).to(tensor.dtype)
+        save_file(tensors, path / WEIGHTS, {"format": "pt"})
+        models.append(ModelSpec(name=name, path=str(path)))
+    return tuple(models)
+
+
+def _spec(name: str, models: tuple[ModelSpec, ...], memory: int, folder: str) -> EngineSpec:
     return EngineSpec(
-        models=(ModelSpec(name=MODEL, path=str(DEMO / MODEL)),),
-        kv_bytes=24 << 20,
+        models=models,
+        kv_bytes=memory or len(models) * (24 << 20),
+        sleep_dir=folder if memory else "",
         block_bytes=4 << 10,
         policy="adbs",
         max_running=64,
@@ -224,11 +262,13 @@ async def fight(effort: Effort, console: Console) -> Fought:
     bodies, fought = asked(effort), Fought(streams=effort.streams)
     names = [f"unit-{i}" for i in range(effort.engines)]
     with tempfile.TemporaryDirectory() as folder:
-        alone = Engines(folder)
+        models = _checkpoints(folder, effort.names)
+        alone = Engines(folder, partial(_spec, models=models, memory=0, folder=folder))
         async with alone.running(["lone"]):
             whole = await _answers(alone.clients["lone"], bodies, ALONE)
         console.print("the lone engine has answered", style="dim")
-        engines, began = Engines(folder), time.perf_counter()
+        engines = Engines(folder, partial(_spec, models=models, memory=effort.memory, folder=folder))
+        began = time.perf_counter()
         async with engines.running(names):
             router = Router(engines.clients, load_program("data_parallel"), WallClock())
             async with router, asyncio.TaskGroup() as group:
@@ -241,7 +281,8 @@ async def fight(effort: Effort, console: Console) -> Fought:
                 for foe in foes:
                     foe.cancel()
             await engines.all_answer()
-            fought.wrong += await _left(engines)
+            fought.wrong += await _left(engines, effort.names)
+            fought.wakes = await _wakes(engines)
         fought.seconds = time.perf_counter() - began
     for body, one, other in zip(bodies, whole, found, strict=True):
         fought.tokens += sum(map(len, one.tokens.values()))
@@ -264,9 +305,41 @@ async def _answers(server: Generator, bodies: list[StartGenerate], at_once: int)
 
 async def _kill(engines: Engines, names: list[str], effort: Effort, fought: Fought) -> None:
     draw = random.Random(effort.seed)
-    while True:
+    for number in itertools.count():
         await asyncio.sleep(effort.pause)
-        fought.kills += engines.kill(draw.choice(names))
+        name = draw.choice(names)
+        at_wake = number % 2 == 1 and effort.memory > 0
+        asking = await _ask_sleeping(engines.clients[name], draw) if at_wake else None
+        killed = engines.kill(name)
+        fought.kills += killed
+        if asking is not None:
+            fought.at_wakes += killed
+            await asking  # the answer ends with the process; its tokens count for nothing
+
+
+async def _ask_sleeping(client: HttpEngineClient, draw: random.Random) -> asyncio.Task[None] | None:
+    """Asks for a model that sleeps, and returns 0 to 20 ms later; returns None if all are awake, or the
+    engine does not answer."""
+    try:
+        load = await client.load()
+    except KvloomError:
+        return None
+    asleep = [name for name, model in load.models.items() if model.weights and not model.weights.awake]
+    if not asleep:
+        return None
+    params = SamplingParams(max_tokens=10, temperature=0.0, seed=1)
+    body = StartGenerate(
+        model=draw.choice(asleep), request=f"wake-{draw.randrange(2**31)}", prompt=[300], sampling=params
+    )
+    asking = asyncio.create_task(Answer().read(client, body))
+    await asyncio.sleep(draw.uniform(0.0, 0.02))
+    return asking
+
+
+async def _wakes(engines: Engines) -> int:
+    """Returns how many wakes the processes have had that are there now."""
+    loads = [await client.load() for client in engines.clients.values()]
+    return sum(m.weights.wakes_total for load in loads for m in load.models.values() if m.weights)
 
 
 async def _move(router: Router, names: list[str], seed: int, fought: Fought) -> None:
@@ -298,16 +371,18 @@ def _unlike(body: StartGenerate, one: Answer, other: Answer) -> list[str]:
     return wrong
 
 
-async def _left(engines: Engines) -> list[str]:
+async def _left(engines: Engines, models: list[str]) -> list[str]:
     """Units of which some blocks have no owner, after two leases."""
     await asyncio.sleep(2 * LEASE)
     wrong = []
     for name, client in engines.clients.items():
-        with suppress(KvloomError):
-            await client.evict(Prefix(model=MODEL, prompt=[]))
+        for model in models:
+            with suppress(KvloomError):
+                await client.evict(Prefix(model=model, prompt=[]))
         load = await client.load()
-        if load.free_blocks != load.total_blocks:
-            wrong.append(f"{name}: {load.total_blocks - load.free_blocks} blocks are nobody's")
+        weights = sum(model.weights.blocks for model in load.models.values() if model.weights)
+        if left := load.total_blocks - load.free_blocks - weights:
+            wrong.append(f"{name}: {left} blocks are nobody's")
     return wrong
 
 
@@ -321,6 +396,8 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=usual.at_once)
     parser.add_argument("--engines", type=int, default=usual.engines)
     parser.add_argument("--pause", type=float, default=usual.pause, help="seconds between two kills")
+    parser.add_argument("--models", type=int, default=usual.models)
+    parser.add_argument("--memory", type=float, default=0.0, help="MiB of an engine's weights and pool")
     parser.add_argument("--seed", type=int, default=usual.seed)
     options = parser.parse_args()
     logging.disable(logging.WARNING)  # each kill has many
@@ -332,11 +409,14 @@ def main() -> None:
         engines=options.engines,
         pause=options.pause,
         seed=options.seed,
+        models=options.models,
+        memory=int(options.memory * (1 << 20)),
     )
     fought = asyncio.run(fight(effort, console))
     console.print(
         f"{fought.streams} streams of {fought.tokens} tokens in {fought.seconds:.0f} s: {fought.kills} "
-        f"kills, {fought.moves} moves ({fought.stayed.total()} stayed), {len(fought.wrong)} wrong"
+        f"kills ({fought.at_wakes} at a waking), {fought.moves} moves ({fought.stayed.total()} stayed), "
+        f"{fought.wakes} wakes by those that live, {len(fought.wrong)} wrong"
     )
     for why, times in fought.stayed.most_common(SHOWN):
         console.print(f"  {times} stayed: {why}", markup=False, style="dim")

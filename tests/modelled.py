@@ -18,7 +18,7 @@ from kvloom.types.geometry import I32, Geometry
 from kvloom.types.job import Job, JobResult
 from kvloom.types.prefix_store import PrefixStore
 from kvloom.types.request import Level, ModelCard, StartGenerate, TokenLogprob
-from kvloom.types.spec import EngineSpec, ModelSpec, Policy, Quotas
+from kvloom.types.spec import EngineSpec, ModelSpec, Policy, Quotas, Slo
 from kvloom.types.transfer import Transport
 from tests.engines import Answer
 from tests.plane import Plane
@@ -222,9 +222,16 @@ def engine_over(
     offload: OffloadBackend | None = None,
     quotas: Quotas = "adaptive",
     store: PrefixStore | None = None,
+    slos: Mapping[str, Slo] | None = None,
 ) -> Engine:
     models = tuple(
-        ModelSpec(name=model, path="/nowhere", rate=(rates or {}).get(model, 1.0)) for model in executor.cards
+        ModelSpec(
+            name=model,
+            path="/nowhere",
+            rate=(rates or {}).get(model, 1.0),
+            slo=(slos or {}).get(model, Slo()),
+        )
+        for model in executor.cards
     )
     spec = EngineSpec(
         models=models,

@@ -10,7 +10,7 @@ import pytest
 
 from kvloom.engine.batching.adbs import WEIGHTS
 from kvloom.engine.batching.deadlines import LEEWAY, Deadlines
-from kvloom.engine.batching.job_times import JobTimes
+from kvloom.engine.batching.job_times import MEMORY, ArrivalRate, JobTimes
 from kvloom.engine.sequence import Sequence, TokenBuffer
 from kvloom.types.job import Phase
 from kvloom.types.request import SamplingParams
@@ -87,6 +87,20 @@ def test_jobs_take_what_the_last_ones_took() -> None:
     assert [times.step(n) for n in (0, 10, 20)] == pytest.approx([0.0, 0.5, 0.6])
     times.note(Phase.MIXED, 300 - WEIGHTS, 1.0)
     assert times.token == pytest.approx(2 / 400)
+
+
+def test_a_rate_is_of_late_and_at_first_as_planned() -> None:
+    clock = ManualClock()
+    rate = ArrivalRate(clock, planned=0.5)
+    assert rate.a_second == pytest.approx(0.5)
+    clock.time = 20 * MEMORY
+    assert rate.a_second == pytest.approx(0.0, abs=1e-6)
+    for i in range(4000):
+        clock.time = 20 * MEMORY + i / 8
+        rate.note()
+    assert rate.a_second == pytest.approx(8.0, rel=0.01)
+    clock.time += MEMORY
+    assert rate.a_second == pytest.approx(8.0 / np.e, rel=0.01)
 
 
 def test_choices_that_fork_off_have_their_requests_deadline() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -23,9 +24,11 @@ from kvloom.engine.residency.policy import (
     next_move,
     turn_of,
 )
+from kvloom.types.spec import Policy, Slo
 from tests.engine.plays import check, order
 from tests.engines import ask
 from tests.modelled import CONTEXT, GEOMETRIES, ModelledExecutor, ModelledWeights, engine_over, modelled
+from tests.modelled_units import ManualClock
 
 
 @dataclass
@@ -38,6 +41,8 @@ class Model:
     since: float = 0.0
     asked: float = 0.0
     waits: list[float] = field(default_factory=list)
+    patience: float = inf
+    """Seconds from being asked to the deadline."""
 
 
 class Memory:
@@ -64,6 +69,8 @@ class Memory:
                     priority=0,
                     since=model.since if model.awake else model.asked,
                     turn=turn_of(self.WAKE, 0),
+                    begin_by=self.begin_by(model),
+                    waking=self.WAKE,
                 )
                 for name, model in self.models.items()
             ),
@@ -73,11 +80,20 @@ class Memory:
             now=self.now,
         )
 
+    def begin_by(self, model: Model) -> float:
+        due = model.asked + model.patience
+        return due if due >= self.now + self.WAKE else -inf
+
     def ask(self, name: str, seconds: float) -> None:
         model = self.models[name]
         if model.work <= 0:
             model.asked = self.now
         model.work += seconds
+
+    @property
+    def longest_wait(self) -> float:
+        waiting = (self.now - m.asked for m in self.models.values() if m.work > 0 and not m.awake)
+        return max((*waiting, *(wait for m in self.models.values() for wait in m.waits)), default=0.0)
 
     def step(self) -> None:
         while (move := next_move(self.view())) is not None:
@@ -96,6 +112,11 @@ class Memory:
         self.now += 0.1
 
 
+def bound_for(models: int) -> float:
+    """The seconds that a model waits at most if those before it have a turn each."""
+    return (models - 1) * (TURN + 0.3)  # a step or two late at each
+
+
 sizes = st.lists(st.integers(1, 60), min_size=2, max_size=8)
 
 
@@ -108,17 +129,47 @@ def test_nobody_waits_longer_than_a_turn_of_each_other_model(
         if rng.random() < 0.4:
             memory.ask(rng.choice(list(memory.models)), rng.choice((0.1, 0.5, 5.0, 30.0)))
         memory.step()
-    bound = (len(sizes) - 1) * (TURN + 0.3)  # a step or two late at each
-    for model in memory.models.values():
-        assert max(model.waits, default=0.0) <= bound
-        if model.work > 0 and not model.awake:
-            assert memory.now - model.asked <= bound
+    assert memory.longest_wait <= bound_for(len(sizes))
 
 
-@given(sizes, st.integers(0, 40))
-def test_little_is_lost_to_waking(sizes: list[int], more: int) -> None:
+@given(
+    sizes,
+    st.integers(0, 40),
+    st.lists(st.sampled_from((0.0, 1.0, 3.0, inf))),
+    st.randoms(use_true_random=False),
+)
+def test_deadlines_hold_nobody_back_for_longer_than_the_bound(
+    sizes: list[int], more: int, patience: list[float], rng: random.Random
+) -> None:
+    few = [*patience, *[1.0] * len(sizes)]
+    models = [Model(size, patience=one) for size, one in zip(sizes, few, strict=False)]
+    memory = Memory(max(sizes) + more, models)
+    for _ in range(600):
+        if rng.random() < 0.4:
+            memory.ask(rng.choice(list(memory.models)), rng.choice((0.1, 0.5, 5.0, 30.0)))
+        memory.step()
+    assert memory.longest_wait <= AGED + bound_for(len(sizes))
+
+
+def test_what_is_late_lets_others_go_first_until_it_has_aged() -> None:
+    """Two that keep their deadlines want the one place by turns; the third can keep none."""
+    memory = Memory(10, [Model(10, patience=2.0), Model(10, patience=2.0), Model(10, patience=0.0)])
+    memory.ask("m2", 0.1)
+    memory.ask("m0", 0.5)
+    memory.ask("m1", 0.5)
+    while not memory.models["m2"].waits:
+        for name in ("m0", "m1"):
+            if memory.models[name].work <= 0:
+                memory.ask(name, 0.5)
+        memory.step()
+    assert memory.models["m2"].waits[0] == pytest.approx(AGED, abs=TURN + 0.2)
+
+
+@given(sizes, st.integers(0, 40), st.sampled_from((0.0, 1.0, 3.0, inf)))
+def test_little_is_lost_to_waking(sizes: list[int], more: int, patience: float) -> None:
     """All are wanted all the time: a model is woken at most once a turn for each place in memory."""
-    memory = Memory(max(sizes) + more, [Model(size, work=1e9) for size in sizes])
+    models = [Model(size, work=1e9, patience=patience) for size in sizes]
+    memory = Memory(max(sizes) + more, models)
     for _ in range(100):
         memory.step()
     assert memory.wakes <= len(sizes) * (memory.now / TURN + 1)
@@ -133,6 +184,10 @@ def seen(*models: Residency, free: int = 0, available: int | None = None, **more
     found = free if available is None else available
     view = {"total": 100, "free": free, "available": found, "now": 0.5} | more
     return ResidencyView(models=models, **view)  # type: ignore[arg-type]
+
+
+def timed(model: Residency, begin_by: float, **more: object) -> Residency:
+    return replace(model, begin_by=begin_by, **more)  # type: ignore[arg-type]
 
 
 A, B = residency("a", wanted=True), residency("b", wanted=True)
@@ -176,6 +231,18 @@ A, B = residency("a", wanted=True), residency("b", wanted=True)
         (seen(residency("a"), free=100, available=100 // MARGIN + 9), None),
         (seen(residency("a", unreadable=True), free=100), None),
         (seen(residency("a", wanted=True, gathered=4, priority=1), B, available=10), Wake("b")),
+        (
+            seen(A, residency("often", awake=True, rate=0.2, used=1), residency("last", awake=True, used=3)),
+            Sleep("last", "a"),
+        ),
+        (seen(residency("a", used=1), residency("b", rate=0.1), free=100 // MARGIN + 10), Wake("b")),
+        (seen(A, residency("b", wanted=True, begin_by=0.8), available=10), Wake("b")),
+        (seen(A, residency("b", wanted=True, begin_by=0.8, waking=0.4), available=10), Wake("a")),
+        (seen(timed(A, 0.8), timed(B, 0.9, waking=0.2), available=10), Wake("b")),
+        (seen(timed(A, 0.8, gathered=1), timed(B, 0.7), available=10), Wake("a")),
+        (seen(timed(A, 0.8, priority=1), timed(B, -inf), available=10), Wake("b")),
+        (seen(timed(A, AGED + 1), timed(B, -inf, since=-0.1), available=10, now=AGED), Wake("b")),
+        (seen(timed(A, -inf), timed(B, -inf, since=-0.1), available=10), Wake("b")),
     ],
 )
 def test_the_next_move(view: ResidencyView, move: object) -> None:
@@ -195,6 +262,7 @@ def test_whoever_loses_its_cache_has_longer_turns() -> None:
 # -- the engine ---------------------------------------------------------------------------------------
 
 NAMES = tuple(GEOMETRIES)
+POLICIES: tuple[Policy, ...] = ("adbs", "slack")
 
 
 def sleeping(blocks: int, weights: int, seed: int) -> ModelledExecutor:
@@ -211,7 +279,7 @@ def test_same_tokens_whoever_sleeps(seed: int) -> None:
     weights = rng.choice((8, 30))
     room = rng.choice((1, 2)) * weights + page * -(-CONTEXT // 4) // rng.choice((1, 2))
     executor = sleeping(room + weights // 3, weights, seed)
-    engine = engine_over(executor, max_running=rng.choice((2, 16)))
+    engine = engine_over(executor, max_running=rng.choice((2, 16)), policy=POLICIES[seed % 2])
     asked = [
         order(f"r{i}", rng.choice(NAMES), rng.randrange(1, 30), priority=rng.randrange(2))
         for i in range(rng.choice((6, 24)))
@@ -227,6 +295,24 @@ def test_same_tokens_whoever_sleeps(seed: int) -> None:
     assert executor.weights is not None
     assert executor.weights.awake == set(), "all is given back at the end"
     assert len(executor.weights.wakes) >= len({one.model for one in asked})
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_slack_wakes_first_what_is_due_first(policy: Policy) -> None:
+    weights = 300
+    executor = sleeping(weights + 100, weights, 0)
+    first, later, sooner = NAMES[:3]
+    slos = {later: Slo(ttft=20.0, tpot=1.0), sooner: Slo(ttft=10.0, tpot=1.0)}
+
+    async def play() -> None:
+        engine = engine_over(executor, clock=ManualClock(), policy=policy, slos=slos)
+        async with modelled(engine, executor):
+            await asyncio.gather(*(ask(engine, order(f"x{n}", n, 5)) for n in (first, later, sooner)))
+
+    asyncio.run(play())
+    assert executor.weights is not None
+    order_of = executor.weights.wakes
+    assert (order_of.index(sooner) < order_of.index(later)) == (policy == "slack")
 
 
 def test_all_stay_awake_where_there_is_room() -> None:

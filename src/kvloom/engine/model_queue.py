@@ -12,7 +12,7 @@ from msgspec import structs
 
 from kvloom.engine.batching.deadlines import Deadlines
 from kvloom.engine.batching.fair_queue import INPUT_COST, OUTPUT_COST, FairQueue
-from kvloom.engine.batching.job_times import PrefillSpeed, StepTime
+from kvloom.engine.batching.job_times import ArrivalRate, PrefillSpeed, StepTime
 from kvloom.engine.batching.view import ModelView
 from kvloom.engine.sequence import Sequence, Status, StreamId
 from kvloom.kv.cache import ModelCache
@@ -89,8 +89,11 @@ class ModelQueue:
         shares: tuple[int, int] = (0, 0),
         slo: Slo = Slo(),  # noqa: B008  (frozen)
         clock: Clock | None = None,
+        rate: float = 0.0,
     ) -> None:
-        """shares: of a prefill and of a decode job, in units of compute; 0 if the policy is to say."""
+        """shares: of a prefill and of a decode job, in units of compute; 0 if the policy is to say. rate:
+        requests a second, as planned."""
+        clock = clock or WallClock()
         self.form = KVForm.of(cache.geometry, card.kv_dtype or card.dtype)
         self.card = structs.replace(card, form=self.form)
         self.watchers: list[set[ModelQueue]] = []
@@ -110,7 +113,8 @@ class ModelQueue:
         self.stats = ModelStats(self.changed)
         self.step_time = StepTime()
         self.prefill_speed = PrefillSpeed()
-        self.deadlines = Deadlines(slo, clock or WallClock())
+        self.deadlines = Deadlines(slo, clock)
+        self.arrivals = ArrivalRate(clock, rate)
 
     def changed(self) -> None:
         """Tells the watchers that something has changed."""
@@ -149,6 +153,13 @@ class ModelQueue:
         orders = [s.order for s in self.running] + ([first.order] if first else [])
         return min(orders, default=_NOBODY)[0]
 
+    def begin_by(self, now: float) -> float:
+        """Returns when a job of the model must begin, or the sequence that is next, or one that runs, misses
+        its objective; of those only that could still keep it. -inf if there is none."""
+        first = self.waiting.first
+        times = map(self.deadlines.begin_by, [*self.running, *([first] if first else [])])
+        return min((time for time in times if time >= now), default=-math.inf)
+
     def requests(self) -> set[StreamId]:
         """Returns the requests of all sequences that wait or run."""
         return {sequence.request for some in (self.waiting, self.running) for sequence in some}
@@ -167,6 +178,8 @@ class ModelQueue:
         """Lets a sequence wait. jobs: how many the unit has started."""
         self.changed()
         sequence.waiting_since = jobs
+        if sequence.came is None:
+            self.arrivals.note()
         for one in (sequence, *sequence.siblings):
             self.deadlines.came(one)
         self.waiting.add(sequence)

@@ -173,6 +173,7 @@ def fit(executor: Executor, spec: EngineSpec, clock: Clock, *, reserved: int) ->
     )
     shares = {model.name: _planned_shares(model, executor.compute) for model in spec.models}
     slos = {model.name: model.slo for model in spec.models}
+    rates = {model.name: model.rate or 0.0 for model in spec.models}
     queues = {
         name: ModelQueue(
             card,
@@ -182,6 +183,7 @@ def fit(executor: Executor, spec: EngineSpec, clock: Clock, *, reserved: int) ->
             shares.get(name, (0, 0)),
             slos.get(name, Slo()),
             clock,
+            rates.get(name, 0.0),
         )
         for name, card in cards.items()
     }

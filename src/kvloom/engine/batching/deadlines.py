@@ -78,9 +78,13 @@ class Deadlines:
         due = self.due(sequence)
         return due + LEEWAY * (self.latest(sequence) - due)
 
+    def begin_by(self, sequence: Timed) -> float:
+        """Returns when the job of the sequence's next token must begin, or it misses its objective."""
+        return self.latest(sequence) - self.times.prompt(self.left(sequence))
+
     def is_late(self, sequence: Timed, now: float) -> bool:
         """Returns whether a sequence that waits cannot be in time any more."""
-        return now + self.times.prompt(self.left(sequence)) > self.latest(sequence)
+        return now > self.begin_by(sequence)
 
     def drawn(self, sequence: Timed) -> None:
         """Notes that a job has drawn the sequence's next token, which it does not have yet."""

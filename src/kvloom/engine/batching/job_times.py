@@ -1,13 +1,39 @@
-"""Measures what a model's jobs took of late, and expects the next ones to take as long."""
+"""Measures how often a model was asked of late, and what its jobs took, and expects the same to come."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from statistics import median
+from typing import Final
 
 from kvloom.engine.batching.adbs import WEIGHTS
+from kvloom.types.clock import Clock
 from kvloom.types.job import Phase
 from kvloom.types.load import STEP_WINDOW
+
+MEMORY: Final = 60.0  # seconds after which what came counts for 1 / e
+
+
+class ArrivalRate:
+    """How many sequences a second came of late: each counts for less as time goes by."""
+
+    def __init__(self, clock: Clock, planned: float = 0.0) -> None:
+        """planned: sequences a second that are expected at first."""
+        self._clock = clock
+        self._count = planned * MEMORY
+        self._at = clock.now()
+
+    def note(self) -> None:
+        """Notes one that has come."""
+        self._count, self._at = self._left() + 1, self._clock.now()
+
+    @property
+    def a_second(self) -> float:
+        return self._left() / MEMORY
+
+    def _left(self) -> float:
+        return self._count * math.exp((self._at - self._clock.now()) / MEMORY)
 
 
 class StepTime:

@@ -1,9 +1,13 @@
 """Decides whose weights are in memory, by a pure policy over a frozen view, as batching policies are.
 
-Models share one budget with the pool. Whoever is wanted and asleep is woken, one after the other, the one of
-the most urgent request first, then the one that has waited longest. Room is made in this order: free blocks
-and cached prefixes; weights that nobody wants, the least recently used first; K and V beyond quotas; weights
-of those who have been awake for a turn, the longest first; in the end all K and V that can be had.
+Models share one budget with the pool. Whoever is wanted and asleep is woken, one after the other: the one of
+the most urgent request first, then what would miss its deadline soonest and can still make it, then the one
+that has waited longest. Room is made in this order: free blocks and cached prefixes; weights that nobody
+wants, the least asked for first; K and V beyond quotas; weights of those who have been awake for a turn, the
+longest first; in the end all K and V that can be had.
+
+Nobody starves: whoever has waited for `AGED` seconds goes before all that have waited for less. Nothing is
+woken in vain: what room is being made for is woken, unless something more urgent or older comes.
 
 Switching between models token by token follows Aegaeon (Xiang et al., SOSP 2025, section 4), and waking ahead
 into idle blocks follows WarmServe (Lou et al., 2025).
@@ -12,12 +16,13 @@ into idle blocks follows WarmServe (Lou et al., 2025).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Final
 
 TURN: Final = 1.0  # seconds that a wanted model stays awake at least
 PART: Final = 10  # times that its turn is at least as long as its waking, so that little is lost to waking
 LONGEST: Final = 6  # doublings of a turn, at most
-AGED: Final = 30.0  # seconds of waiting after which priorities hold a model back no longer
+AGED: Final = 30.0  # seconds of waiting after which priorities and deadlines hold a model back no longer
 MARGIN: Final = 8  # one part in so many of the budget stays free when a model is woken that nobody wants
 
 
@@ -33,11 +38,13 @@ class Residency:
     since: float  # seconds: when they were woken if they are awake, else when they came to be wanted
     turn: float  # seconds that they stay awake at least if they are wanted
     used: int = 0  # jobs that the unit had started when one of the model last began or ended
-    rate: float = 0.0  # requests a second, as planned
+    rate: float = 0.0  # requests a second of late; at first as planned
     gathered: int = 0  # blocks that are kept for them, as they are about to be woken
     excess: int = 0  # blocks of K and V that may be preempted, as they are beyond the model's quota
     held: int = 0  # blocks of K and V that can be preempted
     unreadable: bool = False  # they could not be read the last time
+    begin_by: float = inf  # when jobs must begin for the oldest request to be in time; -inf if it cannot be
+    waking: float = 0.0  # seconds that waking is expected to take
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +115,7 @@ def _room_for(view: ResidencyView, first: Residency) -> Move | None:
     awake = [model for model in view.models if model.awake]
     unwanted = [model for model in awake if not model.wanted]
     if unwanted:
-        return Sleep(min(unwanted, key=lambda model: model.used).name, first.name)
+        return Sleep(min(unwanted, key=_asked).name, first.name)
     beyond = [model for model in view.models if model.excess > 0 and model is not first]
     there = view.available + first.gathered + sum(model.excess for model in beyond)
     if beyond and there >= first.blocks:
@@ -129,7 +136,7 @@ def protected(view: ResidencyView) -> bool:
 
 
 def next_due(view: ResidencyView) -> float | None:
-    """Returns the next time at which a turn is over, or priorities hold back a model no longer, if one waits
+    """Returns the next time at which a turn is over, or nothing holds back a model any longer, if one waits
     for room; None if there is none."""
     if _first(view) is None and view.starving is None:
         return None
@@ -146,15 +153,28 @@ def next_waking(view: ResidencyView) -> str | None:
 
 def _first(view: ResidencyView) -> Residency | None:
     """Returns the model that is woken next: the one of the most urgent request; of several the one for which
-    room is being made, or the one that has waited longest."""
+    room is being made, or the one with the least slack, or else that has waited longest."""
     wanting = [model for model in view.models if model.wanted and not model.awake]
-    return min(wanting, key=lambda m: (_priority(view, m), not m.gathered, m.since), default=None)
+    return min(wanting, key=lambda m: _rank(view, m), default=None)
+
+
+def _rank(view: ResidencyView, model: Residency) -> tuple[float, bool, bool, float, float]:
+    """Returns the place of a model that waits among the others."""
+    priority, latest = _priority(view, model), model.begin_by - model.waking
+    late = latest < view.now
+    slack = inf if late or priority == -inf else latest
+    return priority, not model.gathered, late and priority > -inf, slack, model.since
+
+
+def _asked(model: Residency) -> tuple[float, int]:
+    """Returns how much a model is asked for: how often of late, and how lately."""
+    return model.rate, model.used
 
 
 def _priority(view: ResidencyView, model: Residency) -> float:
     """Returns the model's priority; one that has waited for long goes before all."""
     aged = not model.awake and view.now - model.since >= AGED
-    return float("-inf") if aged else model.priority
+    return -inf if aged else model.priority
 
 
 def _is_over(view: ResidencyView, model: Residency, waiting: Residency) -> bool:
@@ -169,7 +189,7 @@ def _with_time(view: ResidencyView) -> Move | None:
     awake = [model for model in view.models if model.awake]
     unwanted = [model for model in awake if not model.wanted]
     if view.short and unwanted:
-        return Sleep(min(unwanted, key=lambda model: model.used).name)
+        return Sleep(min(unwanted, key=_asked).name)
     if view.starving is not None:
         over = [m for m in awake if m.name != view.starving and view.is_over(m)]
         return Sleep(min(over, key=lambda model: model.since).name) if over else None
@@ -177,4 +197,4 @@ def _with_time(view: ResidencyView) -> Move | None:
     ahead = [m for m in view.models if not (m.awake or m.unreadable) and m.blocks <= spare]
     if view.short or not ahead:
         return None
-    return Wake(max(ahead, key=lambda model: (model.used, model.rate)).name)
+    return Wake(max(ahead, key=_asked).name)

@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
+from math import inf
 
 import numpy as np
 
+from kvloom.engine.batching import BY_DEADLINES
 from kvloom.engine.batching.view import LASTING
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.quotas import QuotaTuner
@@ -54,7 +56,6 @@ class _Weights:
 
     queue: ModelQueue
     size: int  # blocks
-    rate: float
     phase: Phase = Phase.ASLEEP
     blocks: list[I32] = field(default_factory=list)
     """Whose memory they have, or are about to have."""
@@ -96,12 +97,11 @@ class WeightResidency:
         wake: Callable[[], None],
     ) -> None:
         """wake: called when a part has been read, so that `review` is due."""
-        rates = {model.name: model.rate for model in spec.models}
         self._memory = memory
-        self._models = {
-            name: _Weights(queue, memory.blocks[name], rates.get(name) or 0.0)
-            for name, queue in queues.items()
-        }
+        self._models = {name: _Weights(queue, memory.blocks[name]) for name, queue in queues.items()}
+        self._by_deadlines = spec.policy in BY_DEADLINES
+        self._pace = 0.0
+        """Seconds that a block took to be read the last time; 0 if none was."""
         self._pool = pool
         self._scheduler = scheduler
         self._requests = requests
@@ -206,6 +206,7 @@ class WeightResidency:
             one.queue.wake()
         if future.result():
             one.wake_seconds = self._clock.now() - one.since
+            self._pace = one.wake_seconds / max(1, one.size)
         elif one.phase is Phase.AWAKE:
             self._read(one)
         self._wake()
@@ -261,29 +262,31 @@ class WeightResidency:
             if one.phase is Phase.AWAKE and not one.queue.is_busy
         )
         needs = self._scheduler.needs()
+        now = self._clock.now()
         return ResidencyView(
-            models=tuple(map(self._residency, self._models.values())),
+            models=tuple(self._residency(one, now) for one in self._models.values()),
             total=self._pool.total,
             free=self._pool.free,
             available=max(0, self._pool.available - needs.next_jobs),
-            now=self._clock.now(),
+            now=now,
             moving=any(one.phase in (Phase.WAKING, Phase.LEAVING) for one in self._models.values()),
             short=unwanted > 0 and self._scheduler.lacks(unwanted),
             starving=needs.starving,
             stuck=needs.stuck,
         )
 
-    def _residency(self, one: _Weights) -> Residency:
+    def _residency(self, one: _Weights, now: float) -> Residency:
         queue = one.queue
         wanted, awake = queue.is_busy, one.phase is Phase.AWAKE
         if wanted and not awake and not one.waiting:
-            one.since, one.waiting = self._clock.now(), True
+            one.since, one.waiting = now, True
         one.waiting = one.waiting and wanted and not awake
         if queue.stats.ended != one.ended:
             one.ended, one.lost = queue.stats.ended, 0
         can_give = wanted and queue.victim() is not None
         lasts = len(queue.running) > 1 or self._scheduler.jobs - queue.last_job > LASTING
-        used = queue.cache.used_blocks
+        used, waking = queue.cache.used_blocks, one.wake_seconds or one.size * self._pace
+        chooses = self._by_deadlines and wanted and not awake
         return Residency(
             name=queue.card.name,
             blocks=one.size,
@@ -293,9 +296,11 @@ class WeightResidency:
             since=one.since,
             turn=turn_of(one.wake_seconds, one.lost),
             used=queue.last_job,
-            rate=one.rate,
+            rate=queue.arrivals.a_second,
             gathered=0 if awake else one.gathered,
             excess=max(0, used - queue.quota) if can_give and lasts else 0,
             held=used if can_give else 0,
             unreadable=one.unreadable,
+            begin_by=queue.begin_by(now + waking) if chooses else inf,
+            waking=waking,
         )
