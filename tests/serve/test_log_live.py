@@ -45,8 +45,10 @@ class Mute(Fleet):
     @property
     def port(self) -> int:
         """Returns the TCP port at which its supervisor listens; 0 as long as it does not."""
-        handles = Path(f"/proc/{self.process.pid}/fd")
-        sockets = {os.readlink(handle) for handle in handles.iterdir()}
+        sockets = set[str]()
+        for handle in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # it is closed by now
+                sockets.add(os.readlink(handle))
         for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == LISTENS and f"socket:[{fields[9]}]" in sockets:
