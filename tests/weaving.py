@@ -26,7 +26,7 @@ from tests.forks import FORKS, preload
 
 MODEL = "m"  # of the hot unit
 PAGES = 40  # that are lent
-DEADLINE = 60
+DEADLINE = 120.0
 preload(__name__, "tests.standing")
 
 

@@ -28,6 +28,7 @@ from kvloom.types.request import (
 )
 from kvloom.types.service import Service
 from tests.cluster import loads
+from tests.processes import DEADLINE
 
 # On a busy machine any example may take long.
 UNTIMED = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -207,5 +208,5 @@ def serving(app: ASGIApp) -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(DEADLINE)
         listener.close()

@@ -20,6 +20,7 @@ from kvloom.api.app import create_app
 from kvloom.api.auth import Keys
 from kvloom.config.keys import make_key
 from tests.api.scripted import ScriptedEngine, says, serving
+from tests.processes import DEADLINE
 
 MANY = 24  # requests that do nothing, which fit
 BODY = {"model": "tiny", "prompt": [5], "ignore_eos": True}
@@ -37,7 +38,7 @@ def clients(engine: ScriptedEngine) -> Iterator[dict[str, httpx.Client]]:
                 httpx.Client(
                     base_url=address,
                     headers={"authorization": f"Bearer {text}"},
-                    timeout=30,
+                    timeout=DEADLINE,
                     limits=httpx.Limits(max_connections=None),
                 )
             )
@@ -92,7 +93,7 @@ def test_large_bodies_are_read_one_at_a_time_with_a_rest_after_each(monkeypatch:
 
     async def whole() -> list[int]:
         transport = httpx.ASGITransport(create_app(ScriptedEngine(says("hi"))))
-        async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=60) as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=DEADLINE) as http:
             headers = {"content-type": "application/json"}
             sent = [
                 http.post("/v1/completions", content=one, headers=headers)

@@ -19,6 +19,7 @@ from kvloom.api.schemas_chat import ChatAnswer, ChatChunk
 from kvloom.types.errors import RequestQuarantined, Unavailable, UnknownModel
 from kvloom.types.request import EndEvent
 from tests.api.scripted import ScriptedEngine, card, says, serving
+from tests.processes import DEADLINE
 
 TEXT = "hello world"
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -253,7 +254,7 @@ def test_body_limits(http: TestClient) -> None:
 def test_a_body_that_does_not_come(engine: ScriptedEngine) -> None:
     with serving(create_app(engine, body_seconds=0.1)) as address:
         host, port = address.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=5) as connection:
+        with socket.create_connection((host, int(port)), timeout=DEADLINE) as connection:
             head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 50\r\n\r\n"
             connection.sendall(head.encode() + b'{"model"')
             assert b" 408 " in connection.recv(1000).split(b"\r\n")[0]
@@ -264,7 +265,7 @@ def test_half_sent_requests_leave_no_trace(engine: ScriptedEngine, caplog: pytes
     with serving(create_app(engine)) as address:
         host, port = address.removeprefix("http://").split(":")
         for sent in (b"", b"POST /v1/comp", head, head + b"{", b"\x00\xff\r\n\r\n"):
-            with socket.create_connection((host, int(port)), timeout=5) as connection:
+            with socket.create_connection((host, int(port)), timeout=DEADLINE) as connection:
                 connection.sendall(sent)
         answer = httpx.post(f"{address}/v1/completions", json=COMPLETION)
     assert answer.status_code == 200

@@ -13,6 +13,7 @@ from kvloom.engine.guide import GuideCompiler
 from kvloom.types.errors import PromptTooLong, QueueFull
 from kvloom.types.request import EndEvent, Guide, SamplingDefaults
 from tests.api.scripted import EOS, ScriptedEngine, card, says, token, tokens
+from tests.processes import DEADLINE
 
 TEXT = "hello world, naïve 🦊 fox"
 
@@ -105,7 +106,7 @@ def test_stop_string(client: openai.OpenAI, engine: ScriptedEngine, *, stream: b
     for stop in ("ld, n", ["ld, n", "zz"]):
         found = completed(client, stream=stream, prompt="x", max_tokens=99, stop=stop)
         assert found == {0: ("hello wor", "stop")}
-    assert engine.gone.wait(5)
+    assert engine.gone.wait(DEADLINE)
 
 
 def test_stop_string_in_one_choice_of_two(client: openai.OpenAI, engine: ScriptedEngine) -> None:
@@ -266,13 +267,13 @@ def test_an_answer_that_breaks_off_is_an_error(
 def test_hanging_up_ends_the_request(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     engine.hold = 2
     stream = client.completions.create(model="tiny", prompt="x", stream=True)
-    assert engine.held.wait(5)
+    assert engine.held.wait(DEADLINE)
     stream.close()
-    assert engine.gone.wait(5)
+    assert engine.gone.wait(DEADLINE)
 
 
 def test_hanging_up_on_a_whole_answer_ends_the_request(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     engine.hold = 2
     with pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=0.5).completions.create(model="tiny", prompt="x")
-    assert engine.gone.wait(5)
+    assert engine.gone.wait(DEADLINE)

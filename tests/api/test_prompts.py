@@ -24,6 +24,7 @@ from kvloom.api.texts.prompts import UNRENDERED, InlineTexts, Prompt, TextModel
 from kvloom.api.tokenizer import KNOWN_REGEXES, Tokenizer
 from kvloom.types.errors import ConfigError
 from tests.api.scripted import UNTIMED, ScriptedEngine, byte_level, card, says, serving
+from tests.processes import DEADLINE
 
 Change = Callable[[HFTokenizer], object]
 
@@ -283,7 +284,7 @@ def test_large_requests_leave_room_for_small_ones(monkeypatch: pytest.MonkeyPatc
     sent = 2 * bodies.SMALL - 1000
     with serving(create_app(ScriptedEngine(says("hi")))) as address:
         host, port = address.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=DEADLINE) as connection:
             head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
             connection.sendall(head % (sent + 1) + b" " * sent)
             assert connection.recv(100).startswith(b"HTTP/1.1 503 ")
@@ -312,12 +313,12 @@ def test_who_hangs_up_cancels_what_is_done_for_its_prompt(stream: bool) -> None:
     with serving(create_app(ScriptedEngine(says("hi")), texts=texts)) as address:
         host, port = address.removeprefix("http://").split(":")
         body = json.dumps(asked("tiny", "hi", stream=stream)[1]).encode()
-        with socket.create_connection((host, int(port)), timeout=5) as connection:
+        with socket.create_connection((host, int(port)), timeout=DEADLINE) as connection:
             head = (
                 f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
             )
             connection.sendall(head.encode() + body)
-            assert texts.begun.wait(10)
-        assert texts.left.wait(10)
+            assert texts.begun.wait(DEADLINE)
+        assert texts.left.wait(DEADLINE)
         counted = httpx.get(f"{address}/metrics").text
         assert 'kvloom_requests_total{model="tiny",status="499"} 1.0' in counted

@@ -24,6 +24,7 @@ from kvloom.config.keys import NamedKey, make_key
 from kvloom.types.errors import Unavailable
 from tests.api.fleet import administered
 from tests.api.scripted import UNTIMED, ScriptedEngine, card, says, serving
+from tests.processes import DEADLINE
 
 ANSWER = "hello world"
 OUTPUT = 12  # tokens of each choice, if as many may be made
@@ -311,17 +312,20 @@ def test_concurrency_is_given_back_when_a_client_hangs_up(named: Named) -> None:
     named.add("a", concurrency=1, tokens_per_minute=100)
     app = create_app(engine, keys=Keys(ring=named.ring))
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 50, "stream": True}
-    with serving(app) as url, httpx.Client(base_url=url, headers=named.headers("a"), timeout=30) as http:
+    with (
+        serving(app) as url,
+        httpx.Client(base_url=url, headers=named.headers("a"), timeout=DEADLINE) as http,
+    ):
         for _ in range(3):
             engine.held.clear()
             engine.gone.clear()
             with http.stream("POST", "/v1/completions", json=body) as answer:
                 assert answer.status_code == 200
-                assert engine.held.wait(30)
+                assert engine.held.wait(DEADLINE)
                 refused = http.post("/v1/completions", json=body)
                 assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
                 assert "a has 1 request under way; 1 at once is right" in refused.text
-            assert engine.gone.wait(30)
+            assert engine.gone.wait(DEADLINE)
             engine.hold = None
             assert soon_allowed(http, body).status_code == 200
             engine.hold = 2

@@ -31,7 +31,7 @@ def test_before_the_first_byte(prompt: Any) -> None:
 
 def test_in_a_stream() -> None:
     engine = ScriptedEngine(says("hello world"), hold=2)
-    answer = ask(engine, 1.0, stream=True)
+    answer = ask(engine, 3.0, stream=True)
     *chunks, last, _ = answer.text.split("\n\n")
     assert answer.status_code == 200
     assert chunks

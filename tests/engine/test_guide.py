@@ -24,6 +24,7 @@ from tests.engine.plays import order, serve
 from tests.engines import Answer
 from tests.modelled import VOCAB as MODELLED_VOCAB
 from tests.modelled import ModelledExecutor, ask, engine_over, expected, modelled, turns
+from tests.processes import DEADLINE
 
 VOCAB = 371  # not a multiple of 32, and more than the tokenizer has
 SCHEMA = {
@@ -287,7 +288,7 @@ def test_a_guide_ready_after_the_stop_is_refused(monkeypatch: pytest.MonkeyPatch
     ready = threading.Event()
 
     def slow(compiler: GuideCompiler, guide: Guide) -> _NoToken:
-        assert ready.wait(10)
+        assert ready.wait(DEADLINE)
         return _NoToken()
 
     monkeypatch.setattr(GuideCompiler, "start", slow)
@@ -301,7 +302,7 @@ def test_a_guide_ready_after_the_stop_is_refused(monkeypatch: pytest.MonkeyPatch
         await turns()
         ready.set()
         with pytest.raises(Unavailable):
-            await asyncio.wait_for(asking, 10)
+            await asyncio.wait_for(asking, DEADLINE)
 
     async def whole() -> None:
         async with modelled(engine, executor):
@@ -320,7 +321,7 @@ def test_an_abort_while_a_guide_compiles_ends_the_request(
     def slow(compiler: GuideCompiler, guide: Guide) -> _Unguided:
         if threading.get_ident() != loop:  # The oracle, which compares on the loop, compiles too.
             compiled.append(guide.text)
-            assert ready.wait(10)
+            assert ready.wait(DEADLINE)
         return _Unguided()
 
     monkeypatch.setattr(GuideCompiler, "start", slow)
@@ -407,7 +408,7 @@ def play_beside_threads(
     """A loop on which nothing can happen until a thread has done its work is no deadlock."""
 
     async def whole() -> None:
-        async with modelled(engine, executor), asyncio.timeout(30):
+        async with modelled(engine, executor), asyncio.timeout(DEADLINE):
             await play
 
     asyncio.run(whole())
@@ -426,7 +427,8 @@ def test_long_replays_leave_the_loop_free_and_take_turns(monkeypatch: pytest.Mon
         def consume(count: int) -> None:
             if count <= 40:  # made elsewhere
                 assert threading.get_ident() != home
-                asyncio.run_coroutine_threadsafe(nothing(), loop).result(10)  # or else the loop stands still
+                # or else the loop stands still
+                asyncio.run_coroutine_threadsafe(nothing(), loop).result(DEADLINE)
                 steps.append(guide.text)
 
         return counted(consume)
@@ -483,7 +485,7 @@ def test_a_replay_that_nobody_wants_any_more_ends(monkeypatch: pytest.MonkeyPatc
 
         def abort_at_five(count: int) -> None:
             if count == 5:
-                asyncio.run_coroutine_threadsafe(engine.abort("moved"), loop).result(10)
+                asyncio.run_coroutine_threadsafe(engine.abort("moved"), loop).result(DEADLINE)
 
         def start(compiler: GuideCompiler, guide: Guide) -> GuideState:
             matchers.append(_CountingMatcher(abort_at_five))

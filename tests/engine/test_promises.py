@@ -15,6 +15,7 @@ from kvloom.types.request import Event
 from tests.checkpoints import EOS, VOCAB
 from tests.engine.real_fleet import Fleet, spec
 from tests.engines import Answer, ask, body, running
+from tests.processes import DEADLINE
 
 
 def test_an_abort_frees_the_blocks_within_one_job(fleet: Fleet) -> None:
@@ -33,7 +34,7 @@ def test_an_abort_frees_the_blocks_within_one_job(fleet: Fleet) -> None:
                     await stream.aclose()
                 else:
                     await engine.abort(order.request)
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(DEADLINE):
                     while engine.pool.available < engine.pool.total:
                         await engine.load()
                         await asyncio.sleep(0)

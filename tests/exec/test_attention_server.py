@@ -18,6 +18,7 @@ from kvloom.kernels import reference
 from kvloom.offload.cpu import polling
 from kvloom.offload.cpu.attention_server import AttentionServer
 from kvloom.types.errors import Unavailable
+from tests.processes import DEADLINE
 from tests.transfer.loans import (
     BLOCKS,
     GEOMETRY,
@@ -199,5 +200,5 @@ def test_a_borrower_that_leaves_is_noticed() -> None:
     with lender_here() as made:
         server = AttentionServer(made.lending, made.arena, asked(os.getpid()), lambda _: left.set())
         borrowed(made.lending.loan).tasks.close()
-        assert left.wait(20)
+        assert left.wait(DEADLINE)
         server.close()

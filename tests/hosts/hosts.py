@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Final
 
-SECONDS: Final = 10.0  # for a command, and for processes to end
+SECONDS: Final = 120.0  # for a command, and for processes to end
 _ROOT: Final = Path(__file__).parents[2]
 _UNSHARE: Final = ("unshare", "--pid", "--fork", "--mount-proc", "--uts")
 # Who ignores the ends of its children has none that wait to be asked how they have ended.

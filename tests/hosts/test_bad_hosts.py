@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not ins
 CONFIG = f"""\
 host: 0.0.0.0
 kv_memory: 48MiB
-node_lease: 5s
+node_lease: 30s
 models: {{sums: {DEMO}/sums}}
 units: [{{models: [sums], replicas: 3, threads: 1}}]
 """

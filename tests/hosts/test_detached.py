@@ -13,6 +13,7 @@ import pytest
 
 from kvloom.serve.nodes.detached import address_at, claim, end, find_or_start
 from kvloom.types.errors import ConfigError, Unavailable
+from tests.processes import DEADLINE
 
 MODULE = "tests.hosts.test_detached"
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -21,7 +22,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
 @pytest.fixture
 def lock(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "lock"
-    assert end(tmp_path / "lock", 10.0)
+    assert end(tmp_path / "lock", DEADLINE)
 
 
 def started(lock: Path, order: bytes = b"serve") -> str:
@@ -46,7 +47,7 @@ def test_those_who_start_it_at_the_same_time_find_one(lock: Path) -> None:
 def test_another_takes_the_place_of_one_that_was_killed(lock: Path) -> None:
     first = started(lock)
     os.kill(int(first), signal.SIGKILL)
-    assert end(lock, 10.0)
+    assert end(lock, DEADLINE)
     second = started(lock)
     assert first != second == address_at(lock)
 

@@ -20,7 +20,7 @@ CALL = """
 import socket, sys, time
 began, answered = time.monotonic(), 0
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-    s.connect((sys.argv[1], 9)); s.settimeout(0.3)
+    s.connect((sys.argv[1], 9)); s.settimeout(float(sys.argv[3]))
     for _ in range(int(sys.argv[2])):
         s.send(b"?")
         try: answered += bool(s.recv(9))
@@ -29,9 +29,11 @@ print(answered, time.monotonic() - began)
 """
 
 
-def called(host: Host, other: Host, times: int) -> tuple[int, float]:
-    """Returns how many of so many packets were answered, and the seconds that it took."""
-    answered, seconds = host.run(sys.executable, "-c", CALL, other.address, str(times)).split()
+def called(host: Host, other: Host, times: int, patience: float = 30.0) -> tuple[int, float]:
+    """Returns how many of so many packets were answered, and the seconds that it took. patience: seconds for
+    which each answer is waited for."""
+    words = (sys.executable, "-c", CALL, other.address, str(times), str(patience))
+    answered, seconds = host.run(*words).split()
     return int(answered), float(seconds)
 
 
@@ -44,7 +46,7 @@ def test_a_link_is_slow_and_loses_what_it_is_to_lose(two: list[Host]) -> None:
         assert answered == 5
         assert seconds >= 5 * 2 * 0.02
     with other.slow(delay=0.0, loss=0.5):
-        assert 0 < called(one, other, 12)[0] < 12
+        assert 0 < called(one, other, 12, patience=0.5)[0] < 12
     assert called(one, other, 9)[0] == 9
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from kvloom.types.load import LinkLoad
 from tests.hosts.hosts import Host, HostProcess
+from tests.processes import DEADLINE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,4 +36,4 @@ def test_units_of_one_host_share_memory_and_others_take_the_network(two: list[Ho
     assert min(link.rate for link in found.values()) > 1e6
     for one in (sender, beside, far):
         one.stdin.close()
-        assert one.wait(20) == 0
+        assert one.wait(DEADLINE) == 0

@@ -83,7 +83,7 @@ from kvloom.serve.processes.identity import FleetIdentity
 from kvloom.types.clock import WallClock
 
 def left(cpus):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while (found := ray.available_resources().get("CPU", 0.0)) != cpus:
         assert time.monotonic() < deadline, f"{found} CPUs are left, and not {cpus}"
         time.sleep(0.05)
@@ -96,11 +96,13 @@ async def reserve(nodes, node):
     part = ResourceBundle(node, 1, 0)
     assert await nodes.reserve({"unit-0": part}) == [], "it takes another part of the node"
     left(free - 1)
+    ray_nodes.RESERVE_SECONDS = 0.5
     for other in ResourceBundle(node, 64, 0), ResourceBundle(node, 1, 8), ResourceBundle("10.9.8.7", 1, 0):
         [problem] = await nodes.reserve({"unit-0": part, "unit-1": other})
         print(problem.name, problem.problem, flush=True)
         assert nodes.lacks
         assert await nodes.reserve({"unit-0": part, "unit-1": other}) == [], "it was told before"
+    ray_nodes.RESERVE_SECONDS = 60.0
     assert await nodes.reserve({"unit-0": part}) == []
     assert not nodes.lacks
     left(free - 1)
@@ -108,7 +110,7 @@ async def reserve(nodes, node):
     left(free)
     assert await nodes.reserve({"unit-2": part}) == []
 
-ray_nodes.RESERVE_SECONDS = 2.0
+ray_nodes.RESERVE_SECONDS = 60.0
 settings = Settings(values={}, folder="/", origin={})
 identity = FleetIdentity.make()
 order = FleetOrder(

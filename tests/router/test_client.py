@@ -30,6 +30,7 @@ from kvloom.types.errors import (
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import PROTOCOL, EndEvent, Event, TokenEvent
 from kvloom.types.verbs import Evicted, Held, Offer, Offered, Pin, Pinned, Prefix
+from tests.processes import DEADLINE
 from tests.scripted import CARD, ScriptedEngine, order, served
 
 SECRET = "s3cret"
@@ -51,7 +52,7 @@ def run(
     loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
 ) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(DEADLINE):
             await test()
 
     with asyncio.Runner(loop_factory=loop) as runner:
@@ -108,7 +109,7 @@ async def test_a_stream_under_way_ends_if_its_client_is_cut(tmp_path: Path) -> N
         waiting = asyncio.ensure_future(anext(frames))
         await asyncio.sleep(0)
         await client.cut()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE):
             with pytest.raises(HostAway, match="its host is lost"):
                 await waiting
 

@@ -18,6 +18,7 @@ from kvloom.types.request import EndEvent, Event, StartGenerate
 from kvloom.types.verbs import Prepared, PrepRecv, RemoteSend, Sent, Standing
 from tests.modelled import turns
 from tests.modelled_units import Unit, generate, prompt, run
+from tests.processes import DEADLINE
 from tests.router.worlds import world
 
 LONG = 55
@@ -282,7 +283,7 @@ async def test_what_the_source_has_not_heard_it_is_told_again(verb: str) -> None
             target.start_generate = refuses  # type: ignore[method-assign]
         with suppress(QueueFull):
             await w.router.move("r", "unit-1")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(DEADLINE):
             await task
         assert told[:3] == ["r"] * 3
         w.check(body)

@@ -12,6 +12,7 @@ from kvloom.types.load import LinkLoad, UnitLoad
 from kvloom.types.verbs import RemoteSend, Sent
 from tests.modelled import turns
 from tests.modelled_units import MODEL, generate, prompt
+from tests.processes import DEADLINE
 from tests.router.worlds import World, world
 
 FAST, SLOW = 1e12, 1.0  # bytes a second
@@ -100,7 +101,7 @@ async def test_a_request_that_has_not_begun_has_nothing_to_decide() -> None:
         tell(w, SLOW, LAZY)
         body = generate(prompt(37), max_tokens=4)
         task = w.ask(body)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(DEADLINE):
             while "r" not in w.router.sessions or w.router.sessions["r"].running is None:
                 await turns(1)
         assert not w.router.sessions["r"].progress.begun
@@ -122,7 +123,7 @@ async def test_a_context_is_copied_where_that_is_sooner(rate: float, reason: str
         assert holder == 0
         for replica in (first, second):
             replica.unit.report.reported()  # it is asked for from now on
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(DEADLINE):
             while first.unit.report.reported() is None or second.unit.report.reported() is None:
                 await turns(1)
         first.queue += 1000  # it has too much to do

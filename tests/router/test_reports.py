@@ -10,11 +10,11 @@ from msgspec.structs import replace
 
 from kvloom.engine.freeness import Arrival
 from kvloom.lab.reproduce.llumnix.setup import infaas_by_reports
-from kvloom.router import units
 from kvloom.router.replicas import LINGER, PERIOD, LoadReport
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import Level
 from tests.cluster.loads import model, unit
+from tests.lab.sim.fleets import virtually
 from tests.router.fleets import Fleets, ManualClock, ask_well, begin, body, routed, turns
 
 
@@ -186,8 +186,9 @@ async def test_no_other_program_has_units_asked() -> None:
         assert [unit.report.expected() for unit in fleets.router.units.values()] == [None, None]
 
 
+@virtually
 async def test_a_unit_that_hangs_costs_a_report_of_all_loads_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "REPORT_SECONDS", 0.02)
+    """What is waited for in vain costs virtual time."""
     async with routed(2) as fleets:
         engine, asked = fleets.engines[1], Asked(unit())
         asked.leave.clear()

@@ -20,6 +20,7 @@ from uvicorn.server import ServerState
 from kvloom.api.app import create_app
 from kvloom.serve.server import ClientConnection, Connection, HttpServer
 from tests.api.scripted import ScriptedEngine, card, tokens
+from tests.processes import DEADLINE
 
 HEAD = b"GET / HTTP/1.1\r\nhost: x\r\n"
 WITH_HALF_A_BODY = HEAD + b"content-length: 9\r\n\r\n123"
@@ -37,7 +38,7 @@ async def served(folder: Path, app: ASGIApp) -> AsyncIterator[str]:
     """The path of its socket."""
     path, ready = str(folder / "s"), asyncio.Event()
     server = HttpServer(app, connection=ClientConnection, unix=path, grace=1, ready=ready.set)
-    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(DEADLINE), asyncio.TaskGroup() as group:
         group.create_task(server.serve())
         await ready.wait()
         yield path
@@ -209,7 +210,7 @@ def test_a_client_that_does_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
                 client.connect(path)
                 head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
                 client.sendall(head % len(body) + body)
-                assert await asyncio.to_thread(engine.gone.wait, 20)
+                assert await asyncio.to_thread(engine.gone.wait, DEADLINE)
                 assert engine.closed == [one.request for one in engine.bodies]
                 client.setblocking(True)
                 assert b"[DONE]" not in await asyncio.to_thread(_all_of, client)

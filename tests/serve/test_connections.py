@@ -18,6 +18,7 @@ from starlette.responses import PlainTextResponse
 from kvloom.serve.connections import FILES_EACH, RESERVED, SPARE_FILES, OpenConnections, most_connections
 from kvloom.serve.machine import listen_inside
 from kvloom.serve.server import ClientConnection, HttpServer
+from tests.processes import DEADLINE
 
 MOST = 3
 ASKED = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -42,7 +43,7 @@ async def served(
         grace=1,
         ready=ready.set,
     )
-    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(DEADLINE), asyncio.TaskGroup() as group:
         group.create_task(server.serve(sockets=list(listeners)))
         await ready.wait()
         yield listeners[0].getsockname()

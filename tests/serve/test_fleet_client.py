@@ -16,6 +16,7 @@ from kvloom.serve.server import ClientConnection, HttpServer
 from kvloom.types.errors import Unavailable
 from kvloom.types.service import Pair, Pairs, Steps
 from tests.api.fleet import Administered, administered
+from tests.processes import DEADLINE
 
 PAIRS = Pairs(pairs=(Pair("unit-0", "unit-1"),), seconds=1.5)
 
@@ -26,7 +27,7 @@ async def gateway(path: Path) -> AsyncIterator[Administered]:
     fleet = administered(keys=Keys({"asker": None}, secret="fleet"))
     ready = asyncio.Event()
     server = HttpServer(fleet.app, connection=ClientConnection, unix=str(path), grace=1, ready=ready.set)
-    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(DEADLINE), asyncio.TaskGroup() as group:
         group.create_task(server.serve())
         await ready.wait()
         yield fleet

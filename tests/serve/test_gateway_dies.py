@@ -139,7 +139,7 @@ def test_the_requests_of_a_killed_gateway_give_their_blocks_back(tmp_path: Path)
             os.kill(gateway.pid, signal.SIGKILL)
             assert "was killed by SIGKILL" in await gateway.ended()
             after = await when(client, free=True)
-            assert after.models["llama"].output_tokens_total < MOST
+            assert after.models["llama"].output_tokens_total < 2 * MOST  # what one of them would have come to
             for reader, writer in clients:
                 assert b"[DONE]" not in await reader.read()
                 writer.close()

@@ -27,7 +27,7 @@ from tests.api.fleet import administered
 from tests.config.configs import load
 from tests.engines import spec_of
 
-DEADLINE = 60.0
+DEADLINE = 120.0
 
 
 def identity(folder: Path) -> TlsFiles:

@@ -16,7 +16,7 @@ import pytest
 
 from kvloom.config.config import DEMO
 from tests.footprint import Footprint
-from tests.processes import Fleet
+from tests.processes import DEADLINE, Fleet
 from tests.serve.streaming import asking, serving, streams
 from tests.serve.test_log_live import eventually
 
@@ -78,7 +78,7 @@ def attack(url: str) -> None:
     host, port = url.removeprefix("http://").split(":")
     for body in BAD * 5:
         with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(asking(url, "/v1/completions", body), timeout=60)
+            urllib.request.urlopen(asking(url, "/v1/completions", body), timeout=DEADLINE)
         assert refused.value.code in (400, 404), (str(body)[:80], refused.value.read())
         refused.value.close()
     long = {

@@ -26,7 +26,8 @@ from tests.processes import DEADLINE
 from tests.router.managed import spec
 
 ROOT = Path(__file__).resolve().parents[2]
-SOON = Timing(first=0.01, check=0.2)
+SOON = Timing(first=0.01)
+LOOKED_AT = replace(SOON, check=0.5)  # three times, before a process is taken to hang
 NEVER = Timing(first=1e6, most=1e6)
 KILLED = "was killed by SIGKILL, perhaps for want of memory"
 
@@ -196,7 +197,9 @@ def test_what_hangs_is_killed_and_comes_back(tmp_path: Path, component: str) -> 
     """Whether the whole process stands still, or only its event loop."""
 
     async def check() -> None:
-        async with watched(tmp_path, "ready", "stuck", "ready", fleet=FLEETS[component]) as one:
+        async with watched(
+            tmp_path, "ready", "stuck", "ready", timing=LOOKED_AT, fleet=FLEETS[component]
+        ) as one:
             await one.until("ready", component)
             one.signal(signal.SIGSTOP, component)
             for _ in range(2):

@@ -21,6 +21,7 @@ from kvloom.serve.processes.log import (
     LogHandler,
     line_writer,
 )
+from tests.processes import DEADLINE
 
 
 class Clock:
@@ -99,7 +100,7 @@ def test_no_failure_of_a_sink_ends_the_thread(error: BaseException) -> None:
 
     background.post(fail)
     background.post(done.set)
-    assert done.wait(10)
+    assert done.wait(DEADLINE)
     background.close()
     assert lost == [1]
 
@@ -126,7 +127,7 @@ def test_a_line_that_cannot_be_appended_is_in_the_log(
     append = AppendedFile(file).append
     background.post(lambda: append("what was done"))
     background.post(done.set)
-    assert done.wait(10)
+    assert done.wait(DEADLINE)
     background.close()
     assert [record.getMessage() for record in caplog.records] == [
         f"{file}: Is a directory; its line is what was done"

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from benchmarks.process import free_port
 
 from kvloom.config.config import DEMO
 from tests.processes import DEADLINE, Fleet, outlived
@@ -27,20 +26,34 @@ models: {{stories: {DEMO}/stories}}
 units: [{{models: [stories], replicas: 2}}]
 """
 
+LISTENS = "0A"  # as the kernel writes a socket's state
+
 
 class Mute(Fleet):
-    """A fleet that prints to `sink`, at a port that is known beforehand."""
+    """A fleet that prints to `sink`, so that its port is found by its sockets."""
 
-    def __init__(self, arguments: list[str], port: int, sink: int, folder: Path) -> None:
+    def __init__(self, arguments: list[str], sink: int, folder: Path) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvloom.cli", "serve", "--port", str(port), *arguments],
+            [sys.executable, "-m", "kvloom.cli", "serve", "--port", "0", *arguments],
             stdout=sink,
             stderr=sink,
             text=True,
             env=os.environ
             | {"TMPDIR": str(folder), "PYTHONUNBUFFERED": ""},  # a buffer has to be flushed at the end
         )
-        self.url = f"http://127.0.0.1:{port}"
+
+    @property
+    def port(self) -> int:
+        """Returns the TCP port at which its supervisor listens; 0 as long as it does not."""
+        sockets = set[str]()
+        for handle in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # it is closed by now
+                sockets.add(os.readlink(handle))
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTENS and f"socket:[{fields[9]}]" in sockets:
+                return int(fields[1].rpartition(":")[2], 16)
+        return 0
 
 
 def eventually(there: Callable[[], bool], what: str) -> None:
@@ -61,8 +74,10 @@ def mute(folder: Path, sink: int) -> Iterator[Mute]:
     """A fleet that prints to `sink`, and ends by SIGTERM."""
     file = folder / "fleet.yaml"
     file.write_text(CONFIG)
-    started = Mute([str(file)], free_port(), sink, folder)
+    started = Mute([str(file)], sink, folder)
     try:
+        eventually(lambda: started.port > 0, "the fleet's port")
+        started.url = f"http://127.0.0.1:{started.port}"
         eventually(lambda: answers(started.url), "the fleet")
         yield started
         with outlived([*started.children().values()]):

@@ -7,14 +7,17 @@ import os
 import signal
 import threading
 import urllib.request
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 
 from tests.checkpoints import make_checkpoint
 from tests.processes import DEADLINE, Fleet
 from tests.serve.streaming import call, metric, serving, streamed
+from tests.serve.test_log_live import eventually
 
-MOST = 4000  # tokens of a stream: many times what a move takes
+MOST = 30_000  # tokens of a stream: what takes half a minute
 CONFIG = """
 kv_memory: 64MiB
 models: {{llama: {path}}}
@@ -23,35 +26,53 @@ units: [{{models: [llama], replicas: 2}}]
 """
 
 
-class Streams:
-    """Long streams of one fleet, by threads."""
+class Stream:
+    """A stream that does not end by itself, and that a thread reads until it is told to hang up."""
 
     def __init__(self, url: str, pool: ThreadPoolExecutor) -> None:
-        self._url = url
-        self._pool = pool
+        """It is well under way when this returns."""
+        self._pieces: list[str] = []
+        self._come = threading.Condition()
+        self._over = threading.Event()
+        self._reading = pool.submit(self._read, url)
+        self.until(10)
 
-    def begin(self, seed: int) -> Future[str]:
-        """One, once it is well under way; at last its text."""
-        under_way = threading.Event()
-        said = self._pool.submit(self._said, seed, under_way)
-        assert under_way.wait(DEADLINE)
-        return said
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
 
-    def _said(self, seed: int, under_way: threading.Event) -> str:
-        request = streamed(self._url, "llama", seed, MOST)
-        pieces: list[str] = []
-        try:
-            with urllib.request.urlopen(request, timeout=DEADLINE) as response:
-                for line in response:
-                    event = line.removeprefix(b"data: ").strip()
-                    if event and event != b"[DONE]":
-                        pieces.append(json.loads(event)["choices"][0]["text"])
-                    if len(pieces) == 10:
-                        under_way.set()
-        finally:
-            under_way.set()
-        assert event == b"[DONE]" or not line.strip()
-        return "".join(pieces)
+    def more(self) -> None:
+        """Waits for more of it."""
+        self.until(len(self._pieces) + 20)
+
+    def until(self, count: int) -> None:
+        """Waits for so many pieces."""
+        with self._come:
+            assert self._come.wait_for(lambda: len(self._pieces) >= count, DEADLINE)
+
+    def hang_up(self) -> str:
+        """Returns what was said."""
+        self._over.set()
+        self._reading.result(DEADLINE)
+        return self.text
+
+    def broken(self) -> str:
+        """Waits until it breaks, and returns what was said."""
+        with suppress(OSError, HTTPException):
+            self._reading.result(DEADLINE)
+        return self.text
+
+    def _read(self, url: str) -> None:
+        with urllib.request.urlopen(streamed(url, "llama", 7, MOST), timeout=DEADLINE) as response:
+            for line in response:
+                event = line.removeprefix(b"data: ").strip()
+                assert event != b"[DONE]"
+                if event:
+                    with self._come:
+                        self._pieces.append(json.loads(event)["choices"][0]["text"])
+                        self._come.notify_all()
+                if self._over.is_set():
+                    return
 
 
 def busy(url: str) -> list[str]:
@@ -64,18 +85,17 @@ def moved(url: str) -> float:
     return metric(url, 'kvloom_moves_total{outcome="moved"}')
 
 
-def drained(url: str, stream: Future[str]) -> None:
+def drained(url: str, stream: Stream) -> None:
     """The unit where the stream runs is emptied while it goes on, and admitted again."""
     [unit] = busy(url)
     before = moved(url)
     state = call(url, f"/admin/units/{unit}/drain", {})
     assert (state["state"], state["calls"]) == ("drained", 0)
-    assert not stream.done()
+    stream.more()
     [elsewhere] = busy(url)
     assert elsewhere != unit
-    while not stream.done() and moved(url) == before:  # the source lets it go before the move is counted
-        pass
-    assert moved(url) == before + 1
+    # the source lets it go before the move is counted
+    eventually(lambda: moved(url) == before + 1, "the count of the move")
     call(url, f"/admin/units/{unit}/admit", {})
 
 
@@ -88,27 +108,35 @@ def test_streams_leave_a_unit_that_drains_whoever_dies(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "llama", "llama", max_position_embeddings=2 * MOST)
     config = CONFIG.format(path=model)
     with serving(tmp_path, config) as (running, url), ThreadPoolExecutor() as pool:
-        streams = Streams(url, pool)
-        running.wait_for("scheduler | answers")
-        lone = streams.begin(7).result()
 
-        stream = streams.begin(7)
+        def begun() -> Stream:
+            """A stream that is alone."""
+            eventually(lambda: not busy(url), "the end of those that were hung up")
+            return Stream(url, pool)
+
+        running.wait_for("scheduler | answers")
+        stream = begun()
         drained(url, stream)
         kill(running, "scheduler")
-        assert stream.result() == lone
+        stream.more()
+        found = [stream.hang_up()]
         running.wait_for("scheduler | answers again")
-        stream = streams.begin(7)
+        stream = begun()
         drained(url, stream)
-        assert stream.result() == lone
+        found.append(stream.hang_up())
 
         scheduler = running.children()["scheduler"]
-        broken = streams.begin(7)
+        stream = begun()
         kill(running, "gateway")
-        assert broken.exception() is not None or broken.result() != lone
+        found.append(stream.broken())
         running.wait_for("gateway | answers again")
-        while busy(url):  # the engines abort what it had asked for
-            pass
-        stream = streams.begin(7)
+        stream = begun()  # the engines abort what the gateway had asked for
         drained(url, stream)
-        assert stream.result() == lone
+        found.append(stream.hang_up())
         assert running.children()["scheduler"] == scheduler
+        lone = begun()
+        while len(lone.text) < max(map(len, found)):
+            lone.more()
+        lone.hang_up()
+        for text in found:
+            assert lone.text.startswith(text)

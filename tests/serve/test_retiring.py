@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from kvloom.serve import server as server_module
 from kvloom.serve.gateway_process import GRACE_SECONDS, end_streams
 from kvloom.serve.server import ClientConnection, HttpServer
+from tests.processes import DEADLINE
 from tests.router import fleets
 from tests.serve.test_connection import HEAD, run
 
@@ -44,7 +45,7 @@ async def serving(folder: Path, app: Slow) -> AsyncIterator[tuple[HttpServer, as
     """Ends with the server, which is to end by itself."""
     path, ready = str(folder / "s"), asyncio.Event()
     server = HttpServer(app, connection=ClientConnection, unix=path, grace=0, ready=ready.set)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(DEADLINE):
         task = asyncio.create_task(server.serve())
         await ready.wait()
         yield server, task, path

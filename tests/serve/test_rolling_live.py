@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import signal
 import threading
 import urllib.error
 from collections.abc import Iterator
@@ -58,9 +60,10 @@ def test_a_rolling_restart_loses_nothing(tmp_path: Path, capsys: pytest.CaptureF
     models = {kind: make_checkpoint(tmp_path / kind, kind) for kind in ("llama", "qwen2")}
     with serving(tmp_path, CONFIG.format(**models)) as (running, url):
         running.wait_for("scheduler | answers")
-        before = running.children()
+        before, forks = running.children(), running.fork_server()
         with streams(url, 150, llama=1, qwen2=1) as ended, kept_alive(url) as statuses:
             with ThreadPoolExecutor() as pool:
+                os.kill(forks, signal.SIGSTOP)  # no engine starts, so the first unit's restart takes its time
                 rolling = pool.submit(main, ["restart", "--rolling", "--url", url])
                 while "restarting" not in states(url).values():
                     pass
@@ -69,6 +72,7 @@ def test_a_rolling_restart_loses_nothing(tmp_path: Path, capsys: pytest.CaptureF
                 said = json.load(refused.value)["error"]
                 assert (refused.value.code, said["code"]) == (409, "conflict")
                 assert "a rolling restart is under way, at unit-0" in said["message"]
+                os.kill(forks, signal.SIGCONT)
                 assert rolling.result() == 0
             count = len(ended)
             while len(ended) < count + 3 or not statuses:  # the new gateway serves

@@ -20,16 +20,18 @@ from kvloom.serve.processes.texts import TextProcesses
 from kvloom.types.errors import BadRequest, QueueFull, Unavailable
 from kvloom.types.request import ModelCard
 from tests.api.scripted import ScriptedEngine, byte_level, card, says, token, tokens
+from tests.processes import DEADLINE
 
 LIMITS = Limits(0.5, 256 << 20)
+UNREACHED = Limits(DEADLINE, LIMITS.memory)
 SLOW = "{% for a in range(99999) %}{{ range(99999) | sum }}{% endfor %}"
 HI = [{"role": "user", "content": "hi"}]
 CHAT = ChatPrompt.of(HI, None, {})
 
 
-def play(test: Callable[[Catalog], Awaitable[None]], *cards: ModelCard) -> None:
+def play(test: Callable[[Catalog], Awaitable[None]], *cards: ModelCard, limits: Limits = LIMITS) -> None:
     async def whole() -> None:
-        async with TextProcesses(LIMITS, LIMITS) as texts:
+        async with TextProcesses(limits, limits) as texts:
             await test(Catalog(ScriptedEngine(says(""), cards=[card(), *cards]), texts))
 
     asyncio.run(whole())
@@ -174,7 +176,7 @@ def test_who_hangs_up_loses_its_place_and_holds_up_nobody() -> None:
         assert any(isinstance(one, asyncio.CancelledError) for one in ended)
         await served(catalog)
 
-    play(test, card("bomb", SLOW))
+    play(test, card("bomb", SLOW), limits=UNREACHED)
 
 
 def hostile(**parts: object) -> str:

@@ -11,6 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvloom.api.access.turns import MOST_BEGUN, REST, Pace, TakeTurns, Turns
 from kvloom.types.errors import QueueFull
+from tests.processes import DEADLINE
 
 
 class Begun:
@@ -73,7 +74,7 @@ def play(requests: list[Scope], cancelled: int = 0, *, late: bool = False) -> Be
         rest.set()
         for task in tasks[len(tasks) - cancelled :]:
             task.cancel()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(DEADLINE):
             await asyncio.gather(*tasks, return_exceptions=True)
             await turns(request("after", "a"), receive, send)
         counting.cancel()

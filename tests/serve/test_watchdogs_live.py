@@ -24,7 +24,7 @@ from tests.serve.streaming import call, said, serving, streamed
 CONFIG = f"""
 kv_memory: 32MiB
 block_bytes: 4KiB
-watchdog: 4s
+watchdog: 8s
 models: {{sums: {DEMO}/sums, stories: {DEMO}/stories}}
 units:
   - {{models: [sums, stories], replicas: 2}}

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from tests.checkpoints import VOCAB, make_checkpoint
 from tests.oracle import Oracle
 from tests.processes import DEADLINE
 from tests.serve.streaming import call, serving
+from tests.serve.test_log_live import eventually
 
 COUNT = 30
 CONFIG = """
@@ -51,10 +51,12 @@ def _lent(url: str) -> int:
     return 0
 
 
+def _borrows(url: str) -> bool:
+    return bool(call(url, "/verbs/unit-0/load")["models"]["hot"]["away_share"])
+
+
 def until_lent(url: str) -> None:
-    end = time.monotonic() + DEADLINE
-    while not _lent(url):
-        assert time.monotonic() < end, "the cold unit never lends"
+    eventually(lambda: _lent(url) > 0 and _borrows(url), "a loan")
 
 
 def test_a_cold_unit_dies(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from kvloom.offload.memory.mailbox import MailboxForm
 from kvloom.types.job import Phase
 from tests.checkpoints import make_checkpoint
 from tests.engines import spec_of
+from tests.processes import DEADLINE
 from tests.tools.gpu_host import TINY, ground
 
 
@@ -237,8 +238,8 @@ def test_it_ends_in_time_though_it_waits(tmp_path: Path) -> None:
     """And what it has begun, with it."""
     run, ended = Run(60, tmp_path / "figures.json"), threading.Event()
     with run.sessions.started(["sleep", "300"]) as begun, run.bounded(0.0, lambda _: ended.set()):
-        assert ended.wait(30)
-        assert begun.wait(30) == -signal.SIGKILL
+        assert ended.wait(DEADLINE)
+        assert begun.wait(DEADLINE) == -signal.SIGKILL
 
 
 TWO = """

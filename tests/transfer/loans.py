@@ -20,6 +20,7 @@ from kvloom.transfer.shared_memory import ShmTransport
 from kvloom.types.address import KVForm
 from kvloom.types.geometry import I32, Geometry
 from tests.forks import FORKS, preload
+from tests.processes import DEADLINE
 
 GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=8, itemsize=4, block_bytes=512)  # 8 tokens a page
 FORM = KVForm.of(GEOMETRY, "float32")
@@ -110,7 +111,7 @@ def lender_elsewhere(start: int = 0, answers: int = 1 << 30) -> Iterator[tuple[L
     try:
         yield msgspec.msgpack.decode(ours.recv_bytes(), type=Loan), process
     finally:
-        process.join(20)
+        process.join(DEADLINE)
         process.kill()
         process.join()
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvloom.types.errors import BadRequest, KvloomError, Unavailable
+from tests.processes import DEADLINE
 from tests.transfer.context import Context
 from tests.transfer.kinds import DEVICE, NIXL
 from tests.transfer.units import Unit, units
@@ -188,5 +189,5 @@ def test_a_process_ends_with_its_transports_open() -> None:
     its own exports."""
     kinds = ["shm", "tcp", "device", *(["nixl", "nixl-device"] if NIXL else [])]
     command = [sys.executable, "-c", PROGRAM, *kinds]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert (done.returncode, done.stdout) == (0, "32\n" * len(kinds)), done.stderr

@@ -18,6 +18,7 @@ from kvloom.kernels.mailbox import End
 from kvloom.offload.memory.borrower import BorrowedBlocks
 from kvloom.offload.memory.lender import Lending, Task
 from kvloom.types.errors import BadRequest, QueueFull, Unavailable
+from tests.processes import DEADLINE
 from tests.transfer.loans import (
     GEOMETRY,
     HEADS,
@@ -75,7 +76,7 @@ def test_two_threads(iterations: list[int], slots: int, start: int, naps: frozen
             begin(loan, [i + 1] * rows)
             for layer in range(GEOMETRY.layers):
                 _ask(loan, rows, layer, i + layer / 2)
-        thread.join(20)
+        thread.join(DEADLINE)
         assert not thread.is_alive()
         assert made.lending.receiver.next() is None
 
@@ -98,7 +99,7 @@ def test_a_borrower_that_has_left_gets_nothing_done_on_the_loan_that_it_left() -
         thread = threading.Thread(target=_echo_all, args=(made, 1, frozenset()))
         thread.start()
         _ask(loan, 1, 0, 1.0)
-        thread.join(20)
+        thread.join(DEADLINE)
         loan.tasks.close()
         again = borrowed(made.lending.loan)
         begin(again, [16], version=2)

@@ -33,6 +33,7 @@ from kvloom.types.address import Endpoint, KVAddress, KVForm, Ticket
 from kvloom.types.errors import BadRequest, ConfigError, Unavailable
 from kvloom.types.geometry import I32
 from kvloom.types.transfer import BlockCopies, DeviceEvent
+from tests.processes import DEADLINE
 from tests.transfer.kinds import NIXL
 
 GRANT = 2.0
@@ -123,7 +124,7 @@ def _send(network: Network, *several: BlockCopies, place: ArenaPlace = HOST) -> 
             transfer = _begin(plane, place)
             for copies in several:
                 transfer.put(copies)
-            await asyncio.wait_for(transfer.arrived(), 30)
+            await asyncio.wait_for(transfer.arrived(), DEADLINE)
 
     asyncio.run(send())
 
@@ -145,7 +146,7 @@ def _refused(message: FromSender) -> FromReceiver:
 
 
 async def _until(met: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(DEADLINE):
         while not met():  # noqa: ASYNC110 - the other side is a thread that knows of no event
             await asyncio.sleep(0)
 
@@ -200,7 +201,7 @@ def test_a_write_that_nobody_wants_any_more_keeps_its_grant_until_it_ends() -> N
             assert transfer.deadline > network.now - GRANT
             network.ending = True
             with pytest.raises(BadRequest, match="given up"):
-                await asyncio.wait_for(transfer.arrived(), 30)
+                await asyncio.wait_for(transfer.arrived(), DEADLINE)
 
     asyncio.run(send())
     assert network.log[-2:] == ["drop", "Quit"]
@@ -241,8 +242,8 @@ def test_a_peer_that_answers_another_transfer_is_not_parted_from() -> None:
         with _plane(network) as plane:
             well, lost = _begin(plane, HOST), _begin(plane, HOST)
             with pytest.raises(Unavailable, match="peer is gone: no answer in 2 s"):
-                await asyncio.wait_for(lost.arrived(), 30)
-            await asyncio.wait_for(well.arrived(), 30)
+                await asyncio.wait_for(lost.arrived(), DEADLINE)
+            await asyncio.wait_for(well.arrived(), DEADLINE)
 
     asyncio.run(send())
     assert "Quit" in network.log

@@ -21,13 +21,13 @@ from kvloom.transfer.tcp_link import MOST_PROBED, grow
 from kvloom.types.address import Endpoint, EndpointKind, KVAddress, KVForm, Ticket
 from kvloom.types.errors import BadRequest, ConfigError, QueueFull, Unavailable
 from kvloom.types.transfer import BlockCopies, Transfer, TransferMeter
+from tests.processes import DEADLINE
 
 BLOCKS, BLOCK_BYTES, TOKENS = 64, 4096, 32
 FORM = KVForm(
     layers=1, kv_heads=1, head_dim=16, dtype="float32", block_bytes=BLOCK_BYTES, tokens_per_block=TOKENS
 )
 BYTES = BLOCK_BYTES  # of one block's tokens
-SECONDS = 30.0
 DIGEST = 5
 
 
@@ -121,7 +121,7 @@ async def _fill(sender: End, receiver: End, address: KVAddress, begin: int, end:
     ids = np.arange(begin // TOKENS, -(-end // TOKENS), dtype=np.int32)
     counts = np.full_like(ids, TOKENS)
     transfer.put(BlockCopies(ids, ids, np.zeros_like(ids), counts))
-    async with asyncio.timeout(SECONDS):
+    async with asyncio.timeout(DEADLINE):
         await transfer.arrived()
     assert receiver.paths.received(address.ticket) == end
     some = slice(begin // TOKENS * BLOCK_BYTES, end // TOKENS * BLOCK_BYTES)
@@ -129,7 +129,7 @@ async def _fill(sender: End, receiver: End, address: KVAddress, begin: int, end:
 
 
 async def _until(met: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SECONDS):
+    async with asyncio.timeout(DEADLINE):
         while not met():  # noqa: ASYNC110 - the other side is a thread that knows of no event
             await asyncio.sleep(0.001)
 

@@ -13,6 +13,7 @@ from kvloom.transfer.plane import PlaneTransfer, TransferWorker
 from kvloom.types.address import Endpoint, KVAddress, KVForm, Ticket
 from kvloom.types.errors import BadRequest, KvloomError, Unavailable
 from kvloom.types.transfer import BlockCopies, TransferState
+from tests.processes import DEADLINE
 
 NONE = np.zeros(0, np.int32)
 NOTHING = BlockCopies(NONE, NONE, NONE, NONE)
@@ -88,7 +89,7 @@ def test_whenever_something_is_put_nobody_waits_for_ever(after: int, by_close: b
         else:
             worker.order(-1)
         ends += [asyncio.create_task(transfer.arrived()) for transfer in transfers[after:]]
-        found = await asyncio.wait_for(asyncio.gather(*ends, return_exceptions=True), 30)
+        found = await asyncio.wait_for(asyncio.gather(*ends, return_exceptions=True), DEADLINE)
         await asyncio.gather(*puts)
         why = "this unit is stopping" if by_close else "failed (LookupError('below 0')); restart the unit"
         assert all(one is None or (isinstance(one, Unavailable) and why in one.message) for one in found)
@@ -106,7 +107,7 @@ def _fail(worker: Counting) -> None:
     async def wait() -> None:
         worker.order(-1)
         with pytest.raises(Unavailable, match="below 0"):
-            await asyncio.wait_for(_transfer(worker).arrived(), 30)
+            await asyncio.wait_for(_transfer(worker).arrived(), DEADLINE)
 
     asyncio.run(wait())
 
@@ -144,7 +145,7 @@ def test_one_that_cannot_be_refused_keeps_no_other_waiting() -> None:
         await asyncio.sleep(0)
         transfers[2].abandon()
         worker.order(-1)
-        found = await asyncio.wait_for(asyncio.gather(*ends, return_exceptions=True), 30)
+        found = await asyncio.wait_for(asyncio.gather(*ends, return_exceptions=True), DEADLINE)
         assert [type(one) for one in found] == [Unavailable, Unavailable, BadRequest, Unavailable]
         worker.close()
 

@@ -19,7 +19,7 @@ from tests.forks import FORKS, preload
 from tests.transfer import peer_process
 from tests.transfer.wire import BLOCK_BYTES, BLOCKS, Answer, Call, Made
 
-DEADLINE = 60.0
+DEADLINE = 120.0
 preload(peer_process.__name__)
 
 

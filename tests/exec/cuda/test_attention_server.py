@@ -31,7 +31,7 @@ from tests.exec.cuda.devices import COMPUTE, one_lane
 from tests.exec.cuda.engines import running_on_device
 from tests.kernels.loaned import Loaned, Shape, scale_of
 
-COUNT, DEADLINE = 2, 20.0
+COUNT, DEADLINE = 2, 120.0
 PROMPT = [5, 9, 200, 17, 3]
 
 

@@ -20,7 +20,7 @@ from tests.engines import Answer, ask, body, running, spec_of
 from tests.exec.cuda.devices import one_lane
 from tests.exec.cuda.engines import running_on_device
 
-DEADLINE = 30.0
+DEADLINE = 120.0
 PROMPTS = [[(11 * i + 3 * j) % 250 for j in range(7 + 7 * i)] for i in range(6)]
 
 

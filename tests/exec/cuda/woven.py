@@ -28,6 +28,7 @@ from kvloom.types.spec import EngineSpec
 from tests.engines import ask, body, running_over, spec_of
 from tests.exec.cuda.devices import one_lane
 from tests.forks import FORKS, preload
+from tests.processes import DEADLINE
 from tests.transfer.device_memory import SharedMemory
 
 LOOKS = 100_000  # half a minute: the lender answers, or is gone
@@ -122,7 +123,7 @@ def cold_unit(path: Path, *, gpu: bool = False) -> Iterator[tuple[Callable[[Borr
         yield lend, process
     finally:
         ours.close()
-        process.join(20)
+        process.join(DEADLINE)
         process.kill()
         process.join()
 

@@ -15,6 +15,7 @@ from aiohttp import web
 from kvloom.cli.__main__ import main
 from kvloom.lab.workload.results import read_results
 from tests.lab.bench.server import serving
+from tests.processes import DEADLINE
 
 SPEC = """\
 name: small
@@ -91,10 +92,10 @@ def test_ctrl_c_hangs_up_and_writes_nothing(workload: Path) -> None:
             running = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "kvloom.cli", *words, stderr=asyncio.subprocess.PIPE
             )
-            await asyncio.wait_for(asked.wait(), 60)
+            await asyncio.wait_for(asked.wait(), DEADLINE)
             running.send_signal(signal.SIGINT)
-            _, errors = await asyncio.wait_for(running.communicate(), 60)
-            await asyncio.wait_for(hung_up.wait(), 60)
+            _, errors = await asyncio.wait_for(running.communicate(), DEADLINE)
+            await asyncio.wait_for(hung_up.wait(), DEADLINE)
         return running.returncode, errors
 
     assert asyncio.run(interrupt()) == (130, b"kvloom: interrupted; nothing was written\n")

@@ -32,7 +32,7 @@ IMPORT_SECONDS: Final = 40.0  # for the first answer, from the fork server's sta
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before another fork server is started, doubled each time
 HEALTHY_SECONDS: Final = 60.0  # after such a life the first pause is enough again
 STEP_SECONDS: Final = 120.0  # for one of the things that it does ahead of time
-TOLD_SECONDS: Final = 0.5  # for the fork server to tell how a process has ended that has
+TOLD_SECONDS: Final = 2.0  # for the fork server to tell how a process has ended that has
 LONGEST_MESSAGE: Final = 1 << 17
 
 
