@@ -148,7 +148,7 @@ class UnitHost:
             tasks.spawn(self._borrow(engine, spec.models[0].name, spec.weave))
 
     def _executor(self, hosted: HostedUnit | None) -> ModelledExecutor:
-        return modelled_executor(self.unit, host=hosted)
+        return modelled_executor(self.unit, self.unit.content, hosted)
 
     async def _borrow(self, engine: Engine, model: str, weave: WeaveSpec) -> None:
         """Keeps the unit's model in a loan for as long as the process lives."""

@@ -57,6 +57,8 @@ class SimulatedUnit:
     """Bytes a second at which weights that have slept come from the host's memory."""
     start: float = 0.0
     """Seconds until a process that is started while the fleet serves can answer."""
+    content: Content | None = None
+    """What its pages hold; None for nothing."""
 
     def most_blocks(self, model: str) -> int:
         """Returns the blocks that K and V of a model may have at most."""
