@@ -36,7 +36,7 @@ from kvloom.lab.reproduce.aegaeon.setup import (
 )
 from kvloom.lab.sim.virtual_time import run_virtual
 from kvloom.plan.cost.shapes import ModelShape
-from kvloom.types.request import Event, SamplingParams, StartGenerate
+from kvloom.types.request import Event, ModelCard, SamplingParams, StartGenerate
 from tests.lab.reproduce.played import played, quiet
 
 
@@ -74,6 +74,12 @@ class Slow:
 
     def __init__(self) -> None:
         self.asked: list[tuple[float, str]] = []
+
+    async def models(self) -> list[ModelCard]:
+        return []
+
+    async def abort(self, request: str, choice: int | None = None) -> None:
+        """Nobody asks for it."""
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
         self.asked.append((asyncio.get_running_loop().time(), body.model))

@@ -48,7 +48,7 @@ from kvloom.plan.plan import USABLE
 from kvloom.router.program import load_program
 from kvloom.types.client import Generator
 from kvloom.types.job import Job
-from kvloom.types.request import Event, StartGenerate
+from kvloom.types.request import Event, ModelCard, StartGenerate
 from kvloom.types.spec import EngineSpec, ModelSpec, Policy, Slo, shared_bytes
 
 DEVICE: Final = "H100"
@@ -141,6 +141,12 @@ class RequestLevel:
         self._room = room
         self._serving: dict[str, int] = {}  # requests by model
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}  # by model, in the order of their first
+
+    async def models(self) -> list[ModelCard]:
+        return await self._server.models()
+
+    async def abort(self, request: str, choice: int | None = None) -> None:
+        await self._server.abort(request, choice)
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
         await self._enter(body.model)
