@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from kvloom.cli.__main__ import main
 from kvloom.config.config import DEMO
 from kvloom.config.file import load_config
 from kvloom.config.machine import Machine
+from kvloom.lab.sim.executor import ModelledWeights
 from kvloom.lab.sim.unit import planned_units
+from kvloom.lab.sim.virtual_time import run_virtual
 from kvloom.lab.workload.results import Results, Slept, read_results
 from kvloom.plan.cost.profile import write_profile
 from kvloom.plan.cost.shapes import find_shape
@@ -119,3 +122,21 @@ def test_a_config_with_a_budget_is_simulated_as_its_machine_was_measured() -> No
     assert main(["simulate", "config.yaml", *words]) == 0
     told = slept(read_results(Path("out.json")))
     assert told.wakes > 2
+
+
+def test_who_comes_while_a_model_sleeps_waits_for_its_first_part() -> None:
+    """400 bytes at 100 a second come in four parts, each within a second."""
+    weights = ModelledWeights({"a": 400}, 100, 100.0)
+
+    async def main() -> None:
+        weights.asked("a")
+        await asyncio.sleep(2.0)
+        weights.asked("a")
+        await weights.wake("a")
+        weights.asked("a")
+        await weights.wake("a")
+        weights.sleep("a")
+
+    run_virtual(main())
+    assert (weights.wakes, weights.sleeps) == (1, 1)
+    assert (weights.waits.count, weights.waits.least, weights.waits.most) == (2, 1.0, 3.0)
