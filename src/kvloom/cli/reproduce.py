@@ -21,7 +21,7 @@ from kvloom.lab.workload.results import write_text
 from kvloom.types.errors import ConfigError
 
 app = App(name="reproduce")
-Paper = Literal["llumnix", "microserving", "muxserve", "weaver"]
+Paper = Literal["aegaeon", "llumnix", "microserving", "muxserve", "weaver"]
 
 
 @app.default

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -103,6 +103,8 @@ def simulate(
         raise ConfigError(str(error)) from error
     asked = open_workload(workload)
     console = console_for()
+    for line in _only_simulated(found.units):
+        console.print(line, style="yellow", soft_wrap=True, highlight=False, markup=False)
 
     def asks() -> Iterator[WorkloadRequest]:
         return asked.requests() if rate_scale == 1.0 else faster(asked.requests(), rate_scale)
@@ -135,6 +137,16 @@ def simulate(
                 homes=found.homes,
             )
     return write_results(results, console, json, html)
+
+
+def _only_simulated(units: Sequence[SimulatedUnit]) -> Iterator[str]:
+    """Says what real units of such a kind cannot do."""
+    asleep = [unit.spec.unit for unit in units if unit.spec.sleep_dir and not unit.spec.abilities.sleeps]
+    if asleep:
+        yield (
+            f"in simulation only: the weights of {', '.join(asleep)} sleep (memory); those of GPUs cannot "
+            "yet, and `kvloom serve` refuses such a plan"
+        )
 
 
 def _planned(path: Path, policy: Policy | None, profile: Path | None, client_here: bool) -> _Fleet:

@@ -142,6 +142,10 @@ def read_plan_settings(file: Path) -> dict[str, Any]:
     plan = read_plan(file)
     models: dict[str, dict[str, Any]] = {}
     for unit in plan.units:
+        try:
+            unit.check_sleep()
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error.message}") from error
         for model in unit.models:
             if model.path is None:
                 raise ConfigError(
@@ -159,7 +163,7 @@ def _unit(unit: PlannedUnit) -> dict[str, Any]:
         "node": unit.node or None,
         "device": unit.place,
         "tensor_parallel": unit.tensor_parallel,
-        "kv_memory": unit.kv_bytes,
+        **({"memory": unit.memory} if unit.memory else {"kv_memory": unit.kv_bytes}),
         "threads": unit.gpus if unit.device == CPU else "auto",
         "shares": {
             model.name: {

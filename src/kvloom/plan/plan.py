@@ -15,7 +15,15 @@ from kvloom.plan.cluster import CPU, Demand, MeshKind
 from kvloom.plan.cost.shapes import ModelShape, read_shape
 from kvloom.plan.growth import MAX_BATCH
 from kvloom.types.errors import ConfigError
-from kvloom.types.spec import Dtype, ModelSpec, Slo, UnitAbilities, unit_abilities
+from kvloom.types.spec import (
+    RESERVE,
+    Dtype,
+    ModelSpec,
+    Slo,
+    UnitAbilities,
+    shared_bytes,
+    unit_abilities,
+)
 
 PLAN_VERSION = 2
 LEAST_RATE: Final = 1e-6  # a model that nobody asks for is served all the same
@@ -74,6 +82,9 @@ class PlannedUnit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """The ranks: one for each GPU; cores need but one."""
     kv_bytes: Annotated[int, Meta(ge=1, le=2**42)]
     """Its pool, over all devices."""
+    memory: Annotated[int, Meta(ge=0, le=2**42)] = 0
+    """Bytes that pool and weights have together, if those sleep; the plan counts on `kv_bytes` of them for
+    the pool then. 0 if all weights stay."""
     models: tuple[PlannedModel, ...]
 
     @property
@@ -108,10 +119,25 @@ class PlannedUnit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
                     "so 1 is right"
                 )
 
+    def check_sleep(self) -> None:
+        """Raises ConfigError if weights are to sleep on a unit of a kind whose weights cannot."""
+        if self.memory and not self.abilities.sleeps:
+            raise ConfigError(
+                f"{self.name}: memory is set, and weights sleep on units of one rank on {CPU}, not on "
+                f"{self.gpus} × {self.device}; `kvloom simulate` alone takes such a plan"
+            )
+
     def check_pool(self, block_bytes: int) -> None:
-        """Raises ConfigError if the pool, in blocks of so many bytes, holds no page of a model."""
+        """Raises ConfigError if the pool, in blocks of so many bytes, holds no page of a model, or the memory
+        that it has together with weights not the largest of those beside a page."""
         for model in self.models:
             page = model.shape.geometry(block_bytes).blocks_per_page * block_bytes
+            whole = page + -(-model.shape.weight_bytes // block_bytes) * block_bytes
+            if self.memory and whole > shared_bytes(self.memory):
+                raise ConfigError(
+                    f"{self.name}: memory {self.memory:,} does not hold {model.name} and a page of its K and "
+                    f"V; at least {whole * RESERVE // (RESERVE - 1) + 1:,} are right"
+                )
             if page > self.kv_bytes:
                 raise ConfigError(
                     f"{self.name}: kv_bytes {self.kv_bytes:,} hold no page of {model.name}; "

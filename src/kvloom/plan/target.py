@@ -36,6 +36,13 @@ def read_target(file: Path, plan: PlacementPlan, fleet: Placement) -> ReplanTarg
             f"{file}: {', '.join(fleet.scaled)} come and go by themselves (`replicas` is a range); a plan is "
             "for a fleet whose `replicas` are numbers"
         )
+    asleep = [unit.name for unit in plan.units if unit.memory]
+    asleep += [spec.unit for spec in (*fleet.units, *fleet.away) if spec.sleep_dir]
+    if asleep:
+        raise ConfigError(
+            f"{file}: the weights of {', '.join(asleep)} sleep (memory); plans and fleets whose weights stay "
+            "can be changed while they serve"
+        )
     woven = [spec.unit for spec in (*fleet.units, *fleet.away) if spec.weave]
     if woven:
         raise ConfigError(f"{file}: `weave` is set for {', '.join(woven)}; plans are for units that do not")

@@ -18,6 +18,15 @@ TransportName = Literal["auto", "shm", "nixl", "tcp"]
 Option = bool | int | float | str | list[str]
 
 
+RESERVE: Final = 20
+"""One part in so many of a budget for weights and pool stays free for what jobs need while they run."""
+
+
+def shared_bytes(memory: int) -> int:
+    """Returns what weights and pool have of a budget for both."""
+    return memory - memory // RESERVE
+
+
 class Slo(Struct, frozen=True, forbid_unknown_fields=True):
     """A model's service-level objective, in seconds: a request's first token is due `ttft` after it came, and
     its token number i, counted from 0, `i * tpot` after the first."""

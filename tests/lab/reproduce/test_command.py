@@ -15,7 +15,7 @@ from kvloom.lab.reproduce.report import Experiment, Report, Scale, Tell
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reproduction.md"
 BAD = [
-    (["nobody"], ["PAPER", "microserving", "muxserve", "weaver"]),
+    (["nobody"], ["PAPER", "aegaeon", "microserving", "muxserve", "weaver"]),
     (["microserving", "--figure", "14"], ["--figure '14'", "10, 11, 12, table-3, 13 are right"]),
     (["muxserve", "--figure", "table-3"], ["--figure 'table-3'", "3, 5, 7, 8, 9, 10 are right"]),
     (["weaver", "--figure", "3"], ["--figure '3'", "4, 5, 6, 7 are right"]),

@@ -35,10 +35,8 @@ from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import I64, Geometry, KVDtype
 from kvloom.types.job import Job, JobResult
 from kvloom.types.request import ModelCard
-from kvloom.types.spec import EngineSpec, ModelSpec
+from kvloom.types.spec import RESERVE, EngineSpec, ModelSpec, shared_bytes
 
-RESERVE: Final = 20
-"""One part in so many of a budget for weights and pool stays free for what jobs need while they run."""
 _SMALL: Final = 1 << 20  # bytes of a weight that is not worth a mapping
 
 
@@ -163,7 +161,7 @@ class TorchExecutor:
             return_free_memory()
 
         loaded = load_models(spec.models, spec.block_bytes, CPU, progress, finish=finish)
-        blocks = (spec.kv_bytes - spec.kv_bytes // RESERVE) // spec.block_bytes
+        blocks = shared_bytes(spec.kv_bytes) // spec.block_bytes
         for name, model in asleep.items():
             needed = -(-model.bytes // spec.block_bytes) + loaded[name].geometry.blocks_per_page
             if needed > blocks:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvloom.lab.sim.hosting import HostedUnit
+from kvloom.lab.workload.summary import Histogram
+from kvloom.plan.cost.loading import wake_seconds
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import CostModel, Operator, Work
 from kvloom.types.geometry import I32, Geometry
@@ -99,12 +101,21 @@ class ModelledWeights:
     def __init__(self, sizes: Mapping[str, int], block_bytes: int, bandwidth: float) -> None:
         """sizes: bytes of each model's weights."""
         self.blocks = {name: -(-size // block_bytes) for name, size in sizes.items()}
-        self._seconds = {name: size / bandwidth / self.PARTS for name, size in sizes.items()}
+        self._seconds = {name: wake_seconds(size, bandwidth) / self.PARTS for name, size in sizes.items()}
         self._parts = dict.fromkeys(sizes, 0)
+        self._asked: dict[str, list[float]] = {name: [] for name in sizes}
         self.awake: set[str] = set()
         """Models of which a part at least has been read."""
         self.on_loss: Callable[[I32], None] | None = None
         """Called with blocks that lose what they hold."""
+        self.wakes = self.sleeps = 0
+        self.waits = Histogram()
+        """Seconds that requests waited which came while their model slept."""
+
+    def asked(self, model: str) -> None:
+        """Notes that a request for a model has come."""
+        if model in self._asked and model not in self.awake:
+            self._asked[model].append(asyncio.get_running_loop().time())
 
     def make_room(self, blocks: I32) -> None:
         if self.on_loss is not None:
@@ -116,6 +127,7 @@ class ModelledWeights:
     def wake(self, model: str) -> asyncio.Future[bool]:
         loop = asyncio.get_running_loop()
         read: asyncio.Future[bool] = loop.create_future()
+        self.wakes += self._parts[model] == 0
         self._parts[model] += 1
         over = self._parts[model] == self.PARTS
         loop.call_later(self._seconds[model], self._on_read, model, read, over)
@@ -123,10 +135,14 @@ class ModelledWeights:
 
     def _on_read(self, model: str, read: asyncio.Future[bool], over: bool) -> None:
         self.awake.add(model)
+        now, asked = asyncio.get_running_loop().time(), self._asked[model]
+        while asked:
+            self.waits.add(now - asked.pop())
         if not read.done():
             read.set_result(over)
 
     def sleep(self, model: str) -> None:
+        self.sleeps += 1
         self.awake.discard(model)
         self._parts[model] = 0
 

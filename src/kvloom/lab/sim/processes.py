@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 from kvloom.cluster.launcher import Answered, Ended, FoundProcess, News, NodeReport, Report
 from kvloom.cluster.state import gateway_name
 from kvloom.engine.engine import Engine
-from kvloom.lab.sim.executor import ModelledExecutor
+from kvloom.lab.sim.executor import ModelledExecutor, ModelledWeights
 from kvloom.lab.sim.hosting import HostedMachine, HostedUnit
 from kvloom.lab.sim.links import Link, ModelledPlane, ModelledTransport
 from kvloom.lab.sim.offload import OffloadingUnits, SimulatedOffloadBackend
@@ -119,6 +119,8 @@ class UnitHost:
         self.unit = unit
         self.process: EngineProcess | None = None
         """None while there is none."""
+        self.weights: list[ModelledWeights] = []
+        """The weights of all its processes up to now, if they sleep."""
         self._around = around
 
     @property
@@ -133,6 +135,8 @@ class UnitHost:
         unit, spec, around = self.unit, self.unit.spec, self._around
         hosted = HostedUnit(around.machine, unit.overhead) if around.machine else None
         executor = self._executor(hosted)
+        if executor.weights is not None:
+            self.weights.append(executor.weights)
         transport = around.plane.join(self.name, executor.blocks, around.link(unit))
         backend = around.offloading.backend(unit, executor, transport)
         plane = transport if spec.abilities.moves else NoTransport(self.name)
@@ -144,7 +148,7 @@ class UnitHost:
             tasks.spawn(self._borrow(engine, spec.models[0].name, spec.weave))
 
     def _executor(self, hosted: HostedUnit | None) -> ModelledExecutor:
-        return modelled_executor(self.unit, host=hosted)
+        return modelled_executor(self.unit, self.unit.content, hosted)
 
     async def _borrow(self, engine: Engine, model: str, weave: WeaveSpec) -> None:
         """Keeps the unit's model in a loan for as long as the process lives."""
@@ -203,7 +207,10 @@ class ModelledWire(RemoteEngine):
             await loop.take_request()
         else:
             await self._clock.sleep(2 * self._delay)
-        async with aclosing(self._host.reached.engine.start_generate(body)) as frames:
+        process = self._host.reached
+        if process.executor.weights is not None:
+            process.executor.weights.asked(body.model)
+        async with aclosing(process.engine.start_generate(body)) as frames:
             async for frame in frames:
                 if loop is not None and frame:
                     await loop.passed()
@@ -352,6 +359,11 @@ class ModelledLauncher:
         for starting in self._starts.values():
             starting.cancel()
         await asyncio.gather(*(host.stop() for host in self._hosts.values()))
+
+    @property
+    def weights(self) -> list[ModelledWeights]:
+        """Returns the weights that sleep, of all processes up to now."""
+        return [weights for host in self._hosts.values() for weights in host.weights]
 
     async def preemptions(self) -> int:
         """Returns the preemptions so far, by all engines that there were."""

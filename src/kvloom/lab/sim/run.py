@@ -14,8 +14,8 @@ from kvloom.lab.sim.hosting import HostedMachine
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.lab.workload.request import RequestResult, Scaled, WorkloadRequest
-from kvloom.lab.workload.results import Results, Upheaval
-from kvloom.lab.workload.summary import Summary
+from kvloom.lab.workload.results import Results, Slept, Upheaval
+from kvloom.lab.workload.summary import Histogram, Summary
 from kvloom.plan.cost.measured import Hosting
 from kvloom.plan.cost.work import Work
 from kvloom.router.program import Program
@@ -144,7 +144,20 @@ async def upheaval(fleet: SimulatedFleet) -> Upheaval:
         units=census.mean,
         least=census.least,
         most=census.most,
+        slept=slept(fleet),
     )
+
+
+def slept(fleet: SimulatedFleet) -> Slept | None:
+    """Returns what became of weights that can sleep so far; None if there are none."""
+    weights = fleet.processes.weights
+    if not weights:
+        return None
+    waits = Histogram()
+    for one in weights:
+        waits.merge(one.waits)
+    wakes, sleeps = sum(one.wakes for one in weights), sum(one.sleeps for one in weights)
+    return Slept(wakes=wakes, sleeps=sleeps, waited=waits.count, wait=waits.latency())
 
 
 def scaled(units: Sequence[SimulatedUnit], scale: float) -> Scaled:

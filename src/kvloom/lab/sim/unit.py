@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from msgspec import structs
+
 from kvloom.config.config import Config
 from kvloom.lab.sim.executor import Content, ModelledExecutor, ModelledWeights
 from kvloom.lab.sim.hosting import HostedUnit
 from kvloom.lab.sim.links import Link, TimedLink
 from kvloom.plan.cluster import CPU, Abilities
 from kvloom.plan.cost.devices import find_device
+from kvloom.plan.cost.loading import MAPPED, load_bandwidth
 from kvloom.plan.cost.measured import Hosting, Measured
 from kvloom.plan.cost.profile import Profile
 from kvloom.plan.cost.roofline import Roofline
@@ -21,7 +24,7 @@ from kvloom.plan.cost.work import CostModel
 from kvloom.plan.plan import PlacementPlan, PlannedUnit
 from kvloom.types.errors import ConfigError
 from kvloom.types.request import ModelCard
-from kvloom.types.spec import EngineSpec, ModelSpec, Policy, unit_abilities
+from kvloom.types.spec import EngineSpec, ModelSpec, Policy, shared_bytes, unit_abilities
 
 CONTEXT = 8192  # tokens, of a model whose spec sets none
 DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}  # by the bytes of a number
@@ -50,10 +53,12 @@ class SimulatedUnit:
     """Returns the seconds of the engine's own work before a job of so many sequences."""
     stride: int = 4096
     """Decode steps that may be one job."""
-    host_bandwidth: float = PCIE4
+    host_bandwidth: float = MAPPED
     """Bytes a second at which weights that have slept come from the host's memory."""
     start: float = 0.0
     """Seconds until a process that is started while the fleet serves can answer."""
+    content: Content | None = None
+    """What its pages hold; None for nothing."""
 
     def most_blocks(self, model: str) -> int:
         """Returns the blocks that K and V of a model may have at most."""
@@ -125,6 +130,7 @@ MAX_RUNNING: Final = 256
 MAX_WAITING: Final = 1 << 20  # nobody is turned away
 
 
+SLEEPING: Final = "simulated"  # the `sleep_dir` of units whose weights sleep; nothing is written to it
 CPU_CHUNK_TOKENS: Final = 512
 """Of a prefill job on cores, as `kvloom serve` has it by default."""
 
@@ -158,7 +164,7 @@ def _planned(
         models=tuple(
             model.share_of(ModelSpec(name=model.name, path=model.path or "")) for model in unit.models
         ),
-        kv_bytes=unit.kv_bytes,
+        kv_bytes=unit.memory or unit.kv_bytes,
         block_bytes=BLOCK_BYTES,
         policy=policy,
         max_running=MAX_RUNNING,
@@ -169,6 +175,7 @@ def _planned(
         overload=0.0 if unit.device == CPU else OVERLOAD,
         device=unit.place,
         tensor_parallel=unit.tensor_parallel,
+        sleep_dir=SLEEPING if unit.memory else "",
     )
     if unit.device == CPU:
         if profile is None:
@@ -183,7 +190,10 @@ def _planned(
         PARTS if abilities(unit.device, unit.tensor_parallel).shares else 1,
     )
     cost, start = Roofline(device, unit.gpus, shapes), start_seconds(shapes.values())
-    return SimulatedUnit(spec, shapes, parts, cost, bandwidth=device.host, start=start)
+    loads = load_bandwidth(device, unit.gpus)
+    return SimulatedUnit(
+        _budgeted(spec), shapes, parts, cost, bandwidth=device.host, host_bandwidth=loads, start=start
+    )
 
 
 def measured_units(config: Config, profile: Profile) -> list[SimulatedUnit]:
@@ -211,4 +221,9 @@ def _measured(spec: EngineSpec, profile: Profile) -> SimulatedUnit:
     shapes = {model.name: profile.shapes[model.name] for model in spec.models}
     cost = Measured(profile, spec.threads)
     start = start_seconds(shapes.values())
-    return SimulatedUnit(spec, shapes, spec.threads, cost, overhead=cost.between, start=start)
+    return SimulatedUnit(_budgeted(spec), shapes, spec.threads, cost, overhead=cost.between, start=start)
+
+
+def _budgeted(spec: EngineSpec) -> EngineSpec:
+    """Returns the unit without what stays free of its budget, if weights and pool have one."""
+    return structs.replace(spec, kv_bytes=shared_bytes(spec.kv_bytes)) if spec.sleep_dir else spec

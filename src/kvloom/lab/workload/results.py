@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvloom.types.errors import ConfigError
+from kvloom.types.numbers import show_number
 
 VERSION: Final = 1
 CURVE: Final = (*(i / 50 for i in range(50)), 0.99, 0.995, 0.999, 1.0)  # quantiles
@@ -59,6 +60,17 @@ class Course(Struct, frozen=True, kw_only=True):
     """Tokens that came."""
 
 
+class Slept(Struct, frozen=True, kw_only=True):
+    """The wakings of weights that share one budget with the pool."""
+
+    wakes: int
+    sleeps: int
+    waited: int
+    """Requests that came while their model slept."""
+    wait: Latency | None
+    """The time from the arrival of these until their model was awake."""
+
+
 class Upheaval(Struct, frozen=True, kw_only=True):
     """The moves of requests and the starts of units on the way."""
 
@@ -72,16 +84,33 @@ class Upheaval(Struct, frozen=True, kw_only=True):
     """Units that had a process, or were about to, in the mean over the run."""
     least: int
     most: int
+    slept: Slept | None = None
+    """None if no weights could sleep."""
 
 
 def show_upheaval(found: Upheaval) -> str:
-    """Returns `3 preemptions; 12 requests moved, 1 could not; 2.40 units in the mean, 1 to 4`."""
+    """Returns `3 preemptions; 12 requests moved, 1 could not; 2.40 units in the mean, 1 to 4`, and what was
+    waited for weights."""
     parts = [_counted(found.preempted, "preemption")]
     if found.moved is not None:
         parts.append(f"{_counted(found.moved, 'request')} moved, {found.stayed or 0:,} could not")
     if found.least != found.most:
         parts.append(f"{found.units:.2f} units in the mean, {found.least} to {found.most}")
+    if found.slept is not None:
+        parts.append(_show_slept(found.slept))
     return "; ".join(parts)
+
+
+def _show_slept(found: Slept) -> str:
+    """Returns `weights woke 9 times and fell asleep 5 times; 7 requests waited for them, 0.31 s in the mean,
+    0.9 s at most`."""
+    told = f"weights woke {_counted(found.wakes, 'time')} and fell asleep {_counted(found.sleeps, 'time')}"
+    if found.wait is None:
+        return f"{told}; no request waited for them"
+    mean, most = show_number(found.wait.mean), show_number(found.wait.most)
+    return (
+        f"{told}; {_counted(found.waited, 'request')} waited for them, {mean} s in the mean, {most} s at most"
+    )
 
 
 def _counted(number: int, what: str) -> str:

@@ -1,4 +1,4 @@
-"""Single outputs of weights of few bits, as an embedding that is tied to a head looks them up in its panels."""
+"""Single outputs of weights of few bits: what an embedding that is tied to a head looks up in its panels."""
 
 from __future__ import annotations
 
