@@ -79,6 +79,9 @@ class Processes:
             names = [model.name for model in engine.models]
             if names != [one.name for one in ledger.cards]:
                 ledger.cards = tuple(card(name) for name in names)
+            for model in engine.models:
+                own = (card(one.name, path=one.path, parent=model.name) for one in model.adapters)
+                ledger.cards = (*ledger.cards, *own)
         self._spawn(self._start(component))
 
     def stop(self, component: str) -> None:
