@@ -241,6 +241,8 @@ class Units(Mapping[str, Unit]):
 
     async def _come(self, unit: Unit, process: ComponentStatus, link: FleetLink) -> None:
         await unit.ask()
+        if unit.up:
+            await self._adapt(unit, link)
         problem = unit.problem.message if unit.problem else ""
         link.mirror.send(UnitSeen(unit.name, process.generation, problem))
         if link.keep is not None and unit.problem is None:
@@ -249,10 +251,10 @@ class Units(Mapping[str, Unit]):
     def _lacking(self, unit: Unit, link: FleetLink) -> list[tuple[str, AdapterSpec]]:
         """Returns the adapters, each with its base, that a unit is to serve and does not: they were loaded
         while its process started."""
-        engine = link.mirror.spec.units[unit.name].engine
+        spec = link.mirror.spec.units.get(unit.name)
         return [
             (model.name, adapter)
-            for model in engine.models
+            for model in (() if spec is None else spec.engine.models)
             for adapter in model.adapters
             if model.name in unit.replicas and adapter.name not in unit.replicas
         ]
@@ -260,7 +262,9 @@ class Units(Mapping[str, Unit]):
     async def _adapt(self, unit: Unit, link: FleetLink) -> None:
         """Lets a unit serve the adapters that it lacks. One that it refuses is tried again when something of
         the unit has changed."""
-        for base, adapter in self._lacking(unit, link):
+        if not (lacking := self._lacking(unit, link)):
+            return
+        for base, adapter in lacking:
             try:
                 await load_at(unit.name, unit.client, base, adapter)
             except KvloomError as error:
