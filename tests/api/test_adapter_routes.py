@@ -38,7 +38,7 @@ def refused(answer: Any, status: int) -> str:
 
 
 def test_an_adapter_comes_and_goes(http: TestClient, fleet: Administered) -> None:
-    answer = http.post(LOAD, json=GOOD | {"base_model_name": "tiny", "load_inplace": False, "other": 1})
+    answer = http.post(LOAD, json=GOOD | {"base_model_name": "m", "load_inplace": False, "other": 1})
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'x' added successfully.")
     assert kept(fleet) == [(AdapterSpec("x", "/adapters/x"),)] * 2
     said = refused(http.post(LOAD, json=GOOD), 400)
@@ -54,7 +54,7 @@ def test_an_adapter_comes_and_goes(http: TestClient, fleet: Administered) -> Non
     [
         ({}, "Both 'lora_name' and 'lora_path' must be provided."),
         ({"lora_name": "x"}, "Both 'lora_name' and 'lora_path' must be provided."),
-        (GOOD | {"lora_name": "tiny"}, "tiny is the name of a model; another one is right"),
+        (GOOD | {"lora_name": "m"}, "m is the name of a model; another one is right"),
         (GOOD | {"lora_name": "a b"}, "lora_name: 'a b' is no name"),
         (
             GOOD | {"lora_path": "adapters/x"},
@@ -62,7 +62,7 @@ def test_an_adapter_comes_and_goes(http: TestClient, fleet: Administered) -> Non
         ),
         (GOOD | {"lora_path": "/a\0b"}, "lora_path: "),
         (GOOD | {"load_inplace": True}, "load_inplace: no adapter takes another's place"),
-        (GOOD | {"base_model_name": "huge"}, "base_model_name: no model 'huge'; served: tiny"),
+        (GOOD | {"base_model_name": "huge"}, "base_model_name: no model 'huge'; served: m"),
         ({"lora_name": 1}, "body: Expected `str`, got `int` - at `$.lora_name`"),
     ],
 )

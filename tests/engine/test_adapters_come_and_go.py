@@ -51,8 +51,8 @@ def folder(made: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def spec(made: Path, *adapters: AdapterSpec, **changes: int) -> EngineSpec:
-    found = spec_of({"base": made / "base"}, **changes)
+def spec(made: Path, *adapters: AdapterSpec, kv_bytes: int = 4 << 20) -> EngineSpec:
+    found = spec_of({"base": made / "base"}, kv_bytes=kv_bytes)
     return replace(found, models=(replace(found.models[0], adapters=adapters),))
 
 

@@ -83,7 +83,7 @@ async def test_a_unit_that_is_down_has_it_when_it_is_back() -> None:
         await played.orders.adapters.load("x", "/x")
         assert (adapters(played), at_units(played)["b"]) == ({"a": ["x"], "b": ["x"]}, [])
         played.processes.starts.set()
-        await played.fleets.clock.go(1.0)
+        await played.fleets.clock.advance(1.0)
         await turns()
         assert at_units(played) == {"a": ["x"], "b": ["x"]}
         assert played.states() == {"a": "up", "b": "up"}

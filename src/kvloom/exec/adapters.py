@@ -61,7 +61,7 @@ class Adapter:
         for place in sorted(self.weights):
             for side in self.weights[place]:
                 found.update(repr((place, side.dtype, tuple(side.shape))).encode())
-                found.update(side.contiguous().view(torch.uint8).numpy())
+                found.update(side.contiguous().view(torch.uint8).numpy().data)
         return found.hexdigest()
 
 
