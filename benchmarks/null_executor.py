@@ -75,6 +75,7 @@ class NullExecutor:
         self.compute = compute
         self.max_steps, self.lookahead = 1, 0
         self.weights = None
+        self.adapters = None
         self._clockwork = clockwork or Clockwork()
         self._period = period
         self._due = 0.0

@@ -144,6 +144,7 @@ class ModelledExecutor:
         self.wrong = self.witness.wrong
         self.running: list[Job] = []
         self.weights: ModelledWeights | None = None
+        self.adapters = None
 
     def steps_begun(self, job: Job) -> int:
         return job.steps

@@ -20,6 +20,7 @@ from kvloom.types.verbs import (
     Evicted,
     Held,
     Lease,
+    LoadAdapter,
     Offer,
     Offered,
     Pin,
@@ -30,6 +31,7 @@ from kvloom.types.verbs import (
     RemoteSend,
     Sent,
     Standing,
+    UnloadAdapter,
 )
 
 CARD = ModelCard(
@@ -105,6 +107,12 @@ class ScriptedEngine:
 
     async def evict(self, body: Prefix) -> Evicted:
         return Evicted(tokens=len(body.prompt) + 2)
+
+    async def load_adapter(self, body: LoadAdapter) -> None:
+        pass
+
+    async def unload_adapter(self, body: UnloadAdapter) -> None:
+        pass
 
     async def contents(self, body: CachedSince) -> CacheChanges:
         return CacheChanges(life="scripted", version=body.version)

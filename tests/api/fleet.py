@@ -71,6 +71,8 @@ ANSWERS: dict[str, Any] = {
     "offer": Offered(request=None),
     "evict": Evicted(tokens=1),
     "contents": CacheChanges(life="a", version=1),
+    "load_adapter": Done(),
+    "unload_adapter": Done(),
 }
 
 

@@ -30,6 +30,7 @@ from kvloom.types.errors import Conflict
 from kvloom.types.service import UnitState
 from tests.cluster.histories import Memory, StillClock, engine
 from tests.cluster.node_histories import LEASE, Node, NodesHost
+from tests.scripted import ScriptedEngine
 
 MIB = 1 << 20
 
@@ -271,6 +272,12 @@ class _Unseen:
         return UnitState(name=unit, state="up", calls=0, models=())
 
     async def settled(self, unit: str) -> None:
+        pass
+
+    def client(self, unit: str) -> ScriptedEngine:
+        return ScriptedEngine()
+
+    async def ask_again(self, unit: str) -> None:
         pass
 
 

@@ -37,6 +37,7 @@ from kvloom.types.verbs import (
     Evicted,
     Held,
     Lease,
+    LoadAdapter,
     Offer,
     Offered,
     Pin,
@@ -47,6 +48,7 @@ from kvloom.types.verbs import (
     RemoteSend,
     Sent,
     Standing,
+    UnloadAdapter,
 )
 
 PAGE = 4  # tokens
@@ -145,6 +147,8 @@ class LedgerEngine:
     def __init__(self, name: str, world: World, cards: tuple[ModelCard, ...]) -> None:
         self.name = name
         self.cards = cards
+        self.refuses = ""
+        """Why it loads no adapter."""
         self.down = False
         self.free = 1 << 20
         self.pace = 1
@@ -352,6 +356,19 @@ class LedgerEngine:
 
     async def evict(self, body: Prefix) -> Evicted:
         return Evicted(tokens=0)
+
+    async def load_adapter(self, body: LoadAdapter) -> None:
+        self._reach()
+        if self.refuses:
+            raise BadRequest(self.refuses, param="lora_path")
+        if body.name not in [one.name for one in self.cards]:
+            self.cards = (*self.cards, card(body.name, path=body.path, parent=body.base))
+
+    async def unload_adapter(self, body: UnloadAdapter) -> None:
+        self._reach()
+        if body.name not in [one.name for one in self.cards]:
+            raise UnknownModel(f"no adapter {body.name}")
+        self.cards = tuple(one for one in self.cards if one.name != body.name)
 
     async def contents(self, body: CachedSince) -> CacheChanges:
         self._reach()

@@ -76,9 +76,16 @@ class Processes:
         self.generations[component] = generation
         ledger = self._world.engines.get(component)
         if ledger is not None and engine is not None:
-            names = [model.name for model in engine.models]
+            names = [name for model in engine.models for name in model.names]
             if names != [one.name for one in ledger.cards]:
-                ledger.cards = tuple(card(name) for name in names)
+                ledger.cards = tuple(
+                    one
+                    for model in engine.models
+                    for one in (
+                        card(model.name),
+                        *(card(own.name, path=own.path, parent=model.name) for own in model.adapters),
+                    )
+                )
         self._spawn(self._start(component))
 
     def stop(self, component: str) -> None:

@@ -174,7 +174,7 @@ async def test_what_comes_of_an_earlier_question_late_does_not_count(first: Said
         cast(EngineClient, client),
         ManualClock(),
         index=PrefixIndex(),
-        admit=lambda *_: None,
+        admit=lambda _, cards: cards,
         lost=lambda _: None,
         changed=lambda _: None,
     )

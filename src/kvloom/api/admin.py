@@ -19,16 +19,17 @@ from kvloom.api.access.audit import FLEET, Audit, note
 from kvloom.api.access.tenants import access_of
 from kvloom.api.bodies import decode, read_body
 from kvloom.api.errors import JSON, VERBS_PATH, NoSuchRoute
-from kvloom.api.routes import ADMIN, LINES, Handler, RouteRow, asgi_routes
+from kvloom.api.routes import ADMIN, LINES, TEXT, Handler, RouteRow, asgi_routes
 from kvloom.api.verbs import verb_routes
 from kvloom.cluster.models import Applied, Apply
 from kvloom.cluster.orders import FleetOrders
 from kvloom.cluster.scheduler import FleetControl
+from kvloom.config.models import check_name
 from kvloom.router.program import Program, load_program
 from kvloom.router.router import Router as Routing
 from kvloom.types.errors import BadRequest, ConfigError
 from kvloom.types.request import ModelCard
-from kvloom.types.service import Admit, Drain, Pairs, ProgramState, Steps, UnitState
+from kvloom.types.service import Admit, Drain, LoadLora, Pairs, ProgramState, Steps, UnitState, UnloadLora
 from kvloom.types.spec import ProgramSpec
 
 
@@ -79,6 +80,8 @@ class Admin:
             "add_model": orders.add_model,
             "remove_model": lambda name, body: orders.remove_model(name, body.seconds),
             "apply": self._apply,
+            "load_lora_adapter": self._load_lora,
+            "unload_lora_adapter": self._unload_lora,
         }
         served = {row.name: self._serve(row, handlers[row.name]) for row in ADMIN}
         return [*asgi_routes(ADMIN, served), Mount(VERBS_PATH + "/{unit}", app=self._verb)]
@@ -171,6 +174,34 @@ class Admin:
         if program is not None and body.really:
             self.router.set_program(program)
         return applied
+
+    async def _load_lora(self, body: LoadLora) -> Response:
+        name, path = body.lora_name, body.lora_path
+        if not name or not path:
+            raise BadRequest("Both 'lora_name' and 'lora_path' must be provided.")
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise BadRequest(f"lora_name: {error}", param="lora_name") from error
+        if not path.startswith("/") or "\0" in path:
+            raise BadRequest(
+                f"lora_path: {path[:200]!r}; the path of a folder from the root on is right",
+                param="lora_path",
+            )
+        if body.load_inplace:
+            raise BadRequest(
+                "load_inplace: no adapter takes another's place; to unload that one first is right",
+                param="load_inplace",
+            )
+        await self.orders.adapters.load(name, path, body.base_model_name or "")
+        return Response(f"Success: LoRA adapter '{name}' added successfully.", media_type=TEXT)
+
+    async def _unload_lora(self, body: UnloadLora) -> Response:
+        name = body.lora_name
+        if not name:
+            raise BadRequest("'lora_name' needs to be provided to unload a LoRA adapter.")
+        await self.orders.adapters.unload(name)
+        return Response(f"Success: LoRA adapter '{name}' removed successfully.", media_type=TEXT)
 
     async def _verb(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a verb on to its unit."""

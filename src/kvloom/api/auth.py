@@ -16,11 +16,12 @@ from kvloom.api.access.origins import foreign_page, header_words, host_name, ref
 from kvloom.api.access.proxies import PROXIED, is_loopback, network_of
 from kvloom.api.access.tenants import Access, access_of, set_access
 from kvloom.api.errors import CertificateRequired, Forbidden, error_response, is_verb
-from kvloom.api.routes import PUBLIC, Caller
+from kvloom.api.routes import LOAD_LORA, PUBLIC, UNLOAD_LORA, Caller
 from kvloom.types.errors import KvloomError, Unauthorized
 
 OPEN_PATHS: Final = frozenset(row.path for row in PUBLIC if row.caller is Caller.ANYONE)
 ADMIN_PATH: Final = "/admin"
+_ORDERS: Final = (LOAD_LORA, UNLOAD_LORA)
 METRICS_PATH: Final = "/metrics"
 _ADMIN_FILE: Final = "a key of admin_key_file"
 _SETS_ADMINS: Final = "`admin_key_file`, or a key with `admin: true` in the file `keys`, sets one"
@@ -161,7 +162,7 @@ def priority(scope: Scope, asked: int | None) -> int:
 
 def is_admin(scope: Scope) -> bool:
     path: str = scope["path"]
-    return is_verb(scope) or path == ADMIN_PATH or path.startswith(ADMIN_PATH + "/")
+    return is_verb(scope) or path == ADMIN_PATH or path.startswith(ADMIN_PATH + "/") or path in _ORDERS
 
 
 def _is_one(key: bytes, keys: list[bytes]) -> bool:

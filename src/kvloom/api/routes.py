@@ -25,6 +25,7 @@ from kvloom.types.service import (
     Admit,
     Drain,
     FleetState,
+    LoadLora,
     NodeState,
     Pairs,
     Placement,
@@ -32,6 +33,7 @@ from kvloom.types.service import (
     RestartStep,
     Steps,
     UnitState,
+    UnloadLora,
 )
 from kvloom.types.spec import EngineSpec, ProgramSpec
 from kvloom.types.verbs import VERBS, Done
@@ -49,6 +51,7 @@ class Caller(Enum):
     ADMIN = "whoever has an admin key"
 
 
+LOAD_LORA, UNLOAD_LORA = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 MAX_ORDER: Final = 1 << 16
 MAX_CONFIG: Final = 1 << 19
 
@@ -222,6 +225,24 @@ ADMIN: Final[tuple[RouteRow, ...]] = (
         Applied,
         409,
         most=MAX_CONFIG,
+    ),
+    _post(
+        "load_lora_adapter",
+        LOAD_LORA,
+        "Serves another LoRA adapter, as vLLM does, once each unit that serves its base has proven it.",
+        LoadLora,
+        None,
+        *(409, 503),
+        media=TEXT,
+    ),
+    _post(
+        "unload_lora_adapter",
+        UNLOAD_LORA,
+        "Serves no new request of a LoRA adapter; those that run go on to their end.",
+        UnloadLora,
+        None,
+        *(404, 409, 503),
+        media=TEXT,
     ),
 )
 

@@ -12,10 +12,18 @@ from msgspec.structs import replace
 from kvloom.cluster.state import GATEWAY, SCHEDULER, FleetSpec, NodeSpec, Rolling, UnitSpec, is_drained
 from kvloom.types.errors import BadRequest, Conflict
 from kvloom.types.service import GroupSpec, RevertedProgram
-from kvloom.types.spec import EngineSpec, ProgramSpec
+from kvloom.types.spec import AdapterSpec, EngineSpec, ProgramSpec
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")  # It becomes part of a path.
 _TAKEN: Final = (GATEWAY, SCHEDULER)
+
+
+class AdapterEdit(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An adapter that comes to a unit that serves its base, or goes."""
+
+    base: str
+    adapter: AdapterSpec
+    remove: bool = False
 
 
 class UnitEdit(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -23,6 +31,8 @@ class UnitEdit(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     engine: EngineSpec | UnsetType = UNSET
     """Another specification, with which the unit starts anew."""
+    adapters: tuple[AdapterEdit, ...] = ()
+    """Adapters that come and go. The unit does not start anew."""
     add: bool = False
     """Whether the unit must not be there yet."""
     wanted: bool | UnsetType = UNSET
@@ -122,6 +132,8 @@ def _edited_unit(name: str, known: UnitSpec | None, edit: UnitEdit) -> UnitSpec:
         unit = replace(unit, engine=edit.engine, generation=unit.generation + 1, edition=unit.generation + 1)
     elif edit.restart or (edit.node is not UNSET and edit.node != unit.node):
         unit = replace(unit, generation=unit.generation + 1)
+    for change in edit.adapters:
+        unit = replace(unit, engine=_with_adapter(name, unit.engine, change))
     given: dict[str, Any] = {
         field: value
         for field in ("wanted", "drained", "seconds", "node")
@@ -132,6 +144,47 @@ def _edited_unit(name: str, known: UnitSpec | None, edit: UnitEdit) -> UnitSpec:
     if edit.remove:
         given |= {"wanted": False, "removed": True}
     return replace(unit, **given)
+
+
+def _with_adapter(unit: str, engine: EngineSpec, edit: AdapterEdit) -> EngineSpec:
+    """Raises Conflict for a name that is taken, and for a base that is not there."""
+    adapter, models = edit.adapter, list(engine.models)
+    at = next((i for i, model in enumerate(models) if model.name == edit.base), None)
+    if at is None and not edit.remove:
+        raise Conflict(f"{unit} does not serve {edit.base} any more")
+    if at is None or (not edit.remove and adapter in models[at].adapters):
+        return engine
+    if not edit.remove and adapter.name in engine.served:
+        raise Conflict(f"there is a model {adapter.name} on {unit} already; another name is right")
+    kept = tuple(one for one in models[at].adapters if one.name != adapter.name)
+    models[at] = replace(models[at], adapters=kept if edit.remove else (*kept, adapter))
+    return replace(engine, models=tuple(models))
+
+
+def adapter_edits(before: EngineSpec, wanted: EngineSpec) -> tuple[AdapterEdit, ...] | None:
+    """Returns the adapters that come and go between two specifications, those that go first; None if
+    something else differs, or an adapter takes the place of another one of its name."""
+    if _bare(before) != _bare(wanted):
+        return None
+    both = [(had, has) for had, has in zip(before.models, wanted.models, strict=True)]
+    gone = [
+        AdapterEdit(base=had.name, adapter=one, remove=True)
+        for had, has in both
+        for one in had.adapters
+        if one not in has.adapters
+    ]
+    come = [
+        AdapterEdit(base=has.name, adapter=one)
+        for had, has in both
+        for one in has.adapters
+        if one not in had.adapters
+    ]
+    again = {one.adapter.name for one in gone} & {one.adapter.name for one in come}
+    return None if again else (*gone, *come)
+
+
+def _bare(engine: EngineSpec) -> EngineSpec:
+    return replace(engine, models=tuple(replace(model, adapters=()) for model in engine.models))
 
 
 def _edited_node(node: NodeSpec, edit: NodeEdit, revision: int) -> tuple[NodeSpec, tuple[str, ...]]:

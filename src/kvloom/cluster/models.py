@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
-from kvloom.cluster.edits import UnitEdit
+from kvloom.cluster.edits import UnitEdit, adapter_edits
 from kvloom.cluster.placement import rooms
 from kvloom.cluster.state import ALIVE, FleetSpec, FleetStatus, UnitSpec, is_drained
 from kvloom.types.errors import BadRequest, Conflict, UnknownModel
@@ -65,6 +65,8 @@ class Differences(Struct, frozen=True, kw_only=True):
     """The edits that a fleet needs, in their order: units that come, those that start anew, and the rest."""
 
     added: dict[str, UnitEdit]
+    adapted: dict[str, UnitEdit]
+    """Units whose adapters alone differ, which do not start anew."""
     otherwise: dict[str, UnitEdit]
     removed: dict[str, UnitEdit]
     groups: dict[str, GroupSpec] | UnsetType = UNSET
@@ -131,12 +133,17 @@ def differences(spec: FleetSpec, wanted: Wanted, seconds: float) -> Differences:
     there, lines = dict(_kept(spec)), list[str]()
     engines = {engine.unit: engine for engine in wanted.engines}
     added, otherwise, removed = dict[str, UnitEdit](), dict[str, UnitEdit](), dict[str, UnitEdit]()
+    adapted = dict[str, UnitEdit]()
     for name, engine in engines.items():
         unit = there.get(name)
         if unit is None:
             added[name] = UnitEdit(engine=engine, add=name not in spec.units, wanted=name in wanted.first)
             lines.append(f"{name} is added, with {_models(engine)}")
-        elif unit.engine != engine:
+        elif changes := adapter_edits(unit.engine, engine):
+            adapted[name] = UnitEdit(adapters=changes)
+            said = [f"{'unloads' if one.remove else 'loads'} {one.adapter.name}" for one in changes]
+            lines.append(f"{name} {', '.join(said)}")
+        elif unit.engine != engine and changes is None:
             otherwise[name] = UnitEdit(engine=engine, seconds=seconds)
             lines.append(f"{name} starts anew: {_changes(unit.engine, engine)}")
     for name, unit in there.items():
@@ -153,6 +160,7 @@ def differences(spec: FleetSpec, wanted: Wanted, seconds: float) -> Differences:
         lines.append(f"the program is {wanted.program.name}")
     return Differences(
         added=added,
+        adapted=adapted,
         otherwise=otherwise,
         removed=removed,
         groups=groups,

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from kvloom.cluster.adapters import AdapterOrders, Reaching
 from kvloom.cluster.edits import NodeEdit, UnitEdit
 from kvloom.cluster.mirror import Mirror
 from kvloom.cluster.models import (
@@ -24,7 +25,7 @@ from kvloom.cluster.models import (
     without_units,
 )
 from kvloom.cluster.state import GATEWAY, SCHEDULER, Rolling
-from kvloom.types.errors import Conflict, Unavailable
+from kvloom.types.errors import Conflict, KvloomError, Unavailable
 from kvloom.types.service import NodeState, Placement, RestartStep, Steps, UnitState
 from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
 
@@ -32,7 +33,7 @@ _HERE = ("here", "down", "restarting")
 _GONE = ("away", "failed")
 
 
-class Seeing(Protocol):
+class Seeing(Reaching, Protocol):
     """Asks the units what they serve: the units of the gateway's router do."""
 
     def state(self, unit: str) -> UnitState:
@@ -52,6 +53,7 @@ class FleetOrders:
         """seconds: the time that requests have to end at a unit, if an order gives none; memory, cores: what
         the fleet's machine has for it."""
         self.mirror = mirror
+        self.adapters = AdapterOrders(mirror, seeing)
         self._seeing = seeing
         self._seconds = seconds
         self._memory = memory
@@ -321,14 +323,18 @@ class FleetOrders:
         return last
 
     async def apply(self, asked: Apply) -> Applied:
-        """Makes the fleet what a config describes. Units are added first, then those that differ start anew
-        one after the other, and at last those go that the config does not have. A unit that cannot be started
-        is told of, and the others go on."""
+        """Makes the fleet what a config describes. Units are added first, then adapters come and go, then
+        units that differ otherwise start anew one after the other, and at last those go that the config does
+        not have. What cannot be started or loaded is told of, and the others go on."""
         found = differences(self.mirror.spec, asked.wanted, self._seconds)
         if not asked.really or not found.lines:
             return Applied(changes=found.lines)
         overrode = list(await self.mirror.edit(found.added))
         problems = await self._all_come(found.added)
+        try:
+            overrode += await self.adapters.change({n: edit.adapters for n, edit in found.adapted.items()})
+        except KvloomError as error:
+            problems.append(error.message)
         for name, edit in found.otherwise.items():
             overrode += await self.mirror.edit({name: edit})
             problems += await self._all_come([name])

@@ -198,11 +198,6 @@ def check_abilities(specs: Sequence[EngineSpec], engines: Sequence[ConfiguredEng
                 "kv_memory is right there"
             )
         for model in spec.models:
-            if model.adapters and spec.sleep_dir:
-                raise ValueError(
-                    f"models.{model.adapters[0].name}.adapter: {engine.key} has weights that sleep, and "
-                    "adapters are served beside weights that stay; kv_memory in place of memory is right"
-                )
             if model.adapters and (
                 not spec.abilities.adapts or spec.weave is not None or spec.unit in lenders
             ):

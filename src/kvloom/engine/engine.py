@@ -14,6 +14,7 @@ from kvloom.engine.quotas import QuotaTuner, fit
 from kvloom.engine.report import unit_load
 from kvloom.engine.requests import Requests
 from kvloom.engine.reservations import MOST_RESERVATIONS, Arrivals, Reservations
+from kvloom.engine.residency.adapters import AdapterResidency
 from kvloom.engine.residency.weights import WeightResidency
 from kvloom.engine.scheduler import Scheduler
 from kvloom.engine.transfers import Transfers
@@ -26,7 +27,7 @@ from kvloom.types.job import Executor
 from kvloom.types.load import UnitLoad
 from kvloom.types.prefix_store import PrefixStore
 from kvloom.types.request import EndEvent, Event, ModelCard, StartGenerate
-from kvloom.types.spec import EngineSpec
+from kvloom.types.spec import AdapterSpec, EngineSpec
 from kvloom.types.transfer import Transport
 from kvloom.types.verbs import (
     CacheChanges,
@@ -34,6 +35,7 @@ from kvloom.types.verbs import (
     Evicted,
     Held,
     Lease,
+    LoadAdapter,
     Offer,
     Offered,
     Pin,
@@ -44,6 +46,7 @@ from kvloom.types.verbs import (
     RemoteSend,
     Sent,
     Standing,
+    UnloadAdapter,
 )
 
 MAX_RESERVED: Final = MOST_RESERVATIONS + 1
@@ -73,8 +76,8 @@ class Engine:
         requests = self._requests = Requests(queues)
         self._guides = Guides({name: queue.card for name, queue in queues.items()}, trial)
         weights = executor.weights
-        largest = 0 if weights is None else max(weights.blocks.values())
-        promises = Promises(queues, self.pool.total - largest)
+        sizes = {} if weights is None else weights.blocks
+        promises = Promises(queues, self.pool.total - max(sizes.values(), default=0))
         self._pins = Pins(queues, promises, clock, spec.lease)
         self._reservations = Reservations(
             queues, promises, transport, clock, spec.lease, new_id=requests.new_id
@@ -87,6 +90,13 @@ class Engine:
         self._tuner = QuotaTuner(queues, spec, pool, clock)
         self._scheduler = Scheduler(
             queues, pool, executor, requests, self._tuner, self._arrivals, spec, clock, wake=self._wake.set
+        )
+        self._adapters = AdapterResidency(
+            *(executor.adapters, queues, pool, self._tuner, clock),
+            whole=spec.transport in ("nixl", "auto"),
+            weights=sizes,
+            jobs=self._jobs,
+            wake=self._wake.set,
         )
         self._residency: WeightResidency | None = None
         if weights is not None:
@@ -119,6 +129,7 @@ class Engine:
             self._tuner.adapt()
             if not self._stopping:
                 self._review_loans()
+                self._adapters.review()
                 if self._residency is not None:
                     self._residency.review()
                 self._start_jobs()
@@ -161,9 +172,10 @@ class Engine:
 
     @property
     def _longest_rest(self) -> float | None:
-        """Seconds until a lease runs out, or a model's turn to be in memory is over."""
+        """Seconds until a lease runs out, a model's turn to be in memory is over, or an adapter has waited
+        for its time."""
         turn = None if self._residency is None else self._residency.left
-        lefts = [left for left in (self._leases.left, turn) if left is not None]
+        lefts = [left for left in (self._leases.left, turn, self._adapters.left) if left is not None]
         return min(lefts, default=None)
 
     def _interrupt(self) -> None:
@@ -185,15 +197,15 @@ class Engine:
         self._pins.unpin_all()
         self.lender.recall()
         self._transfers.stop()
+        self._adapters.close()
         self._interrupt()
 
     async def _bring_back(self, model: str, tokens: list[int], salt: str) -> None:
-        """Caches what the store of prefixes has of the tokens, if there is one. It has none of adapters: it
-        would have to tell apart what two adapters of one name have made."""
-        if self._kept is not None and model not in self._queues.adapters:
+        """Caches what the store of prefixes has of the tokens, if there is one."""
+        if self._kept is not None:
             queue = self._queues[model]
             speed = queue.prefill_speed.tokens_a_second
-            brought = await self._kept.bring_back(model, tokens, salt, speed)
+            brought = await self._kept.bring_back(queue.card.name, tokens, salt, speed)
             queue.stats.restored_tokens += brought
 
     # -- what others call -----------------------------------------------------------------------------
@@ -210,27 +222,28 @@ class Engine:
         stream = self._requests.open(body)
         try:
             guides = await self._guides.compiled(self._queues.of_base(body), wanted=lambda: not stream.ended)
-            if not self._reservations.has(body.request):
-                first = stream.sequences[0]
-                await self._bring_back(first.model, first.prefix, first.salt)
-            if self._stopping:
-                raise Unavailable("the engine is stopping")
-            self._interrupt()
-            if not stream.ended:
-                received = self._reservations.take(body)
-                self._requests.begin(stream, guides, self._scheduler.jobs, received)
-            yield []
-            while True:
-                frame, over = await stream.frame()
-                if stream.full:
-                    self._requests.go_on(stream, self._scheduler.jobs)
-                    self._interrupt()
-                if self._stopping and any(map(_failed, frame)):
-                    yield [event for event in frame if not _failed(event)]
-                    raise Unavailable("the engine is stopping")  # another process may go on with it
-                yield frame
-                if over:
-                    return
+            async with self._adapters.using([body.model]):
+                if not self._reservations.has(body.request):
+                    first = stream.sequences[0]
+                    await self._bring_back(first.model, first.prefix, first.salt)
+                if self._stopping:
+                    raise Unavailable("the engine is stopping")
+                self._interrupt()
+                if not stream.ended:
+                    received = self._reservations.take(body)
+                    self._requests.begin(stream, guides, self._scheduler.jobs, received)
+                yield []
+                while True:
+                    frame, over = await stream.frame()
+                    if stream.full:
+                        self._requests.go_on(stream, self._scheduler.jobs)
+                        self._interrupt()
+                    if self._stopping and any(map(_failed, frame)):
+                        yield [event for event in frame if not _failed(event)]
+                        raise Unavailable("the engine is stopping")  # another process may go on with it
+                    yield frame
+                    if over:
+                        return
         finally:
             self._pauses.let_go(body.request)
             if not stream.ended:
@@ -258,8 +271,9 @@ class Engine:
         self._interrupt()
         await self._pauses.publish(body.request)
         salted = self._queues.salted(body)
-        await self._bring_back(salted.model, salted.prompt, salted.salt)
-        return await self._transfers.send(salted)
+        async with self._adapters.using([body.model]):
+            await self._bring_back(salted.model, salted.prompt, salted.salt)
+            return await self._transfers.send(salted)
 
     async def renew(self, request: str) -> Lease:
         asked = self._reservations.renew(request), self._pins.renew(request)
@@ -288,7 +302,8 @@ class Engine:
         self._interrupt()
         made = await self._pauses.pause(request)
         salted = [self._queues.salted(body) for body in sends]
-        return Standing(made=made, sent=await self._transfers.send_what_is_here(salted))
+        async with self._adapters.using(body.model for body in sends):
+            return Standing(made=made, sent=await self._transfers.send_what_is_here(salted))
 
     async def resume(self, request: str) -> None:
         self._interrupt()
@@ -311,12 +326,20 @@ class Engine:
         body = self._queues.salted(body)
         tree = self._queues[body.model].cache.prefixes
         dropped = tree.evict(body.prompt, body.salt)
-        if self._kept is not None and body.model not in self._queues.adapters:
-            self._kept.forget(body.model, body.prompt, body.salt)
+        if self._kept is not None:
+            self._kept.forget(self._queues[body.model].card.name, body.prompt, body.salt)
         return Evicted(tokens=dropped, pinned=tree.pinned(body.prompt, body.salt))
 
     async def contents(self, body: CachedSince) -> CacheChanges:
         return self.pool.feed.changes(body)
+
+    async def load_adapter(self, body: LoadAdapter) -> None:
+        if self._stopping:
+            raise Unavailable("the engine is stopping")
+        await self._adapters.load(body.base, AdapterSpec(body.name, body.path))
+
+    async def unload_adapter(self, body: UnloadAdapter) -> None:
+        self._adapters.unload(body.name)
 
     async def load(self) -> UnitLoad:
         self._scheduler.sync()

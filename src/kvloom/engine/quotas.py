@@ -14,8 +14,9 @@ from kvloom.kv.pool import Pool
 from kvloom.kv.prefix_feed import adapter_salt
 from kvloom.kv.quota import QuotaUsage, adapt_quotas, initial_quotas
 from kvloom.types.clock import Clock
+from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import Geometry
-from kvloom.types.job import Executor
+from kvloom.types.job import Executor, ProvenAdapter
 from kvloom.types.request import ModelCard
 from kvloom.types.spec import AdapterSpec, EngineSpec, ModelSpec, Slo
 
@@ -106,54 +107,73 @@ class Salted(Protocol):
 Body = TypeVar("Body", bound=Salted)
 
 
+class ServedAdapter(msgspec.Struct, frozen=True):
+    """An adapter that is served, in memory or not."""
+
+    base: str
+    spec: AdapterSpec
+    digest: str = ""  # of what it computes with
+    blocks: int = 0  # of the pool that its weights take the place of while they are in memory
+    leaving: bool = False  # it gets no new requests, and is gone once those that are here have ended
+
+
 class ModelQueues(dict[str, ModelQueue]):
     """The queues by their models' names. It is asked for an adapter's, too, and has that of its base, in
     which all run in one batch; it counts and lists each queue once."""
 
-    def __init__(self, queues: Mapping[str, ModelQueue], models: Iterable[ModelSpec] = ()) -> None:
+    def __init__(
+        self,
+        queues: Mapping[str, ModelQueue],
+        models: Iterable[ModelSpec] = (),
+        proven: Mapping[str, ProvenAdapter] | None = None,
+    ) -> None:
         super().__init__(queues)
-        self.adapters: Final[dict[str, tuple[str, AdapterSpec]]] = {}
-        """By name, each with its base."""
+        self.adapters: Final[dict[str, ServedAdapter]] = {}
         for model in models:
             for adapter in model.adapters:
-                self.adapters[adapter.name] = model.name, adapter
+                found = (proven or {}).get(adapter.name, ProvenAdapter("", 0))
+                self.adapters[adapter.name] = ServedAdapter(model.name, adapter, found.digest, found.blocks)
 
     def __missing__(self, name: str) -> ModelQueue:
-        base, _ = self.adapters[name]
-        return self[base]
+        return self[self.adapters[name].base]
 
     def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or name in self.adapters
+        """Returns whether new requests of this name are served."""
+        return super().__contains__(name) or (name in self.adapters and not self.adapters[str(name)].leaving)
 
     @property
     def bases(self) -> dict[str, str]:
         """The base of each adapter."""
-        return {name: base for name, (base, _) in self.adapters.items()}
+        return {name: adapter.base for name, adapter in self.adapters.items()}
 
     @property
     def cards(self) -> dict[str, ModelCard]:
         """The cards of all models, adapters included."""
         cards = {name: queue.card for name, queue in self.items()}
-        for name, (base, adapter) in self.adapters.items():
-            cards[name] = msgspec.structs.replace(cards[base], name=name, path=adapter.path, parent=base)
+        for name, one in self.adapters.items():
+            if not one.leaving:
+                own = {"name": name, "path": one.spec.path, "parent": one.base}
+                cards[name] = msgspec.structs.replace(cards[one.base], **own)
         return cards
 
     def of_base(self, body: Body) -> Body:
         """Returns the body with the base for its model, for what an adapter shares with it: the tokenizer."""
         if body.model not in self.adapters:
             return body
-        return msgspec.structs.replace(body, model=self.adapters[body.model][0])  # type: ignore[type-var]
+        return msgspec.structs.replace(body, model=self.adapters[body.model].base)  # type: ignore[type-var]
 
     def salted(self, body: Body) -> Body:
         """Returns the body with the salt by which its prefixes are cached: an adapter has its own, because it
         has K and V of its own."""
         if body.model not in self.adapters:
             return body
-        return msgspec.structs.replace(body, salt=adapter_salt(body.model, body.salt))  # type: ignore[type-var]
+        salt = adapter_salt(body.model, self.adapters[body.model].digest, body.salt)
+        return msgspec.structs.replace(body, salt=salt)  # type: ignore[type-var]
 
 
 _log = logging.getLogger(__name__)
 _MUCH_WASTE = 0.05
+ADAPTED: Final = 4  # one part in so many of the pool is kept for adapters, if all need so much
 
 
 def fit(executor: Executor, spec: EngineSpec, clock: Clock, *, reserved: int) -> tuple[Pool, ModelQueues]:
@@ -161,8 +181,10 @@ def fit(executor: Executor, spec: EngineSpec, clock: Clock, *, reserved: int) ->
     those of sequences that run."""
     _tell_waste(executor.geometries)
     weights = {} if executor.weights is None else executor.weights.blocks
+    proven = {} if executor.adapters is None else executor.adapters.proven
+    kept = _kept_for_adapters(proven, executor.blocks)
     cards = {
-        name: fitted(card, executor.geometries[name], executor.blocks - weights.get(name, 0))
+        name: fitted(card, executor.geometries[name], executor.blocks - kept - weights.get(name, 0))
         for name, card in executor.cards.items()
     }
     pool = Pool(
@@ -187,7 +209,23 @@ def fit(executor: Executor, spec: EngineSpec, clock: Clock, *, reserved: int) ->
         )
         for name, card in cards.items()
     }
-    return pool, ModelQueues(queues, spec.models)
+    return pool, ModelQueues(queues, spec.models, proven)
+
+
+def _kept_for_adapters(proven: Mapping[str, ProvenAdapter], total: int) -> int:
+    """Returns the blocks that no single request may have, because its adapter needs room beside it: those of
+    all adapters, as far as they are a part of the pool, and of the largest in any case. Raises ConfigError if
+    they are all there are."""
+    largest = max(proven, key=lambda name: proven[name].blocks, default=None)
+    if largest is None:
+        return 0
+    least = proven[largest].blocks
+    if 2 * least > total:
+        raise ConfigError(
+            f"models.{largest}: its weights take {least} blocks, and the pool has {total}; twice as many as "
+            "the largest adapter takes are right (kv_memory, or memory)"
+        )
+    return max(least, min(sum(one.blocks for one in proven.values()), total // ADAPTED))
 
 
 def fitted(card: ModelCard, geometry: Geometry, blocks: int) -> ModelCard:

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
@@ -52,6 +53,16 @@ class Adapter:
     scale: float
     weights: Mapping[LayerName, tuple[Tensor, Tensor]]
     """A [rank, inputs] and B [outputs, rank], all in one number format."""
+
+    @property
+    def digest(self) -> str:
+        """Returns a digest of all that it computes with."""
+        found = blake2b(repr((self.rank, self.scale)).encode(), digest_size=16)
+        for place in sorted(self.weights):
+            for side in self.weights[place]:
+                found.update(repr((place, side.dtype, tuple(side.shape))).encode())
+                found.update(side.contiguous().view(torch.uint8).numpy().data)
+        return found.hexdigest()
 
 
 def read_adapter(path: str, shapes: Mapping[LayerName, tuple[int, int]]) -> Adapter:

@@ -21,12 +21,23 @@ class Reclaimable(Protocol):
         """Gives back at least `count` of them."""
 
 
+class NothingReclaimable:
+    """It satisfies `Reclaimable`."""
+
+    blocks = 0
+
+    def reclaim(self, count: int) -> None:
+        """Gives back nothing."""
+
+
 class BlockAllocator:
     """A stack of free block ids. Freed blocks are taken again first, while they are warm."""
 
     def __init__(self, total: int, cached: Reclaimable) -> None:
         self.total = total
         self.cached = cached
+        self.idle: Reclaimable = NothingReclaimable()
+        """Blocks of weights that nobody uses; they are given back when cached ones are not enough."""
         self._stack: I32 = np.arange(total - 1, -1, -1, dtype=np.int32)
         self._free = total
         self._held = np.zeros(total, dtype=np.bool_)
@@ -38,8 +49,9 @@ class BlockAllocator:
 
     @property
     def available(self) -> int:
-        """Blocks that `take` can give: free ones, and cached ones that nobody uses."""
-        return self._free + self.cached.blocks
+        """Blocks that `take` can give: free ones, and those of cached pages and of weights that nobody
+        uses."""
+        return self._free + self.cached.blocks + self.idle.blocks
 
     def take(self, count: int) -> I32:
         """Takes `count` block ids, for which cached pages give way. Raises OutOfBlocks, with nothing taken or
@@ -47,7 +59,9 @@ class BlockAllocator:
         if count > self.available:
             raise OutOfBlocks(f"{count} blocks asked for, {self.available} of {self.total} available")
         if count > self._free:
-            self.cached.reclaim(count - self._free)
+            self.cached.reclaim(min(count - self._free, self.cached.blocks))
+        if count > self._free:
+            self.idle.reclaim(count - self._free)
         blocks = np.sort(self._stack[self._free - count : self._free])  # runs in order read faster
         self._free -= count
         self._held[blocks] = True

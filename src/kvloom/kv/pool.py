@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvloom.kv.cache import ModelCache
-from kvloom.kv.pages import BlockAllocator
+from kvloom.kv.pages import BlockAllocator, Reclaimable
 from kvloom.kv.prefix import Recency
 from kvloom.kv.prefix_feed import PrefixFeed
 from kvloom.types.geometry import I32, Geometry
@@ -66,8 +66,13 @@ class Pool:
 
     @property
     def available(self) -> int:
-        """Blocks that can be had: free and cached."""
+        """Blocks that can be had: free and cached ones, and those of weights that nobody uses."""
         return self._allocator.available
+
+    def reclaim_from(self, idle: Reclaimable) -> None:
+        """Counts blocks of weights that nobody uses among those that can be had. `idle` gives them back by
+        `take_from_weights` when free and cached ones are not enough."""
+        self._allocator.idle = idle
 
     def lend(self, count: int) -> I32:
         """Takes blocks that are another unit's for a while, and count as used. Raises OutOfBlocks, with none

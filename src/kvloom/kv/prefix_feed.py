@@ -21,28 +21,27 @@ LEAST_CHANGES: Final = 64  # remembered whatever is held
 MOST_NAMED: Final = 1 << 16  # pages that an answer names
 
 
-_MARK: Final = "\0"  # after an adapter's name in a salt; callers' salts are beside it
+_MARK: Final = "\0"  # after an adapter's name and digest in a salt; callers' salts are beside them
 
 
-def adapter_salt(adapter: str, salt: str) -> str:
+def adapter_salt(adapter: str, digest: str, salt: str) -> str:
     """Returns the salt with which prefixes of an adapter are cached beside its base's. They have K and V of
-    their own."""
-    return f"{adapter}{_MARK}{salt}"
+    their own, which two adapters of one name have not in common. digest: of the adapter's weights."""
+    return f"{adapter}{_MARK}{digest}{_MARK}{salt}"
 
 
 def covers(salt: str, other: str) -> bool:
     """Returns whether a salt stands for another one, too, where nothing else is named: the empty one for all,
     that of an adapter's requests without a salt for all of the adapter."""
-    return not salt or (salt.endswith(_MARK) and other.startswith(salt))
+    return not salt or (salt.count(_MARK) == 2 and salt.endswith(_MARK) and other.startswith(salt))
 
 
 def root_name(model: str, width: int, salt: str) -> bytes:
     """Returns the name before that of the first page, for pages of `width` tokens that are cached for a model
     with a salt. It is never told. Those of an adapter have the name that they have for whoever knows the
     adapter as a model."""
-    adapter, mark, own = salt.partition(_MARK)
-    if mark:
-        model, salt = adapter, own
+    if salt.count(_MARK) >= 2:
+        model, _, salt = salt.split(_MARK, 2)
     return blake2b(repr((model, width, salt)).encode(), digest_size=NAME_BYTES).digest()
 
 

@@ -39,18 +39,19 @@ class Unit:
         clock: Clock,
         *,
         index: PrefixIndex,
-        admit: Callable[[Unit, Sequence[ModelCard]], None],
+        admit: Callable[[Unit, Sequence[ModelCard]], Sequence[ModelCard]],
         lost: Callable[[Unit], None],
         changed: Callable[[Iterable[str]], None],
         emptied: Callable[[], None] = lambda: None,
         managed: bool = False,
         cards: Sequence[ModelCard] = (),
     ) -> None:
-        """index: is told what the unit has cached; admit: called with the cards each time that the unit tells
-        what it serves, and raises KvloomError if it must stay out; lost: called each time that the unit goes
-        down; changed: called with the models for which the unit is up, or is not to be waited for any more;
-        emptied: called when the last call there has ended; managed: whether there is a controller, which
-        starts what has died again; cards: what the unit serves, as far as anyone knows."""
+        """index: is told what the unit has cached; admit: called with the cards each time that the unit
+        tells what it serves; returns those that count, and raises KvloomError if it must stay out; lost:
+        called each time that the unit goes down; changed: called with the models for which the unit is up,
+        or is not to be waited for any more; emptied: called when the last call there has ended; managed:
+        whether there is a controller, which starts what has died again; cards: what the unit serves, as far
+        as anyone knows."""
         self.name = name
         self.client = client
         self.replicas = {card.name: Replica(self, card) for card in cards}
@@ -187,7 +188,7 @@ class Unit:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 cards = await self.client.models()
-            self._admit(self, cards)
+            cards = self._admit(self, cards)
         except (KvloomError, TimeoutError) as error:
             failure = error
         if question < self._settled:

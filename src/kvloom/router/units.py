@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvloom.cluster.adapters import load_at
 from kvloom.cluster.launcher import Counted, UnitSeen
 from kvloom.cluster.mirror import Mirror
 from kvloom.cluster.state import ABSENT, ComponentStatus, is_counted, outlook
@@ -15,13 +17,16 @@ from kvloom.router.replicas import Replica
 from kvloom.router.unit import Unit
 from kvloom.types.client import EngineClient
 from kvloom.types.clock import Clock
-from kvloom.types.errors import ConfigError, Unavailable
+from kvloom.types.errors import ConfigError, KvloomError, Unavailable
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import ModelCard
 from kvloom.types.service import UnitState
+from kvloom.types.spec import AdapterSpec
 
 REPORT_SECONDS: Final = 1.0  # for which a report of all loads waits for each of them
 _SPOKEN: Final = ("vocab_size", "tokenizer", "special_tokens", "eos_token_ids", "bos_token_id", "add_bos")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,15 @@ class Units(Mapping[str, Unit]):
         """Waits until a unit that is being asked what it serves has answered, or has not."""
         if task := self._coming.get(name):
             await asyncio.wait([task])
+
+    def client(self, name: str) -> EngineClient:
+        """Returns the client of a unit."""
+        return self._units[name].client
+
+    async def ask_again(self, name: str) -> None:
+        """Asks a unit what it serves, and waits for its answer."""
+        if unit := self._units.get(name):
+            await unit.ask()
 
     async def loads(self, units: Iterable[Unit]) -> dict[str, UnitLoad]:
         """Returns the loads of the units that answer, as they are now and not as somebody else was told. A
@@ -206,7 +220,7 @@ class Units(Mapping[str, Unit]):
             unit = self._units[name] = self._unit(name, link.connect(name), cards)
             if self._tasks is not None:
                 self._watch(unit, self._tasks)
-        if spec.edition > 1 or spec.removed:
+        if "engine" in spec.changed or spec.removed:
             unit.keep_only(set() if spec.removed else spec.engine.served)
         # One on a node may be told of anew by another controller, which has a number of its own for it.
         which = (process.node, process.pid, process.endpoint) if process.node else process.serial
@@ -218,15 +232,44 @@ class Units(Mapping[str, Unit]):
             assert self._tasks is not None
             task = self._coming[name] = self._tasks.create_task(self._come(unit, process, link))
             task.add_done_callback(lambda task: self._came(name, task))
+        elif unit.up and stands == "here" and name not in self._coming and self._lacking(unit, link):
+            assert self._tasks is not None
+            task = self._coming[name] = self._tasks.create_task(self._adapt(unit, link))
+            task.add_done_callback(lambda task: self._came(name, task))
         elif unit.up and stands == "here" and not process.seen:  # a controller that was away has not heard it
             link.mirror.send(UnitSeen(name, process.generation))
 
     async def _come(self, unit: Unit, process: ComponentStatus, link: FleetLink) -> None:
         await unit.ask()
+        if unit.up:
+            await self._adapt(unit, link)
         problem = unit.problem.message if unit.problem else ""
         link.mirror.send(UnitSeen(unit.name, process.generation, problem))
         if link.keep is not None and unit.problem is None:
             await link.keep(unit.name, [replica.card for replica in unit.replicas.values()])
+
+    def _lacking(self, unit: Unit, link: FleetLink) -> list[tuple[str, AdapterSpec]]:
+        """Returns the adapters, each with its base, that a unit is to serve and does not: they were loaded
+        while its process started."""
+        spec = link.mirror.spec.units.get(unit.name)
+        return [
+            (model.name, adapter)
+            for model in (() if spec is None else spec.engine.models)
+            for adapter in model.adapters
+            if model.name in unit.replicas and adapter.name not in unit.replicas
+        ]
+
+    async def _adapt(self, unit: Unit, link: FleetLink) -> None:
+        """Lets a unit serve the adapters that it lacks. One that it refuses is tried again when something of
+        the unit has changed."""
+        if not (lacking := self._lacking(unit, link)):
+            return
+        for base, adapter in lacking:
+            try:
+                await load_at(unit.name, unit.client, base, adapter)
+            except KvloomError as error:
+                _log.error("the adapter %s is not served: %s", adapter.name, error.message)
+        await unit.ask()
 
     def _came(self, name: str, task: asyncio.Task[None]) -> None:
         if self._coming.get(name) is task:
@@ -271,9 +314,13 @@ class Units(Mapping[str, Unit]):
         for watch in self._watches.pop(name, ()):
             watch.cancel()
 
-    def _admit(self, newcomer: Unit, cards: Sequence[ModelCard]) -> None:
-        """Raises ConfigError if the unit would answer for a model with another's tokens. One other replica
+    def _admit(self, newcomer: Unit, cards: Sequence[ModelCard]) -> Sequence[ModelCard]:
+        """Returns the cards of what the unit is to serve: an adapter that it has only proven yet is not among
+        them. Raises ConfigError if the unit would answer for a model with another's tokens. One other replica
         speaks for all, because they were admitted in the same way."""
+        if self._link is not None and (spec := self._link.mirror.spec.units.get(newcomer.name)) is not None:
+            served = spec.engine.served
+            cards = [card for card in cards if card.parent is None or card.name in served]
         for card in cards:
             others = (unit for unit in self._units.values() if unit is not newcomer)
             other = next((unit for unit in others if card.name in unit.replicas), None)
@@ -286,6 +333,7 @@ class Units(Mapping[str, Unit]):
                         f"{card.name} differs in {field} between {other.name} and {newcomer.name}; "
                         "replicas of one model, or models of two names, are right"
                     )
+        return cards
 
     def _lost(self, unit: Unit) -> None:
         unit.prefixes.forget()

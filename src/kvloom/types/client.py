@@ -14,6 +14,7 @@ from kvloom.types.verbs import (
     Evicted,
     Held,
     Lease,
+    LoadAdapter,
     Offer,
     Offered,
     Pin,
@@ -24,6 +25,7 @@ from kvloom.types.verbs import (
     RemoteSend,
     Sent,
     Standing,
+    UnloadAdapter,
 )
 
 Item_co = TypeVar("Item_co", covariant=True)
@@ -113,3 +115,10 @@ class EngineClient(Generator, Protocol):
     async def contents(self, body: CachedSince) -> CacheChanges: ...
 
     async def load(self) -> UnitLoad: ...
+
+    async def load_adapter(self, body: LoadAdapter) -> None:
+        """Serves another adapter, once it is proven; the same again is fine. Raises BadRequest if it cannot
+        be served, and Conflict for a name that is taken."""
+
+    async def unload_adapter(self, body: UnloadAdapter) -> None:
+        """Serves no new request of an adapter; those that are here run to their end. Raises UnknownModel."""

@@ -4,7 +4,7 @@ the memory plan of its forward, which the accounting makes once and every layer 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -13,6 +13,7 @@ import numpy as np
 
 from kvloom.types.geometry import I32, I64, U32, Geometry
 from kvloom.types.request import ModelCard, SamplingParams, TokenLogprob
+from kvloom.types.spec import AdapterSpec
 from kvloom.types.transfer import PageCopies
 
 
@@ -179,6 +180,36 @@ class WeightMemory(Protocol):
         """Lets go of a model's weights, of which no job runs. The next `wake` reads the first part."""
 
 
+@dataclass(frozen=True, slots=True)
+class ProvenAdapter:
+    """An adapter that was read, and fits its base."""
+
+    digest: str  # of what it computes with
+    blocks: int  # of the pool that its weights take the place of while they are in memory
+
+
+class AdapterMemory(Protocol):
+    """The adapters of a unit's models. The weights of each are in memory from `read` to `drop`."""
+
+    @property
+    def proven(self) -> Mapping[str, ProvenAdapter]:
+        """The adapters that the unit was started with. Some of them are in memory."""
+
+    @property
+    def here(self) -> Collection[str]:
+        """The adapters that are in memory."""
+
+    def read(self, base: str, adapter: AdapterSpec) -> asyncio.Future[ProvenAdapter]:
+        """Reads an adapter from its folder and proves it, beside running jobs. Raises ConfigError from the
+        future if it cannot be served; then it is not in memory."""
+
+    def drop(self, adapter: str) -> None:
+        """Lets go of an adapter's weights, if they are in memory. Jobs that run keep what they need."""
+
+    def make_room(self, blocks: I32) -> None:
+        """Does what `WeightMemory.make_room` does."""
+
+
 class Executor(Protocol):
     """A device that runs jobs.
 
@@ -216,6 +247,10 @@ class Executor(Protocol):
     @property
     def weights(self) -> WeightMemory | None:
         """The weights that can sleep; None if all stay."""
+
+    @property
+    def adapters(self) -> AdapterMemory | None:
+        """The adapters of the models; None if the device serves none."""
 
     def launch(self, job: Job) -> asyncio.Future[JobResult]:
         """Starts a job and returns its result's future."""

@@ -65,6 +65,24 @@ class Admit(Struct, frozen=True):
     """The body of admit, which is empty."""
 
 
+class LoadLora(Struct, frozen=True, kw_only=True):
+    """The body of load_lora_adapter, as vLLM has it."""
+
+    lora_name: str = ""
+    lora_path: str = ""
+    """The adapter's folder on the hosts of the units, from the root on."""
+    base_model_name: str | None = None
+    """May be left out if the fleet has one model."""
+    load_inplace: bool = False
+    """Whether it may take the place of an adapter of that name, which is not served."""
+
+
+class UnloadLora(Struct, frozen=True, kw_only=True):
+    """The body of unload_lora_adapter, as vLLM has it."""
+
+    lora_name: str = ""
+
+
 class RestartStep(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A step of a rolling restart: a component begins to restart, has done so in `seconds`, or has failed to
     because of `problem`, with which the whole restart ends."""

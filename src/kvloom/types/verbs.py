@@ -26,6 +26,7 @@ from kvloom.types.request import Event, Int64, Made, ModelCard, Prompt, RequestI
 LONGEST_PIN: Final = 3600  # seconds
 LONGEST_DUE: Final = 60  # seconds
 ANSWER_SECONDS: Final = 30.0
+LOADING_SECONDS: Final = 120.0  # for an adapter to be read and proven
 
 Body = TypeVar("Body")
 Answer = TypeVar("Answer")
@@ -207,6 +208,20 @@ class Abort(Struct, frozen=True):
     choice: Int64 | None = None
 
 
+class LoadAdapter(Struct, frozen=True, kw_only=True):
+    """Serves another adapter of the model `base`, as a model of its own name."""
+
+    base: str
+    name: Annotated[str, Meta(min_length=1, max_length=128)]
+    path: str  # of its folder
+
+
+class UnloadAdapter(Struct, frozen=True, kw_only=True):
+    """Serves no new request of an adapter. Those that are here run to their end."""
+
+    name: str
+
+
 class Done(Struct, frozen=True):
     """Answer of a verb that has nothing to say."""
 
@@ -274,6 +289,10 @@ EVICT: Final = Verb("evict", "Drops what is cached of a prefix, and past it.", P
 CONTENTS: Final = Verb(
     "contents", "Tells which pages the prefix caches hold, or what has changed.", CachedSince, CacheChanges
 )
+LOAD_ADAPTER: Final = Verb(
+    "load_adapter", "Serves another adapter, once it is proven.", LoadAdapter, Done, seconds=LOADING_SECONDS
+)
+UNLOAD_ADAPTER: Final = Verb("unload_adapter", "Serves no new request of an adapter.", UnloadAdapter, Done)
 
 VERBS: Final[tuple[Verb[Any, Any], ...]] = (
     PREP_RECV,
@@ -289,6 +308,8 @@ VERBS: Final[tuple[Verb[Any, Any], ...]] = (
     CONTENTS,
     LOAD,
     MODELS,
+    LOAD_ADAPTER,
+    UNLOAD_ADAPTER,
 )
 """All but `start_generate`, which is answered by a stream, and `lend`, which only units ask of each other."""
 
@@ -339,6 +360,12 @@ class RemoteEngine(ABC):
 
     async def contents(self, body: CachedSince) -> CacheChanges:
         return await self.call(CONTENTS, body)
+
+    async def load_adapter(self, body: LoadAdapter) -> None:
+        await self.call(LOAD_ADAPTER, body)
+
+    async def unload_adapter(self, body: UnloadAdapter) -> None:
+        await self.call(UNLOAD_ADAPTER, body)
 
 
 HEAD = 4

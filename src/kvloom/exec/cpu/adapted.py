@@ -4,7 +4,7 @@ rows of each adapter when a forward runs layer by layer."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
@@ -19,7 +19,6 @@ from kvloom.kernels.cpu.low_rank import RANK, RECORD, TABLE, LowRankArguments
 from kvloom.kernels.cpu.panels import PANEL
 from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import I64
-from kvloom.types.spec import ModelSpec
 
 QKV, O, GATED, DOWN = range(4)  # noqa: E741 -- as the layer is called
 """The stages of a layer: the inputs that its products have."""
@@ -53,6 +52,10 @@ class Stage:
     a: Tensor
     products: tuple[tuple[PanelRun, ...], ...]
 
+    @property
+    def bytes(self) -> int:
+        return self.a.nbytes + sum(run.weights.nbytes for runs in self.products for run in runs)
+
     def add(self, x: Tensor, scale: float, outs: Sequence[Tensor], rows: Tensor) -> None:
         """Adds scale · (x · Aᵀ) · Bᵀ to the rows of outs, one for each product. x [N, K]: its rows alone are
         read."""
@@ -76,12 +79,14 @@ class PackedAdapter:
 
     def __init__(self, adapter: Adapter, shapes: Shapes) -> None:
         self.scale = adapter.scale
+        self.digest = adapter.digest
         first = next(iter(adapter.weights.values()))[0]
         self.form = FORMATS[first.dtype]
         layers = 1 + max(layer for layer, _ in shapes)
         self.stages = [
             [_stage(adapter, shapes, layer, products) for products in STAGES] for layer in range(layers)
         ]
+        self.bytes = sum(stage.bytes for stages in self.stages for stage in stages if stage is not None)
         self._tables: list[np.ndarray[tuple[int, ...], np.dtype[np.int64]]] = []
         self.records = np.zeros((layers, RECORD), np.int64)
         self.rank = 0  # the most columns of low that a stage has
@@ -210,49 +215,52 @@ class StepAdapters:
 
 
 class ServedAdapters:
-    """The adapters of one base, by name."""
+    """The adapters of one base that are in memory, by name."""
 
     def __init__(self, shapes: Shapes) -> None:
         """shapes: those of the base's linear layers."""
         self._shapes = shapes
         self._adapters: dict[str, PackedAdapter] = {}
 
-    def load(self, name: str, path: str) -> None:
+    @property
+    def names(self) -> list[str]:
+        return [*self._adapters]
+
+    def load(self, name: str, path: str) -> PackedAdapter:
         """Reads and packs an adapter. Raises ConfigError that names it."""
         try:
-            self.put(name, read_adapter(path, self._shapes))
+            return self.put(name, read_adapter(path, self._shapes))
         except ConfigError as error:
             raise ConfigError(f"models.{name}: {error.message}") from error
         except (OSError, ValueError, RuntimeError) as error:  # whatever safetensors makes of its files
             reason = " ".join(str(error).split())[:400]
             raise ConfigError(f"models.{name}: {path} cannot be loaded: {reason}") from error
 
-    def put(self, name: str, adapter: Adapter) -> None:
+    def put(self, name: str, adapter: Adapter) -> PackedAdapter:
         """Packs an adapter that fits the base."""
-        self._adapters[name] = PackedAdapter(adapter, self._shapes)
+        packed = self._adapters[name] = PackedAdapter(adapter, self._shapes)
+        return packed
+
+    def drop(self, name: str) -> None:
+        """Lets go of an adapter, if it is in memory. Who has had it from `having` keeps it."""
+        self._adapters.pop(name, None)
+
+    def having(self, names: Sequence[str]) -> Mapping[str, PackedAdapter]:
+        """Returns the adapters of these names, of which "" is the base's, as they are now."""
+        return {name: self._adapters[name] for name in dict.fromkeys(names) if name}
 
     def rows(self, names: Sequence[str], appends: I64) -> AdaptedRows | None:
-        """Returns the adapters of a forward whose sequences have these, "" for the base, and append so many
-        tokens; None if all are the base's."""
-        found = list(dict.fromkeys(name for name in names if name))
-        if not found:
-            return None
-        places = {name: i for i, name in enumerate(found)} | {"": BASE}
-        index = np.repeat(np.array([places[name] for name in names], np.int64), appends)
-        return AdaptedRows([self._adapters[name] for name in found], index)
+        """Does what `adapted_rows` does with those that are in memory."""
+        return adapted_rows(names, appends, self.having(names))
 
 
-def load_adapters(
-    spec: ModelSpec, shapes: Shapes | None, progress: Callable[[str], None] = lambda _: None
-) -> ServedAdapters:
-    """Loads the adapters of a model. shapes: None if it has no layers that adapt. Raises ConfigError."""
-    served = ServedAdapters(shapes or {})
-    for adapter in spec.adapters:
-        if shapes is None:
-            raise ConfigError(
-                f"models.{adapter.name}: its base {spec.name} is no decoder whose layers kvloom fuses; one "
-                "of Llama, Mistral, Qwen2 or Qwen3 is right"
-            )
-        progress(f"loading adapter {adapter.name}")
-        served.load(adapter.name, adapter.path)
-    return served
+def adapted_rows(
+    names: Sequence[str], appends: I64, adapters: Mapping[str, PackedAdapter]
+) -> AdaptedRows | None:
+    """Returns the adapters of a forward whose sequences have these, "" for the base, and append so many
+    tokens; None if all are the base's."""
+    if not adapters:
+        return None
+    places = {name: i for i, name in enumerate(adapters)} | {"": BASE}
+    index = np.repeat(np.array([places[name] for name in names], np.int64), appends)
+    return AdaptedRows([*adapters.values()], index)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from kvloom.exec.adapters import LayerName
 from kvloom.exec.attention import ForwardState, Scoring
-from kvloom.exec.cpu.adapted import ServedAdapters, load_adapters
+from kvloom.exec.cpu.adapted import PackedAdapter, adapted_rows
+from kvloom.exec.cpu.adapter_memory import CpuAdapters
 from kvloom.exec.cpu.decoder import FusedDecoder, fuse_decoder
 from kvloom.exec.cpu.fuse import fuse_on_cpu, round_inputs
 from kvloom.exec.cpu.memory import available_memory, return_free_memory
@@ -120,7 +121,7 @@ class TorchExecutor:
         self.arena = arena
         self.weights = weights
         self._views = _views(models, arena)
-        self._adapters: dict[str, ServedAdapters] = {}
+        self.adapters: CpuAdapters | None = None
         self._slots = [ThreadPoolExecutor(1, f"job-{i}") for i in range(threads)]
         self._free = list(range(threads))
         self.loans = CpuLoans(arena)
@@ -142,11 +143,10 @@ class TorchExecutor:
         """Loads every model, then commits the arena. Raises ConfigError."""
         torch.set_num_threads(threads)
         loaded = load_models(models, block_bytes, CPU, progress)
-        adapters = {spec.name: load_adapters(spec, _shapes(loaded[spec.name]), progress) for spec in models}
         return_free_memory()
         progress("reserving the KV arena")
         made = cls(loaded, Arena(count_blocks(loaded, kv_bytes, block_bytes, 1), block_bytes), threads)
-        made._adapters = adapters
+        made._prove_adapters(models, progress)
         return made
 
     @classmethod
@@ -171,7 +171,16 @@ class TorchExecutor:
                     f"{model.bytes:,}, and a page of its K and V; at least {least:,} are needed"
                 )
         arena = Arena(blocks, spec.block_bytes, committed=False)
-        return cls(loaded, arena, spec.threads, CpuWeights(asleep, arena))
+        made = cls(loaded, arena, spec.threads, CpuWeights(asleep, arena))
+        made._prove_adapters(spec.models, progress)
+        return made
+
+    def _prove_adapters(self, models: Sequence[ModelSpec], progress: Callable[[str], None]) -> None:
+        """Serves adapters from now on, those of the models among them. Raises ConfigError."""
+        shapes = {name: _shapes(model) for name, model in self._models.items()}
+        self.adapters = CpuAdapters(shapes, self.arena)
+        self.adapters.prove(models, progress)
+        return_free_memory()
 
     @property
     def cards(self) -> dict[str, ModelCard]:
@@ -198,7 +207,9 @@ class TorchExecutor:
     def launch(self, job: Job) -> asyncio.Future[JobResult]:
         self._free.sort()
         slot = self._free.pop(0)
-        future = asyncio.get_running_loop().run_in_executor(self._slots[slot], self._run, slot, job)
+        adapters = self.adapters.having(job.model, job.adapters) if self.adapters and job.adapters else {}
+        loop = asyncio.get_running_loop()
+        future = loop.run_in_executor(self._slots[slot], self._run, slot, job, adapters)
         future.add_done_callback(lambda _: self._free.append(slot))
         return future
 
@@ -214,26 +225,35 @@ class TorchExecutor:
             slot.shutdown()
         if self.weights is not None:
             self.weights.close()
+        if self.adapters is not None:
+            self.adapters.close()
 
-    def _run(self, slot: int, job: Job) -> JobResult:
+    def _run(self, slot: int, job: Job, adapters: Mapping[str, PackedAdapter]) -> JobResult:
         started = time.perf_counter()
         torch.set_num_threads(job.share)
         kept = job.kept
         with torch.inference_mode():
             with self.loans.attend(job) as part:
                 state = ForwardState(job.plan, self._views[job.model], part.remote, part.polls)
-                logits = self._forward(slot, job, kept, state)
+                logits = self._forward(slot, job, kept, state, adapters)
             count = len(job.samples)
             tokens, reports = sample(logits[:count], job.samples)
             prompts = prompt_logprobs(logits[count : len(kept)], job.prompts)
         return JobResult(tokens, reports, prompts, time.perf_counter() - started, part.lost)
 
-    def _forward(self, slot: int, job: Job, kept: I64, state: ForwardState) -> Tensor:
+    def _forward(
+        self,
+        slot: int,
+        job: Job,
+        kept: I64,
+        state: ForwardState,
+        adapters: Mapping[str, PackedAdapter],
+    ) -> Tensor:
         """Returns the logits of the rows `kept` [R]: [R or more, V]. slot: that of the calling thread."""
         state.copy_pages(job.plan.copies)
         forward = self._models[job.model].forward
-        if job.adapters and isinstance(forward, FusedDecoder):
-            rows = self._adapters[job.model].rows(job.adapters, job.plan.appends)
+        if adapters and isinstance(forward, FusedDecoder):
+            rows = adapted_rows(job.adapters, job.plan.appends, adapters)
             return forward(job.tokens, kept, state, rows)
         return forward(job.tokens, kept, state)
 
@@ -281,11 +301,18 @@ class ParallelExecutor(TorchExecutor):
         self._ranks.close()
         super().close()
 
-    def _forward(self, slot: int, job: Job, kept: I64, state: ForwardState) -> Tensor:
+    def _forward(
+        self,
+        slot: int,
+        job: Job,
+        kept: I64,
+        state: ForwardState,
+        adapters: Mapping[str, PackedAdapter],
+    ) -> Tensor:
         try:
             self._ranks.step(slot, job, kept)
             state.behind = 1
-            logits = super()._forward(slot, job, kept, state)
+            logits = super()._forward(slot, job, kept, state, adapters)
             state.send_rest()
             return logits
         except Exception as error:

@@ -76,6 +76,7 @@ class GpuExecutor:
         self.compute = device.compute
         self.max_steps, self.lookahead = STRIDE, 1
         self.weights = weights
+        self.adapters = None
         self._models = models
         self._device = device
         self._slots = Slots(device)

@@ -182,6 +182,7 @@ class ModelledExecutor:
         self._host = host
         self.loans: Loans | None = None
         self.weights = weights
+        self.adapters = None
         if host is not None:
             host.join(self.pace)
 

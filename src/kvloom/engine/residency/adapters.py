@@ -1,0 +1,344 @@
+"""The adapters of a unit: their weights take the place of blocks of the pool while they are in memory, are
+read when a request of theirs comes, and give way as cached prefixes do, the least recently used first, once
+nobody uses them (S-LoRA, Sheng et al., MLSys 2024, section 5)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from msgspec.structs import replace
+
+from kvloom.engine.quotas import ModelQueues, QuotaTuner, ServedAdapter
+from kvloom.kv.pool import Pool
+from kvloom.kv.prefix_feed import adapter_salt
+from kvloom.types.clock import Clock
+from kvloom.types.errors import BadRequest, ConfigError, Conflict, Unavailable, UnknownModel
+from kvloom.types.geometry import I32
+from kvloom.types.job import AdapterMemory
+from kvloom.types.spec import AdapterSpec
+
+PATIENCE: Final = 1.0
+"""Seconds that an adapter waits for blocks before K and V give way to it."""
+AGED: Final = 30.0
+"""Seconds of waiting after which no new request of another adapter goes before."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """One adapter."""
+
+    served: ServedAdapter
+    blocks: I32 | None = None
+    """Whose memory it has; None if it is not in memory."""
+    users: int = 0
+    """Requests and sends that need it, or wait for it."""
+    entered: bool = False
+    """Whether they may use it: it is in memory, or about to be, and does not give way."""
+    coming: asyncio.Task[None] | None = None
+    """Brings it into memory."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """An adapter that waits until it may be used."""
+
+    one: _Held
+    since: float
+    room: asyncio.Future[I32 | None]
+    """The blocks for it; None if it is in memory already."""
+
+
+class AdapterResidency:
+    """The adapters that the unit serves. It is `Reclaimable`: `blocks` are those of adapters that nobody
+    uses."""
+
+    def __init__(
+        self,
+        memory: AdapterMemory | None,
+        queues: ModelQueues,
+        pool: Pool,
+        tuner: QuotaTuner,
+        clock: Clock,
+        *,
+        whole: bool,
+        weights: Mapping[str, int],
+        jobs: Callable[[], int],
+        wake: Callable[[], None],
+    ) -> None:
+        """memory: None if the unit serves none. whole: the pool keeps all its memory, because peers know it
+        by its pages, so that adapters lie beside it. weights: the blocks of the models whose weights can
+        sleep. jobs: says how many the unit has started. wake: called when `review` is due."""
+        self._memory = memory
+        self._queues = queues
+        self._pool = pool
+        self._tuner = tuner
+        self._clock = clock
+        self._whole = whole
+        self._jobs = jobs
+        self._wake = wake
+        self._held: dict[str, _Held] = {}
+        self._idle: OrderedDict[str, _Held] = OrderedDict()  # in memory, least recently used first
+        self._line: list[_Waiting] = []
+        self._turns = asyncio.Lock()  # who waits for blocks does so alone
+        self._loads = asyncio.Lock()
+        self._closed = False
+        self.blocks = 0
+        self.most = pool.total - max(
+            weights.get(name, 0) + queue.cache.geometry.blocks(queue.card.context_length)
+            for name, queue in queues.items()
+        )
+        """Blocks that adapters may have while requests use them: what the longest request leaves."""
+        pool.reclaim_from(self)
+        for served in queues.adapters.values():
+            self._admit(_Held(served))
+
+    # -- requests -------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def using(self, models: Iterable[str]) -> AsyncIterator[None]:
+        """Keeps the adapters among the models in memory, once they are there. Raises Unavailable if one
+        cannot be read."""
+        some = [one for name in dict.fromkeys(models) if (one := self._held.get(name)) is not None]
+        while some and self._line and self._clock.now() >= self._line[0].since + AGED:
+            async with self._turns:  # so that those in use come to their end
+                pass
+        for one in some:
+            one.users += 1
+        try:
+            for one in some:
+                await self._enter(one)
+            yield
+        finally:
+            for one in some:
+                one.users -= 1
+                self._let_idle(one)
+
+    async def _enter(self, one: _Held) -> None:
+        """Waits until the adapter may be used. All wait for one reading of it, which goes on if nobody waits
+        any more."""
+        if not one.entered and one.blocks is not None and not self._line and self._fits(one):
+            self._begin_use(one)
+        while not one.entered or one.coming is not None:
+            if self._closed:
+                raise Unavailable("the engine is stopping")
+            if one.coming is None:
+                one.coming = asyncio.create_task(self._bring(one))
+                one.coming.add_done_callback(_note)
+            coming = one.coming
+            await asyncio.wait([coming])
+            if coming.cancelled():
+                raise Unavailable("the engine is stopping")
+            coming.result()
+
+    async def _bring(self, one: _Held) -> None:
+        """Brings an adapter into memory, for all that wait for it."""
+        served, memory = one.served, self._memory
+        assert memory is not None
+        blocks: I32 | None = None
+        try:
+            blocks = await self._room(one)
+            if blocks is not None:
+                proven = await memory.read(served.base, served.spec)
+                if proven.digest != served.digest:
+                    memory.drop(served.spec.name)
+                    raise ConfigError(
+                        f"{served.spec.path} holds other weights than when it was loaded; to unload and load "
+                        "it again is right"
+                    )
+                self._take_place(one, blocks)
+        except ConfigError as error:
+            _log.error("the adapter %s cannot be read: %s", served.spec.name, error.message)
+            raise Unavailable(
+                f"the adapter {served.spec.name} cannot be read: {error.message}", param="model"
+            ) from error
+        finally:
+            one.coming = None
+            if blocks is not None and one.blocks is None:
+                self._give_back(blocks)
+            one.entered = one.blocks is not None and one.entered
+            self._let_idle(one)
+
+    def close(self) -> None:
+        """Lets nothing more come into memory."""
+        self._closed = True
+        for one in self._held.values():
+            if one.coming is not None:
+                one.coming.cancel()
+
+    # -- blocks ---------------------------------------------------------------------------------------
+
+    async def _room(self, one: _Held) -> I32 | None:
+        """Waits until the adapter may be used. Returns the blocks for it, unless it is in memory already.
+        Only one waits, and others behind it."""
+        async with self._turns:
+            room: asyncio.Future[I32 | None] = asyncio.get_running_loop().create_future()
+            self._line = [_Waiting(one, self._clock.now(), room)]
+            try:
+                self.review()
+                self._wake()
+                return await room
+            finally:
+                self._line = []
+
+    def review(self) -> None:
+        """Lets the adapter that waits be used, if it may be and there are enough blocks. K and V give way to
+        one that has waited for its time."""
+        for waiting in self._line:
+            one, size = waiting.one, waiting.one.served.blocks
+            if waiting.room.done() or not self._fits(one):
+                continue
+            if one.blocks is not None:
+                self._begin_use(one)
+                waiting.room.set_result(None)
+                continue
+            if self.left == 0:
+                self._preempt(size)
+            if self._pool.available >= size:
+                one.entered = True
+                waiting.room.set_result(self._pool.yield_to_weights(size))
+                self._tuner.resize()
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until `review` is due, if nothing happens before; None if it is not."""
+        waiting = [one for one in self._line if not one.room.done() and self._fits(one.one)]
+        return max(0.0, waiting[0].since + PATIENCE - self._clock.now()) if waiting else None
+
+    def _fits(self, one: _Held) -> bool:
+        """Returns whether the adapter may be used beside those that are."""
+        used = sum(other.served.blocks for other in self._held.values() if other.entered)
+        return used + one.served.blocks <= self.most
+
+    def _preempt(self, size: int) -> None:
+        queues = sorted(self._queues.values(), key=lambda queue: -queue.cache.used_blocks)
+        for queue in queues:
+            while self._pool.available < size and queue.preempt(self._jobs()):
+                pass
+
+    def reclaim(self, count: int) -> None:
+        """Gives back at least `count` blocks of adapters that nobody uses, or all of them."""
+        left = max(0, self.blocks - count)
+        while self.blocks > left:
+            self._drop(next(iter(self._idle.values())))
+
+    def _take_place(self, one: _Held, blocks: I32) -> None:
+        assert self._memory is not None
+        one.blocks = blocks
+        if not self._whole:
+            self._memory.make_room(blocks)
+
+    def _begin_use(self, one: _Held) -> None:
+        """Lets an adapter that is in memory be used."""
+        one.entered = True
+        self._leave_idle(one)
+
+    def _leave_idle(self, one: _Held) -> None:
+        if self._idle.pop(one.served.spec.name, None) is not None and one.blocks is not None:
+            self.blocks -= one.blocks.size
+
+    def _let_idle(self, one: _Held) -> None:
+        """Lets an adapter that nobody uses give way from now on; one that was unloaded goes at once."""
+        if one.users or one.coming is not None:
+            return
+        one.entered = False
+        if one.blocks is not None and one.served.spec.name not in self._idle:
+            self._idle[one.served.spec.name] = one
+            self.blocks += one.blocks.size
+        if one.served.leaving:
+            self._forget(one)
+        self._wake()
+
+    def _drop(self, one: _Held) -> None:
+        """Lets go of the weights of an adapter that nobody uses."""
+        self._leave_idle(one)
+        blocks, one.blocks = one.blocks, None
+        if blocks is not None:
+            assert self._memory is not None
+            self._memory.drop(one.served.spec.name)
+            self._give_back(blocks)
+
+    def _give_back(self, blocks: I32) -> None:
+        self._pool.take_from_weights(blocks)
+        self._tuner.resize()
+
+    # -- which there are ------------------------------------------------------------------------------
+
+    async def load(self, base: str, adapter: AdapterSpec) -> None:
+        """Serves another adapter from now on, once it is proven. One that is served already, from the same
+        folder, is fine. Raises UnknownModel for a base that is not served, Conflict for a name that is taken,
+        and BadRequest for what cannot be served."""
+        memory, name = self._memory, adapter.name
+        if base not in self._queues or base in self._queues.adapters:
+            raise UnknownModel(f"the model `{base}` is not served here", param="base_model_name")
+        if memory is None:
+            raise BadRequest("adapters are served by units of one rank on `cpu` that neither lend nor borrow")
+        async with self._loads:
+            known = self._queues.adapters.get(name)
+            if known is not None and known.leaving:
+                raise Conflict(
+                    f"requests of the adapter {name}, which was unloaded, still run; load it again once they "
+                    "have ended"
+                )
+            if known is not None and (known.base, known.spec) == (base, adapter):
+                return
+            if name in self._queues:
+                raise Conflict(f"{name} is served already; another name is right")
+            try:
+                proven = await memory.read(base, adapter)
+            except ConfigError as error:
+                raise BadRequest(error.message, param="lora_path") from error
+            if proven.blocks > self.most:
+                memory.drop(name)
+                raise BadRequest(
+                    f"models.{name}: its weights take {proven.blocks} blocks, and of the pool's "
+                    f"{self._pool.total} the longest request leaves {max(0, self.most)}; a smaller "
+                    "max_context or more kv_memory is right",
+                    param="lora_path",
+                )
+            served = ServedAdapter(base, adapter, proven.digest, proven.blocks)
+            self._queues.adapters[name] = served
+            self._admit(_Held(served))
+
+    def _admit(self, one: _Held) -> None:
+        """Takes in an adapter, which stays in memory if cached prefixes make room for it."""
+        name, size = one.served.spec.name, one.served.blocks
+        self._held[name] = one
+        if self._memory is None or name not in self._memory.here:
+            return
+        if size <= self.most and self._pool.available - self.blocks >= size:
+            self._take_place(one, self._pool.yield_to_weights(size))
+            self._tuner.resize()
+            self._let_idle(one)
+        else:
+            self._memory.drop(name)
+
+    def unload(self, name: str) -> None:
+        """Serves no new request of an adapter; those that are here run to their end, and then it is gone.
+        Raises UnknownModel."""
+        one = self._held.get(name)
+        if one is None:
+            raise UnknownModel(f"the adapter {name} is not served here", param="lora_name")
+        if not one.served.leaving:
+            one.served = self._queues.adapters[name] = replace(one.served, leaving=True)
+            self._let_idle(one)
+
+    def _forget(self, one: _Held) -> None:
+        served = one.served
+        name = served.spec.name
+        self._drop(one)
+        del self._held[name], self._queues.adapters[name]
+        self._queues[served.base].cache.prefixes.evict([], adapter_salt(name, served.digest, ""))
+
+
+def _note(coming: asyncio.Task[None]) -> None:
+    """Takes note of an error that nobody may wait for any more."""
+    if not coming.cancelled():
+        coming.exception()

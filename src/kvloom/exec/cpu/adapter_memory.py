@@ -1,0 +1,72 @@
+"""The adapters of a unit on cores: read and proven beside running jobs, and dropped when their memory is
+wanted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from kvloom.exec.cpu.adapted import PackedAdapter, ServedAdapters, Shapes
+from kvloom.kv.arena import Arena
+from kvloom.types.errors import ConfigError
+from kvloom.types.geometry import I32
+from kvloom.types.job import ProvenAdapter
+from kvloom.types.spec import AdapterSpec, ModelSpec
+
+ALL_AT_START = 4
+"""Adapters stay in memory at the start as long as they take no more than one part in so many of the pool."""
+
+
+class CpuAdapters:
+    """It satisfies `AdapterMemory`."""
+
+    def __init__(self, shapes: Mapping[str, Shapes | None], arena: Arena) -> None:
+        """shapes: those of the linear layers of each model; None of one that has none which adapt."""
+        self._served = {name: ServedAdapters(own) for name, own in shapes.items() if own is not None}
+        self._arena = arena
+        self._reader = ThreadPoolExecutor(1, "adapters")
+        self.proven: dict[str, ProvenAdapter] = {}
+
+    @property
+    def here(self) -> frozenset[str]:
+        return frozenset(name for served in self._served.values() for name in served.names)
+
+    def having(self, base: str, names: Sequence[str]) -> Mapping[str, PackedAdapter]:
+        """Returns the adapters of a base that are in memory."""
+        return self._served[base].having(names)
+
+    def prove(self, models: Sequence[ModelSpec], progress: Callable[[str], None]) -> None:
+        """Reads all adapters of the models, one after the other. Those that come first stay in memory. Raises
+        ConfigError."""
+        left = self._arena.blocks // ALL_AT_START
+        for model in models:
+            for adapter in model.adapters:
+                progress(f"loading adapter {adapter.name}")
+                proven = self.proven[adapter.name] = self._read(model.name, adapter)
+                left -= proven.blocks
+                if left < 0:
+                    self.drop(adapter.name)
+
+    def read(self, base: str, adapter: AdapterSpec) -> asyncio.Future[ProvenAdapter]:
+        return asyncio.get_running_loop().run_in_executor(self._reader, self._read, base, adapter)
+
+    def drop(self, adapter: str) -> None:
+        for served in self._served.values():
+            served.drop(adapter)
+
+    def make_room(self, blocks: I32) -> None:
+        self._arena.discard(blocks)
+
+    def close(self) -> None:
+        """Waits for an adapter that is being read, and ends the thread."""
+        self._reader.shutdown()
+
+    def _read(self, base: str, adapter: AdapterSpec) -> ProvenAdapter:
+        if base not in self._served:
+            raise ConfigError(
+                f"models.{adapter.name}: its base {base} is no decoder whose layers kvloom fuses; one of "
+                "Llama, Mistral, Qwen2 or Qwen3 is right"
+            )
+        packed = self._served[base].load(adapter.name, adapter.path)
+        return ProvenAdapter(packed.digest, -(-packed.bytes // self._arena.block_bytes))

@@ -1,0 +1,311 @@
+"""Adapters that are loaded and unloaded while their base serves, and whose weights give way in the pool."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
+
+from kvloom.engine.engine import Engine
+from kvloom.exec.cpu.executor import load_executor
+from kvloom.serve.engine import open_store, open_transport
+from kvloom.types.clock import WallClock
+from kvloom.types.errors import BadRequest, Conflict, Unavailable, UnknownModel
+from kvloom.types.request import Event
+from kvloom.types.spec import AdapterSpec, EngineSpec
+from kvloom.types.verbs import LoadAdapter, UnloadAdapter
+from tests.adapters import make_adapter, merge
+from tests.checkpoints import make_checkpoint
+from tests.engines import ask, body, running, spec_of
+from tests.oracle import Oracle
+
+PROMPT = [7, 3, 9, 1, 5, 40, 2]
+LONG = list(range(1, 65))
+NAMES = ("one", "two", "three")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    base = make_checkpoint(folder / "base", "qwen2")
+    make_checkpoint(folder / "other", "llama")
+    for seed, name in enumerate(NAMES):
+        make_adapter(folder / name, base, seed=seed)
+        merge(folder / f"{name}-merged", base, folder / name)
+    return folder
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    for name in NAMES:
+        shutil.copytree(made / name, tmp_path / name)
+    return tmp_path
+
+
+def spec(made: Path, *adapters: AdapterSpec, kv_bytes: int = 4 << 20) -> EngineSpec:
+    found = spec_of({"base": made / "base"}, kv_bytes=kv_bytes)
+    return replace(found, models=(replace(found.models[0], adapters=adapters),))
+
+
+def loading(name: str, path: Path) -> LoadAdapter:
+    return LoadAdapter(base="base", name=name, path=str(path))
+
+
+async def check(engine: Engine, name: str, made: Path, of: str, prompt: list[int] = PROMPT) -> int:
+    """The tokens of `name` are those of the merged weights of `of`. Returns how many it found cached."""
+    answer = await ask(engine, body(name, prompt, max_tokens=12))
+    merged = "base" if of == "base" else f"{of}-merged"
+    Oracle(made / merged).check(prompt, answer.tokens[0])
+    return answer.ends[0].cached_tokens
+
+
+async def names(engine: Engine) -> set[str]:
+    return {card.name for card in await engine.models()}
+
+
+def test_an_adapter_comes_and_goes_while_its_base_serves(made: Path) -> None:
+    async def test() -> None:
+        async with running(spec(made)) as engine:
+            with pytest.raises(UnknownModel):
+                await ask(engine, body("x", PROMPT))
+            busy = asyncio.create_task(check(engine, "base", made, "base", LONG))
+            for _ in range(2):  # the second is the same again
+                await engine.load_adapter(loading("x", made / "one"))
+            assert await names(engine) == {"base", "x"}
+            assert engine.pool.weights > 0
+            await check(engine, "x", made, "one")
+            await busy
+            await engine.unload_adapter(UnloadAdapter(name="x"))
+            assert await names(engine) == {"base"}
+            assert engine.pool.weights == 0
+            with pytest.raises(UnknownModel):
+                await ask(engine, body("x", PROMPT))
+            with pytest.raises(UnknownModel, match="the adapter x is not served here"):
+                await engine.unload_adapter(UnloadAdapter(name="x"))
+            await check(engine, "base", made, "base")
+
+    asyncio.run(test())
+
+
+def test_requests_of_an_unloaded_adapter_run_to_their_end(made: Path) -> None:
+    async def test() -> None:
+        async with running(spec(made)) as engine:
+            await engine.load_adapter(loading("x", made / "one"))
+            frames = engine.start_generate(body("x", PROMPT, max_tokens=40))
+            events: list[Event] = []
+            while not events:
+                events += await anext(frames)
+            await engine.unload_adapter(UnloadAdapter(name="x"))
+            await engine.unload_adapter(UnloadAdapter(name="x"))
+            assert await names(engine) == {"base"}
+            with pytest.raises(UnknownModel):
+                await ask(engine, body("x", PROMPT))
+            with pytest.raises(Conflict, match="still run; load it again once they have ended"):
+                await engine.load_adapter(loading("x", made / "two"))
+            async for frame in frames:
+                events += frame
+            tokens = [event.token for event in events if hasattr(event, "token")]
+            assert len(tokens) == 40
+            Oracle(made / "one-merged").check(PROMPT, tokens)
+            assert engine.pool.weights == 0
+            await engine.load_adapter(loading("x", made / "two"))
+            await check(engine, "x", made, "two")
+
+    asyncio.run(test())
+
+
+def test_another_adapter_of_the_same_name_has_prefixes_of_its_own(made: Path) -> None:
+    async def test() -> None:
+        async with running(spec(made)) as engine:
+            for of in ("one", "two"):
+                await engine.load_adapter(loading("x", made / of))
+                assert await check(engine, "x", made, of, LONG) == 0
+                assert await check(engine, "x", made, of, LONG) > 0
+                await engine.unload_adapter(UnloadAdapter(name="x"))
+
+    asyncio.run(test())
+
+
+def test_adapters_that_nobody_uses_give_way_and_come_back(made: Path) -> None:
+    """The pool holds the weights of one of three beside what runs."""
+
+    async def test() -> None:
+        adapters = [AdapterSpec(name, str(made / name)) for name in NAMES]
+        async with running(spec(made, *adapters, kv_bytes=120 << 10)) as engine:
+            pool = engine.pool
+            for name in (*NAMES, "base", *NAMES):
+                await check(engine, name, made, name, LONG[:20])
+                pool.check()
+                assert pool.available == pool.total
+                assert 0 <= pool.weights < pool.total
+            assert pool.weights > 0
+            held = pool.weights
+            blocks = pool.yield_to_weights(pool.total)  # whoever wants all has all
+            assert (held, pool.weights) == (held, pool.total)
+            pool.take_from_weights(blocks)
+            await check(engine, "one", made, "one")
+            mixed = [body(name, PROMPT, max_tokens=12) for name in (*NAMES, "base") * 3]
+            answers = await asyncio.gather(*(ask(engine, one) for one in mixed))
+            for one, answer in zip(mixed, answers, strict=True):
+                merged = "base" if one.model == "base" else f"{one.model}-merged"
+                Oracle(made / merged).check(PROMPT, answer.tokens[0])
+
+    asyncio.run(test())
+
+
+def let_go(engine: Engine) -> None:
+    """All adapters give way."""
+    engine.pool.take_from_weights(engine.pool.yield_to_weights(engine.pool.total))
+
+
+@pytest.mark.parametrize("how", ["vanished", "changed"])
+def test_files_that_are_not_as_they_were_end_the_request_and_no_other(
+    made: Path, folder: Path, how: str
+) -> None:
+    async def test() -> None:
+        async with running(spec(made, AdapterSpec("one", str(folder / "one")))) as engine:
+            await engine.load_adapter(loading("two", folder / "two"))
+            await check(engine, "one", made, "one")
+            let_go(engine)
+            shutil.rmtree(folder / "one")
+            if how == "changed":
+                shutil.copytree(made / "three", folder / "one")
+            said = "holds other weights than when" if how == "changed" else "has no adapter_config.json"
+            for _ in range(2):
+                with pytest.raises(Unavailable, match=f"the adapter one cannot be read: .*{said}"):
+                    await ask(engine, body("one", PROMPT))
+            await check(engine, "two", made, "two")
+            await check(engine, "base", made, "base")
+            assert engine.pool.available == engine.pool.total
+            shutil.rmtree(folder / "one", ignore_errors=True)
+            shutil.copytree(made / "one", folder / "one")
+            await check(engine, "one", made, "one")
+
+    asyncio.run(test())
+
+
+def spoil(path: Path, how: str) -> None:
+    weights = load_file(path / "adapter_model.safetensors")
+    config = json.loads((path / "adapter_config.json").read_text())
+    first = next(iter(weights))
+    if how == "nan":
+        weights[first][0, 0] = torch.nan
+    elif how == "shape":
+        weights[first] = weights[first][:, :-1].contiguous()
+    elif how == "rank":
+        config["r"] = 5
+    save_file(weights, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    if how == "link":
+        (path / "adapter_model.safetensors").rename(path.parent / "elsewhere")
+        (path / "adapter_model.safetensors").symlink_to(path.parent / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("nan", "has numbers that are NaN or infinite"),
+        ("shape", "is right for this base"),
+        ("rank", "has the rank 4, and adapter_config.json says 5"),
+        ("link", "models.x: "),
+    ],
+)
+def test_what_cannot_be_served_is_not_loaded(made: Path, folder: Path, how: str, said: str) -> None:
+    async def test() -> None:
+        spoil(folder / "one", how)
+        async with running(spec(made)) as engine:
+            with pytest.raises(BadRequest, match=said):
+                await engine.load_adapter(loading("x", folder / "one"))
+            assert await names(engine) == {"base"}
+            assert engine.pool.weights == 0
+            await engine.load_adapter(loading("x", folder / "two"))
+            await check(engine, "x", made, "two")
+
+    asyncio.run(test())
+
+
+def test_names_and_bases_that_are_wrong(made: Path, folder: Path) -> None:
+    async def test() -> None:
+        async with running(spec(made, AdapterSpec("one", str(made / "one")))) as engine:
+            with pytest.raises(Conflict, match="base is served already; another name is right"):
+                await engine.load_adapter(loading("base", made / "two"))
+            with pytest.raises(Conflict, match="one is served already"):
+                await engine.load_adapter(loading("one", made / "two"))
+            for base in ("one", "none"):
+                with pytest.raises(UnknownModel):
+                    await engine.load_adapter(LoadAdapter(base=base, name="x", path=str(made / "two")))
+            with pytest.raises(BadRequest, match=r"has no adapter_config\.json"):
+                await engine.load_adapter(loading("x", folder / "none"))
+            await check(engine, "one", made, "one")
+        make_adapter(folder / "large", made / "base", rank=256)
+        async with running(spec(made, kv_bytes=160 << 10)) as engine:
+            with pytest.raises(BadRequest, match=r"its weights take .* the longest request leaves"):
+                await engine.load_adapter(loading("x", folder / "large"))
+            assert await names(engine) == {"base"}
+
+    asyncio.run(test())
+
+
+def test_adapters_beside_weights_that_sleep(made: Path, tmp_path: Path) -> None:
+    """One budget for two models, of which one has two adapters, and a pool."""
+
+    async def test() -> None:
+        found = spec_of({"base": made / "base", "other": made / "other"}, kv_bytes=1400 << 10)
+        adapters = tuple(AdapterSpec(name, str(made / name)) for name in NAMES[:2])
+        models = replace(found.models[0], adapters=adapters), found.models[1]
+        async with running(replace(found, models=models, sleep_dir=str(tmp_path))) as engine:
+            bodies = [body(name, PROMPT, max_tokens=12) for name in ("one", "other", "base", "two") * 3]
+            answers = await asyncio.gather(*(ask(engine, one) for one in bodies))
+            await engine.load_adapter(loading("three", made / "three"))
+            await check(engine, "three", made, "three")
+        where = {"one": "one-merged", "two": "two-merged", "base": "base", "other": "other"}
+        for one, answer in zip(bodies, answers, strict=True):
+            Oracle(made / where[one.model]).check(PROMPT, answer.tokens[0])
+
+    asyncio.run(test())
+
+
+@asynccontextmanager
+async def keeping(found: EngineSpec) -> AsyncIterator[Engine]:
+    """An engine with a store of its own."""
+    executor = load_executor(found)
+    store = open_store(found, executor)
+    transport = open_transport(found, executor.arena)
+    engine = Engine(executor, transport, found, WallClock(), store=store)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(engine.run())
+        try:
+            yield engine
+        finally:
+            engine.stop()
+    if store is not None:
+        store.close()
+    transport.close_all()
+    executor.close()
+    engine.pool.check()
+
+
+def test_prefixes_of_adapters_come_back_from_files_for_the_same_weights_alone(
+    made: Path, tmp_path: Path
+) -> None:
+    async def lives(of: str) -> int:
+        found = spec(made, AdapterSpec("x", str(made / of)))
+        async with keeping(replace(found, cache_dir=str(tmp_path), cache_size=1 << 30)) as engine:
+            cached = await check(engine, "x", made, of, LONG)
+            assert (cached > 0) == ((await engine.load()).models["base"].restored_tokens_total > 0)
+            return cached
+
+    async def test() -> None:
+        assert [await lives(of) for of in ("one", "two")] == [0, 0]
+        assert await lives("one") > 0
+
+    asyncio.run(test())
