@@ -126,8 +126,11 @@ class Budget(Fleet):
         self.cold = cold
 
     async def ask(self, ask: Ask) -> Outcome:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
         awake = await self.told("kvloom_weights_awake")
-        outcome = await super().ask(ask)
+        asked = loop.time()
+        outcome = later(await super().ask(ask), asked - due)
         if outcome.ttft is not None:
             self.cold.asks.append((ask, awake[ask.model] == 0, outcome.ttft))
             self.cold.wakes = await self.told("kvloom_weights_wake_seconds")

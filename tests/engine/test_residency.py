@@ -27,7 +27,15 @@ from kvloom.engine.residency.policy import (
 from kvloom.types.spec import Policy, Slo
 from tests.engine.plays import check, order
 from tests.engines import ask
-from tests.modelled import CONTEXT, GEOMETRIES, ModelledExecutor, ModelledWeights, engine_over, modelled
+from tests.modelled import (
+    CONTEXT,
+    GEOMETRIES,
+    ModelledExecutor,
+    ModelledWeights,
+    engine_over,
+    modelled,
+    turns,
+)
 from tests.modelled_units import ManualClock
 
 
@@ -198,7 +206,7 @@ A, B = residency("a", wanted=True), residency("b", wanted=True)
     [
         (seen(A, available=10), Wake("a")),
         (seen(A, available=10, moving=True), None),
-        (seen(A, residency("idle", awake=True, used=3), residency("old", awake=True)), Sleep("old", "a")),
+        (seen(A, residency("idle", awake=True, last_job=3), residency("old", awake=True)), Sleep("old", "a")),
         (seen(A, residency("b", awake=True, wanted=True, excess=8, held=9), available=2), GiveWay("b", "a")),
         (seen(A, residency("b", awake=True, wanted=True, excess=8, held=9), available=1), None),
         (
@@ -226,16 +234,20 @@ A, B = residency("a", wanted=True), residency("b", wanted=True)
             ),
             Sleep("b"),
         ),
-        (seen(residency("a"), residency("b", used=1), free=100 // MARGIN + 10), Wake("b")),
+        (seen(residency("a"), residency("b", last_job=1), free=100 // MARGIN + 10), Wake("b")),
         (seen(residency("a"), free=100 // MARGIN + 9), None),
         (seen(residency("a"), free=100, available=100 // MARGIN + 9), None),
         (seen(residency("a", unreadable=True), free=100), None),
         (seen(residency("a", wanted=True, gathered=4, priority=1), B, available=10), Wake("b")),
         (
-            seen(A, residency("often", awake=True, rate=0.2, used=1), residency("last", awake=True, used=3)),
+            seen(
+                A,
+                residency("often", awake=True, rate=0.2, last_job=1),
+                residency("last", awake=True, last_job=3),
+            ),
             Sleep("last", "a"),
         ),
-        (seen(residency("a", used=1), residency("b", rate=0.1), free=100 // MARGIN + 10), Wake("b")),
+        (seen(residency("a", last_job=1), residency("b", rate=0.1), free=100 // MARGIN + 10), Wake("b")),
         (seen(A, residency("b", wanted=True, begin_by=0.8), available=10), Wake("b")),
         (seen(A, residency("b", wanted=True, begin_by=0.8, waking=0.4), available=10), Wake("a")),
         (seen(timed(A, 0.8), timed(B, 0.9, waking=0.2), available=10), Wake("b")),
@@ -327,6 +339,41 @@ def test_all_stay_awake_where_there_is_room() -> None:
     asyncio.run(play())
     assert executor.weights is not None
     assert sorted(executor.weights.wakes) == sorted(NAMES)
+
+
+class SlowWeights(ModelledWeights):
+    """Each part takes a second, and so many turns of the loop that requests come meanwhile."""
+
+    def __init__(self, executor: ModelledExecutor, blocks: dict[str, int], clock: ManualClock) -> None:
+        super().__init__(executor, blocks)
+        self.begun = asyncio.Event()
+        self._clock = clock
+
+    def wake(self, model: str) -> asyncio.Future[bool]:
+        self._clock.time += 1.0
+        self.begun.set()
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._after(200, model, future)
+        return future
+
+
+def test_a_request_that_comes_meanwhile_makes_a_wake_no_shorter() -> None:
+    """The first model is woken ahead when a request of it comes, ten seconds after its wake began."""
+    name = NAMES[0]
+
+    async def play() -> None:
+        executor, clock = ModelledExecutor(4000, seed=0), ManualClock()
+        executor.weights = weights = SlowWeights(executor, dict.fromkeys(NAMES, 30), clock)
+        engine = engine_over(executor, clock=clock)
+        async with modelled(engine, executor):
+            await weights.begun.wait()
+            clock.time += 10.0
+            await ask(engine, order("early", name, 5))
+            while (told := (await engine.load()).models[name].weights) is None or told.wake_seconds == 0.0:
+                await turns()
+            assert told.wake_seconds >= 11.0
+
+    asyncio.run(play())
 
 
 def test_a_long_prompt_gets_the_memory_of_weights_that_nobody_wants() -> None:

@@ -1,5 +1,5 @@
-"""Adapters that come and go while their base serves: units are asked to prove one, and then the specification
-has it. No unit starts anew for it."""
+"""Adapters that come and go while their base serves: each unit loads and checks an adapter before the fleet's
+specification has it. No unit starts anew for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class AdapterServer(Protocol):
 
 
 class Reaching(Protocol):
-    """Reaches the units: those of the gateway's router do."""
+    """Gives access to units; the `Units` of the gateway's router do."""
 
     def client(self, unit: str) -> AdapterServer:
         """Returns the client of a unit that is here."""
@@ -47,7 +47,7 @@ class AdapterOrders:
         self._units = units
 
     async def load(self, name: str, path: str, base: str = "") -> None:
-        """Serves another adapter at all units that serve its base; without a name that is the only model. If
+        """Serves another adapter at all units that serve its base; base: if empty, the fleet's only model. If
         one of them refuses it, none has it. Raises BadRequest, Conflict, and Unavailable if no unit is
         there."""
         spec = self._mirror.spec
@@ -56,8 +56,7 @@ class AdapterOrders:
             raise BadRequest(f"{name} is the name of a model; another one is right", param="lora_name")
         if name in _served(spec):
             raise BadRequest(
-                f"The lora adapter '{name}' has already been loaded; to unload it first, or another name, is "
-                "right",
+                f"The lora adapter '{name}' has already been loaded; unload it first, or choose another name",
                 param="lora_name",
             )
         if base and base not in bases:

@@ -96,13 +96,13 @@ class Engine:
             whole=spec.transport in ("nixl", "auto"),
             weights=sizes,
             jobs=self._jobs,
-            wake=self._wake.set,
+            notify=self._wake.set,
         )
         self._residency: WeightResidency | None = None
         if weights is not None:
             self._residency = WeightResidency(
                 *(weights, queues, pool, self._scheduler, requests, self._tuner, spec, clock),
-                wake=self._wake.set,
+                notify=self._wake.set,
             )
 
         # What leaves the unit, and what it lends and borrows.

@@ -147,4 +147,4 @@ def test_the_sweep_in_small() -> None:
     report = played(pooling)
     assert len(report.claims) == 3
     assert [grid.heads for grid in report.grids[1:2]] == [("", "3", "7")]
-    assert "up to 7 models a GPU" in [claim.said for claim in report.claims if claim.holds]
+    assert "up to 7 models per GPU" in [claim.said for claim in report.claims if claim.holds]

@@ -1,6 +1,6 @@
 """The adapters of a unit: their weights take the place of blocks of the pool while they are in memory, are
-read when a request of theirs comes, and give way as cached prefixes do, the least recently used first, once
-nobody uses them (S-LoRA, Sheng et al., MLSys 2024, section 5)."""
+read when a request of theirs comes, and give way once nobody uses them, after cached prefixes and the least
+recently used first (S-LoRA, Sheng et al., MLSys 2024, section 5)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Held:
     users: int = 0
     """Requests and sends that need it, or wait for it."""
     entered: bool = False
-    """Whether they may use it: it is in memory, or about to be, and does not give way."""
+    """Whether its users may use it: it is in memory, or about to be, and does not give way."""
     coming: asyncio.Task[None] | None = None
     """Brings it into memory."""
 
@@ -71,11 +71,11 @@ class AdapterResidency:
         whole: bool,
         weights: Mapping[str, int],
         jobs: Callable[[], int],
-        wake: Callable[[], None],
+        notify: Callable[[], None],
     ) -> None:
         """memory: None if the unit serves none. whole: the pool keeps all its memory, because peers know it
         by its pages, so that adapters lie beside it. weights: the blocks of the models whose weights can
-        sleep. jobs: says how many the unit has started. wake: called when `review` is due."""
+        sleep. jobs: says how many the unit has started. notify: called when `review` is due."""
         self._memory = memory
         self._queues = queues
         self._pool = pool
@@ -83,7 +83,7 @@ class AdapterResidency:
         self._clock = clock
         self._whole = whole
         self._jobs = jobs
-        self._wake = wake
+        self._notify = notify
         self._held: dict[str, _Held] = {}
         self._idle: OrderedDict[str, _Held] = OrderedDict()  # in memory, least recently used first
         self._line: list[_Waiting] = []
@@ -150,8 +150,8 @@ class AdapterResidency:
                 if proven.digest != served.digest:
                     memory.drop(served.spec.name)
                     raise ConfigError(
-                        f"{served.spec.path} holds other weights than when it was loaded; to unload and load "
-                        "it again is right"
+                        f"{served.spec.path} holds other weights than when it was loaded; unload it and load "
+                        "it again"
                     )
                 self._take_place(one, blocks)
         except ConfigError as error:
@@ -183,7 +183,7 @@ class AdapterResidency:
             self._line = [_Waiting(one, self._clock.now(), room)]
             try:
                 self.review()
-                self._wake()
+                self._notify()
                 return await room
             finally:
                 self._line = []
@@ -254,7 +254,7 @@ class AdapterResidency:
             self.blocks += one.blocks.size
         if one.served.leaving:
             self._forget(one)
-        self._wake()
+        self._notify()
 
     def _drop(self, one: _Held) -> None:
         """Lets go of the weights of an adapter that nobody uses."""
@@ -339,6 +339,6 @@ class AdapterResidency:
 
 
 def _note(coming: asyncio.Task[None]) -> None:
-    """Takes note of an error that nobody may wait for any more."""
+    """Retrieves the task's error, so that asyncio does not report one that nobody waits for any more."""
     if not coming.cancelled():
         coming.exception()

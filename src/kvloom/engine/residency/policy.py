@@ -1,10 +1,10 @@
-"""Decides whose weights are in memory, by a pure policy over a frozen view, as batching policies are.
+"""Decides whose weights are in memory, by a pure function of a frozen view.
 
-Models share one budget with the pool. Whoever is wanted and asleep is woken, one after the other: the one of
-the most urgent request first, then what would miss its deadline soonest and can still make it, then the one
-that has waited longest. Room is made in this order: free blocks and cached prefixes; weights that nobody
-wants, the least asked for first; K and V beyond quotas; weights of those who have been awake for a turn, the
-longest first; in the end all K and V that can be had.
+Models share one budget with the pool. Sleeping models that have requests are woken one at a time: the one of
+the most urgent request first; of several the one for which room is being made, then what would miss its
+deadline soonest and can still make it, then the one that has waited longest. Room is made in this order: free
+blocks and cached prefixes; weights that nobody wants, the least asked for first; K and V beyond quotas;
+weights of those who have been awake for a turn, the longest first; in the end all K and V that can be had.
 
 Nobody starves: whoever has waited for `AGED` seconds goes before all that have waited for less. Nothing is
 woken in vain: what room is being made for is woken, unless something more urgent or older comes.
@@ -20,15 +20,17 @@ from math import inf
 from typing import Final
 
 TURN: Final = 1.0  # seconds that a wanted model stays awake at least
-PART: Final = 10  # times that its turn is at least as long as its waking, so that little is lost to waking
-LONGEST: Final = 6  # doublings of a turn, at most
+TURN_PER_WAKE: Final = (
+    10  # times that its turn is at least as long as its waking, so that little is lost to waking
+)
+MAX_DOUBLINGS: Final = 6  # doublings of a turn, at most
 AGED: Final = 30.0  # seconds of waiting after which priorities and deadlines hold a model back no longer
 MARGIN: Final = 8  # one part in so many of the budget stays free when a model is woken that nobody wants
 
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """One model's weights."""
+    """What the policy sees of one model's weights."""
 
     name: str
     blocks: int  # that they take the place of while they are awake
@@ -37,7 +39,7 @@ class Residency:
     priority: int  # of the most urgent of those; the smaller goes first
     since: float  # seconds: when they were woken if they are awake, else when they came to be wanted
     turn: float  # seconds that they stay awake at least if they are wanted
-    used: int = 0  # jobs that the unit had started when one of the model last began or ended
+    last_job: int = 0  # jobs that the unit had started when one of the model last began or ended
     rate: float = 0.0  # requests a second of late; at first as planned
     gathered: int = 0  # blocks that are kept for them, as they are about to be woken
     excess: int = 0  # blocks of K and V that may be preempted, as they are beyond the model's quota
@@ -54,7 +56,7 @@ class ResidencyView:
     models: tuple[Residency, ...]
     total: int  # blocks that weights and pool have together
     free: int  # blocks that nobody holds
-    available: int  # blocks that are free or cached, and that the next job of no model awake takes
+    available: int  # free and cached blocks, less those that the next jobs of awake models need
     now: float  # seconds
     moving: bool = False  # a model is being woken, or falls asleep as soon as its job has ended
     short: bool = False  # K and V lack blocks which the weights that nobody wants have
@@ -84,7 +86,7 @@ class Sleep:
 
 @dataclass(frozen=True, slots=True)
 class GiveWay:
-    """Preempt a sequence of a model. Its blocks are kept for the weights of `heir`."""
+    """Preempt a sequence of a model. The sequence's blocks are kept for the weights of `heir`."""
 
     model: str
     heir: str
@@ -97,7 +99,7 @@ def turn_of(wake: float, lost: int) -> float:
     """Returns the seconds that a model stays awake at least. wake: seconds that waking takes; lost: for how
     many wakings of others its K and V have given way since a request of it last ended. Each of them doubles
     the turn, so that the longest request comes to its end once."""
-    return max(TURN, PART * wake) * 2.0 ** min(lost, LONGEST)
+    return max(TURN, TURN_PER_WAKE * wake) * 2.0 ** min(lost, MAX_DOUBLINGS)
 
 
 def next_move(view: ResidencyView) -> Move | None:
@@ -106,7 +108,7 @@ def next_move(view: ResidencyView) -> Move | None:
         return None
     first = _first(view)
     if first is None or protected(view):
-        return _with_time(view)
+        return _move_without_waiters(view)
     return Wake(first.name) if first.blocks - first.gathered <= view.available else _room_for(view, first)
 
 
@@ -115,13 +117,13 @@ def _room_for(view: ResidencyView, first: Residency) -> Move | None:
     awake = [model for model in view.models if model.awake]
     unwanted = [model for model in awake if not model.wanted]
     if unwanted:
-        return Sleep(min(unwanted, key=_asked).name, first.name)
+        return Sleep(min(unwanted, key=_demand).name, first.name)
     beyond = [model for model in view.models if model.excess > 0 and model is not first]
     there = view.available + first.gathered + sum(model.excess for model in beyond)
     if beyond and there >= first.blocks:
         return GiveWay(max(beyond, key=lambda model: model.excess).name, first.name)
     if awake:
-        over = [model for model in awake if _is_over(view, model, first)]
+        over = [model for model in awake if _must_yield(view, model, first)]
         return Sleep(min(over, key=lambda model: model.since).name, first.name) if over else None
     holding = [model for model in view.models if model.held > 0]
     if not holding:
@@ -166,9 +168,9 @@ def _rank(view: ResidencyView, model: Residency) -> tuple[float, bool, bool, flo
     return priority, not model.gathered, late and priority > -inf, slack, model.since
 
 
-def _asked(model: Residency) -> tuple[float, int]:
+def _demand(model: Residency) -> tuple[float, int]:
     """Returns how much a model is asked for: how often of late, and how lately."""
-    return model.rate, model.used
+    return model.rate, model.last_job
 
 
 def _priority(view: ResidencyView, model: Residency) -> float:
@@ -177,19 +179,19 @@ def _priority(view: ResidencyView, model: Residency) -> float:
     return -inf if aged else model.priority
 
 
-def _is_over(view: ResidencyView, model: Residency, waiting: Residency) -> bool:
+def _must_yield(view: ResidencyView, model: Residency, waiting: Residency) -> bool:
     """Returns whether a wanted model has to make room for one that waits: once its turn is over, if it is no
     more urgent than that one."""
     return view.is_over(model) and (view.stuck or _priority(view, waiting) <= model.priority)
 
 
-def _with_time(view: ResidencyView) -> Move | None:
+def _move_without_waiters(view: ResidencyView) -> Move | None:
     """Returns what is done while no model waits: weights give way to K and V, those that nobody wants first,
     or are there before they are wanted."""
     awake = [model for model in view.models if model.awake]
     unwanted = [model for model in awake if not model.wanted]
     if view.short and unwanted:
-        return Sleep(min(unwanted, key=_asked).name)
+        return Sleep(min(unwanted, key=_demand).name)
     if view.starving is not None:
         over = [m for m in awake if m.name != view.starving and view.is_over(m)]
         return Sleep(min(over, key=lambda model: model.since).name) if over else None
@@ -197,4 +199,4 @@ def _with_time(view: ResidencyView) -> Move | None:
     ahead = [m for m in view.models if not (m.awake or m.unreadable) and m.blocks <= spare]
     if view.short or not ahead:
         return None
-    return Wake(max(ahead, key=_asked).name)
+    return Wake(max(ahead, key=_demand).name)

@@ -51,7 +51,7 @@ class Phase(StrEnum):
 
 
 @dataclass(slots=True, eq=False)
-class _Weights:
+class _ModelState:
     """One model's weights."""
 
     queue: ModelQueue
@@ -59,21 +59,26 @@ class _Weights:
     phase: Phase = Phase.ASLEEP
     blocks: list[I32] = field(default_factory=list)
     """Whose memory they have, or are about to have."""
-    since: float = 0.0
-    """When they were woken, or came to be wanted."""
+    woken_at: float = 0.0
+    """When they were woken the last time."""
+    wanted_since: float = 0.0
+    """Since when they have been wanted, if they are `waiting`."""
     waiting: bool = False
-    """They are wanted, and asleep, since `since`."""
+    """They are wanted, and not awake."""
     wakes: int = 0
     wake_seconds: float = 0.0  # of the last time; 0 if there was none
     lost: int = 0
     """Wakings of other models for which its K and V have given way since a request of it last ended."""
-    robbed: str = ""
-    """The model for which they are giving way."""
+    yields_to: str = ""
+    """The model for whose weights its K and V are giving way."""
     unreadable: bool = False
     """They could not be read the last time."""
     ended: int = 0
+    """How many requests of the model had ended at the last look."""
     heir: str | None = None
+    """The model for whose weights the blocks are kept, if they are leaving."""
     reading: bool = False
+    """A part of them is being read."""
 
     @property
     def gathered(self) -> int:
@@ -94,11 +99,11 @@ class WeightResidency:
         spec: EngineSpec,
         clock: Clock,
         *,
-        wake: Callable[[], None],
+        notify: Callable[[], None],
     ) -> None:
-        """wake: called when a part has been read, so that `review` is due."""
+        """notify: called when a part has been read, so that `review` is due."""
         self._memory = memory
-        self._models = {name: _Weights(queue, memory.blocks[name]) for name, queue in queues.items()}
+        self._models = {name: _ModelState(queue, memory.blocks[name]) for name, queue in queues.items()}
         self._by_deadlines = spec.policy in BY_DEADLINES
         self._pace = 0.0
         """Seconds that a block took to be read the last time; 0 if none was."""
@@ -107,7 +112,7 @@ class WeightResidency:
         self._requests = requests
         self._tuner = tuner
         self._clock = clock
-        self._wake = wake
+        self._notify = notify
         self._due: float | None = None
         for queue in queues.values():
             queue.sleep()
@@ -170,12 +175,12 @@ class WeightResidency:
             self._let_leave(one)
             return True
         given = one.queue.preempt(self._scheduler.jobs)
-        if given and one.robbed != move.heir:
-            one.lost, one.robbed = one.lost + 1, move.heir
+        if given and one.yields_to != move.heir:
+            one.lost, one.yields_to = one.lost + 1, move.heir
         self._gather(self._models[move.heir])
         return given
 
-    def _gather(self, one: _Weights) -> None:
+    def _gather(self, one: _ModelState) -> None:
         """Takes as many blocks as there are for weights that are to be woken."""
         count = min(one.size - one.gathered, self._pool.available)
         if count > 0:
@@ -183,19 +188,19 @@ class WeightResidency:
             self._memory.make_room(one.blocks[-1])
             self._tuner.resize()
 
-    def _begin_to_wake(self, one: _Weights) -> None:
-        one.phase, one.since, one.waiting = Phase.WAKING, self._clock.now(), False
+    def _begin_to_wake(self, one: _ModelState) -> None:
+        one.phase, one.woken_at, one.waiting = Phase.WAKING, self._clock.now(), False
         one.wakes += 1
         for other in self._models.values():
-            if other.robbed == one.queue.card.name:
-                other.robbed = ""
+            if other.yields_to == one.queue.card.name:
+                other.yields_to = ""
         self._read(one)
 
-    def _read(self, one: _Weights) -> None:
+    def _read(self, one: _ModelState) -> None:
         one.reading = True
         self._memory.wake(one.queue.card.name).add_done_callback(partial(self._on_read, one))
 
-    def _on_read(self, one: _Weights, future: asyncio.Future[bool]) -> None:
+    def _on_read(self, one: _ModelState, future: asyncio.Future[bool]) -> None:
         one.reading = False
         if future.cancelled() or (error := future.exception()) is not None:
             self._on_unreadable(one, "cancelled" if future.cancelled() else str(error))
@@ -205,13 +210,13 @@ class WeightResidency:
             one.phase = Phase.AWAKE
             one.queue.wake()
         if future.result():
-            one.wake_seconds = self._clock.now() - one.since
+            one.wake_seconds = self._clock.now() - one.woken_at
             self._pace = one.wake_seconds / max(1, one.size)
         elif one.phase is Phase.AWAKE:
             self._read(one)
-        self._wake()
+        self._notify()
 
-    def _on_unreadable(self, one: _Weights, reason: str) -> None:
+    def _on_unreadable(self, one: _ModelState, reason: str) -> None:
         """Ends the model's requests; the next one tries again. All other models serve on."""
         name = one.queue.card.name
         _log.error("the weights of %s cannot be read: %s", name, reason)
@@ -219,9 +224,9 @@ class WeightResidency:
         one.phase, one.unreadable = Phase.LEAVING, True
         for request in one.queue.requests():
             self._requests.cancel(request, "error", f"the weights of {name} cannot be read: {reason}")
-        self._wake()
+        self._notify()
 
-    def _let_leave(self, one: _Weights) -> None:
+    def _let_leave(self, one: _ModelState) -> None:
         """Lets weights that are to leave fall asleep, if no job runs and nothing is being read."""
         if one.phase is Phase.LEAVING and not one.reading and not one.queue.in_job:
             heir, one.heir = one.heir, None
@@ -242,7 +247,7 @@ class WeightResidency:
             self._fall_asleep(one)
         return bool(others)
 
-    def _fall_asleep(self, one: _Weights) -> None:
+    def _fall_asleep(self, one: _ModelState) -> None:
         if one.phase is not Phase.ASLEEP:
             self._memory.sleep(one.queue.card.name)
         one.phase = Phase.ASLEEP
@@ -275,17 +280,17 @@ class WeightResidency:
             stuck=needs.stuck,
         )
 
-    def _residency(self, one: _Weights, now: float) -> Residency:
+    def _residency(self, one: _ModelState, now: float) -> Residency:
         queue = one.queue
         wanted, awake = queue.is_busy, one.phase is Phase.AWAKE
         if wanted and not awake and not one.waiting:
-            one.since, one.waiting = now, True
+            one.wanted_since, one.waiting = now, True
         one.waiting = one.waiting and wanted and not awake
         if queue.stats.ended != one.ended:
             one.ended, one.lost = queue.stats.ended, 0
         can_give = wanted and queue.victim() is not None
         lasts = len(queue.running) > 1 or self._scheduler.jobs - queue.last_job > LASTING
-        used, waking = queue.cache.used_blocks, one.wake_seconds or one.size * self._pace
+        kv_blocks, waking = queue.cache.used_blocks, one.wake_seconds or one.size * self._pace
         chooses = self._by_deadlines and wanted and not awake
         return Residency(
             name=queue.card.name,
@@ -293,13 +298,13 @@ class WeightResidency:
             awake=awake,
             wanted=wanted,
             priority=queue.priority,
-            since=one.since,
+            since=one.woken_at if awake else one.wanted_since,
             turn=turn_of(one.wake_seconds, one.lost),
-            used=queue.last_job,
+            last_job=queue.last_job,
             rate=queue.arrivals.a_second,
             gathered=0 if awake else one.gathered,
-            excess=max(0, used - queue.quota) if can_give and lasts else 0,
-            held=used if can_give else 0,
+            excess=max(0, kv_blocks - queue.quota) if can_give and lasts else 0,
+            held=kv_blocks if can_give else 0,
             unreadable=one.unreadable,
             begin_by=queue.begin_by(now + waking) if chooses else inf,
             waking=waking,

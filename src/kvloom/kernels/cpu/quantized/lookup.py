@@ -1,4 +1,4 @@
-"""Single outputs of weights of few bits: what an embedding that is tied to a head looks up in its panels."""
+"""Embedding lookup in a quantised head: unpacks single rows from its panels, which `panels.py` describes."""
 
 from __future__ import annotations
 

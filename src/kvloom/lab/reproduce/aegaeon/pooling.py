@@ -1,4 +1,4 @@
-"""How many models a GPU has (Aegaeon's comparison), and the paper's arithmetic of active models."""
+"""How many models per GPU has (Aegaeon's comparison), and the paper's arithmetic of active models."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from kvloom.lab.reproduce.aegaeon.setup import (
 from kvloom.lab.reproduce.report import Claim, Grid, Report, Scale, Tell, cells, part_of
 from kvloom.lab.workload.arrivals import Steps, arrivals, poisson
 
-MODELS: Final = 7  # a GPU, at most, in the paper
+PAPER_MODELS: Final = 7  # per GPU, at most, in the paper
 RATES: Final = (2.0, 2.5)  # times those of request-level switching
 GOODPUT: Final = (1.5, 9.0)  # times that of the others
 
-# What the paper's own arithmetic is of: requests a second and model, seconds of one, models
+# What the paper's own arithmetic is of: requests/s per model, seconds of one, models
 ASKED: Final = 0.037
 SERVICE: Final = 16.79
 MARKET: Final = 100
@@ -39,7 +39,7 @@ ACTIVE: Final = 46.55  # models with a request, expected
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """rate: requests a second and model, which come for `seconds`. counts: of models, ascending."""
+    """rate: requests/s per model, which come for `seconds`. counts: of models, ascending."""
 
     rate: float
     seconds: float
@@ -90,7 +90,7 @@ def told(sweeps: Sequence[Sweep], found: Mapping[float, Mapping[str, Climbed]]) 
     """Returns what is told of the sweeps. found: by rate and by the system's name."""
     top = {rate: {name: most(one) for name, one in of.items()} for rate, of in found.items()}
     return Report(
-        name="models a GPU",
+        name="models per GPU",
         title=f"tokens in time ({SLO.ttft:g} s, then {SLO.tpot * 1e3:g} ms each) of models of 6B to 14B",
         claims=(_seven(top), _switching(top), _goodput(top)),
         grids=(
@@ -104,27 +104,28 @@ Top = Mapping[float, Mapping[str, int]]
 
 
 def _seven(top: Top) -> Claim:
-    told = ", ".join(f"{of[KVLOOM.name]} at {rate:g} req/s a model" for rate, of in top.items())
+    text = ", ".join(f"{of[KVLOOM.name]} at {rate:g} req/s per model" for rate, of in top.items())
     return Claim(
-        said=f"up to {MODELS} models a GPU",
-        holds=max(of[KVLOOM.name] for of in top.values()) >= MODELS,
-        found=f"{told} with {BAR:.0%} of the tokens in time",
+        said=f"up to {PAPER_MODELS} models per GPU",
+        holds=max(of[KVLOOM.name] for of in top.values()) >= PAPER_MODELS,
+        found=f"{text} with {BAR:.0%} of the tokens in time",
     )
 
 
 def _over(top: Top, other: System) -> dict[float, float]:
-    """Returns how many times the other's requests kvloom answers at each rate."""
+    """Returns the ratio of the largest numbers of models at each rate."""
     return {rate: of[KVLOOM.name] / max(of[other.name], 1) for rate, of in top.items()}
 
 
 def _told(ratios: Mapping[float, float]) -> str:
-    return ", ".join(f"{ratio:.1f}× at {rate:g} req/s a model" for rate, ratio in ratios.items())
+    return ", ".join(f"{ratio:.1f}× at {rate:g} req/s per model" for rate, ratio in ratios.items())
 
 
 def _switching(top: Top) -> Claim:
     ratios = _over(top, ONE)
     return Claim(
-        said=f"{RATES[0]:g} to {RATES[1]:g}× the request rate of switching by requests (ServerlessLLM)",
+        said=f"{RATES[0]:g} to {RATES[1]:g}× the request rate of switching by requests, one model at a time "
+        "(ServerlessLLM)",
         holds=min(ratios.values()) >= RATES[0],
         found=f"{_told(ratios)} (one model at a time); {_told(_over(top, SEVERAL))} (those that fit)",
     )
@@ -143,8 +144,8 @@ def _goodput(top: Top) -> Claim:
 
 def _most(top: Top) -> Grid:
     return Grid(
-        title=f"ours, the largest number of models a GPU with {BAR:.0%} of the tokens in time",
-        heads=("", *(f"{rate:g} req/s a model" for rate in top)),
+        title=f"ours, the largest number of models per GPU with {BAR:.0%} of the tokens in time",
+        heads=("", *(f"{rate:g} req/s per model" for rate in top)),
         rows=tuple((one.name, *(str(of[one.name]) for of in top.values())) for one in SYSTEMS),
     )
 
@@ -155,7 +156,7 @@ def _in_time(sweep: Sweep, found: Mapping[float, Mapping[str, Climbed]]) -> Grid
         for name, of in found[sweep.rate].items()
     ]
     return Grid(
-        title=f"ours, % of the tokens in time at {sweep.rate:g} req/s a model, by models a GPU",
+        title=f"ours, % of the tokens in time at {sweep.rate:g} req/s per model, by models per GPU",
         heads=("", *map(str, sweep.counts)),
         rows=tuple(rows),
     )
@@ -181,14 +182,14 @@ def _waking(sweep: Sweep, found: Mapping[float, Mapping[str, Climbed]]) -> Grid:
         )
     heads = (
         "models",
-        "wakings a second",
+        "wakes per second",
         "requests that wait",
         "their wait",
         "P99",
         "whole request",
         "active",
     )
-    return Grid(title=f"ours, {KVLOOM.name} at {sweep.rate:g} req/s a model", heads=heads, rows=tuple(rows))
+    return Grid(title=f"ours, {KVLOOM.name} at {sweep.rate:g} req/s per model", heads=heads, rows=tuple(rows))
 
 
 def drawn_at_once(models: int, rate: float, service: float, seconds: float) -> float:

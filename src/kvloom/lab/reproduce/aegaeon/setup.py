@@ -49,7 +49,7 @@ from kvloom.router.program import load_program
 from kvloom.types.client import Generator
 from kvloom.types.job import Job
 from kvloom.types.request import Event, ModelCard, StartGenerate
-from kvloom.types.spec import EngineSpec, ModelSpec, Policy, Slo, shared_bytes
+from kvloom.types.spec import EngineSpec, ModelSpec, Slo, shared_bytes
 
 DEVICE: Final = "H100"
 """Its sheet is an H800's, but for NVLink, over which nothing goes here."""
@@ -186,13 +186,12 @@ class RequestLevel:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """policy: of batching. sleeps: whether weights share the budget with K and V; otherwise the GPU has those
+    """sleeps: whether weights share the budget with K and V; otherwise the GPU has those
     that fit, and nobody serves the others. room: the part of the budget for models that serve at once, where
     they take turns by requests, beside the first; None where they do not."""
 
     name: str
     sleeps: bool = True
-    policy: Policy = "adbs"
     room: float | None = None
 
 
@@ -226,7 +225,7 @@ def make_unit(
         ),
         kv_bytes=room if system.sleeps else room - sum(shape.weight_bytes for shape in models.values()),
         block_bytes=_BLOCK_BYTES,
-        policy=system.policy,
+        policy="adbs",
         max_running=MAX_RUNNING,
         max_waiting=MAX_WAITING,
         chunk_tokens=CHUNK_TOKENS,
