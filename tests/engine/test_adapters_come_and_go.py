@@ -123,6 +123,27 @@ def test_requests_of_an_unloaded_adapter_run_to_their_end(made: Path) -> None:
     asyncio.run(test())
 
 
+def test_a_caller_of_an_unloaded_adapter_hangs_up_while_it_waits(made: Path) -> None:
+    """The engine has one place, so the adapter's request is still in the queue."""
+
+    async def test() -> None:
+        async with running(replace(spec(made), max_running=1)) as engine:
+            await engine.load_adapter(loading("x", made / "one"))
+            first = engine.start_generate(body("base", PROMPT, max_tokens=200))
+            second = engine.start_generate(body("x", PROMPT, max_tokens=4))
+            for frames in (first, first, second):
+                await anext(frames)
+            await engine.unload_adapter(UnloadAdapter(name="x"))
+            await second.aclose()
+            assert engine.pool.weights == 0
+            await first.aclose()
+            await check(engine, "base", made, "base")
+            await engine.load_adapter(loading("x", made / "two"))
+            await check(engine, "x", made, "two")
+
+    asyncio.run(test())
+
+
 def test_another_adapter_of_the_same_name_has_prefixes_of_its_own(made: Path) -> None:
     async def test() -> None:
         async with running(spec(made)) as engine:
@@ -270,6 +291,30 @@ def test_adapters_beside_weights_that_sleep(made: Path, tmp_path: Path) -> None:
         where = {"one": "one-merged", "two": "two-merged", "base": "base", "other": "other"}
         for one, answer in zip(bodies, answers, strict=True):
             Oracle(made / where[one.model]).check(PROMPT, answer.tokens[0])
+
+    asyncio.run(test())
+
+
+def test_weights_that_nobody_wants_make_room_for_an_adapter(made: Path, tmp_path: Path) -> None:
+    """The budget holds two models that are idle, and beside them half of what the adapter takes."""
+
+    async def test() -> None:
+        found = spec_of({"base": made / "base", "other": made / "base"}, kv_bytes=8 << 20)
+        models = tuple(replace(model, max_context=32) for model in found.models)
+        found = replace(found, models=models, sleep_dir=str(tmp_path))
+        executor = load_executor(found)
+        assert executor.weights is not None
+        assert executor.adapters is not None
+        adapter = await executor.adapters.read("base", AdapterSpec("x", str(made / "one")))
+        room = 2 * max(executor.weights.blocks.values()) + adapter.blocks // 2
+        executor.close()
+        room *= found.block_bytes
+        found = replace(found, kv_bytes=room + room // 19 + found.block_bytes)
+        async with asyncio.timeout(60), running(found) as engine:
+            for name in ("other", "base"):
+                await ask(engine, body(name, PROMPT, max_tokens=4))
+            await engine.load_adapter(loading("x", made / "one"))
+            await check(engine, "x", made, "one")
 
     asyncio.run(test())
 

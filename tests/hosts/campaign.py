@@ -217,7 +217,7 @@ def play(effort: Effort, say: Callable[[str], None]) -> list[str]:
             scene = Scene(cluster, fleet, random.Random(effort.seed))
             began = time.monotonic()
             with under_way(clients, lambda: clients.again_and_again(effort.at_once)) as tally:
-                eventually(lambda: clients.events > effort.at_once, DEADLINE)
+                eventually(lambda: clients.events.total() > effort.at_once, DEADLINE)
                 wrong += _suffer(scene, effort, tally, say)
             say(_told(tally, time.monotonic() - began))
             wrong += tally.told

@@ -147,8 +147,8 @@ class Clients:
     def __init__(self, urls: Sequence[str], right: dict[Asked, Answer], seed: int = 0) -> None:
         """urls: of the fleet's gateways; right: the requests, with a lone engine's answers."""
         self.tally = Tally()
-        self.events = 0
-        """So many have come."""
+        self.events: Counter[str] = Counter()
+        """How many have come, by gateway."""
         self._urls = urls
         self._right = right
         self._draw = random.Random(seed)
@@ -179,8 +179,8 @@ class Clients:
         answer = await ask(session, asked, self._urls, self._draw, self._hear)
         self.tally.count(asked, answer, self._right[asked])
 
-    def _hear(self, quiet: float) -> None:
-        self.events += 1
+    def _hear(self, url: str, quiet: float) -> None:
+        self.events[url] += 1
         self.tally.quiet = max(self.tally.quiet, quiet)
 
 
@@ -189,19 +189,19 @@ async def ask(
     asked: Asked,
     urls: Sequence[str],
     draw: random.Random,
-    hear: Callable[[float], None] = lambda _: None,
+    hear: Callable[[str, float], None] = lambda *_: None,
 ) -> Answer:
     """Returns what a client gets that resumes its stream whenever that breaks, at any of the gateways. hear:
-    called at each event with the seconds since the one before."""
+    called at each event with its gateway and the seconds since the one before."""
     answer, since = Answer(), time.monotonic()
     while not answer.over and not answer.problem:
-        before = answer.last
+        before, url = answer.last, draw.choice(urls)
         try:
-            async for event, data in _events(session, draw.choice(urls), asked, answer):
+            async for event, data in _events(session, url, asked, answer):
                 answer.take(data)
                 answer.last = event or answer.last
                 before_it, since = since, time.monotonic()
-                hear(since - before_it)
+                hear(url, since - before_it)
             if answer.over or answer.problem:
                 break
         except (aiohttp.ClientError, OSError, TimeoutError) as error:

@@ -71,7 +71,7 @@ class Scene:
         unless gateways die."""
         clients = Clients(self.fleet.urls, self.right)
         with under_way(clients, lambda: clients.again_and_again(AT_ONCE)) as tally:
-            eventually(lambda: clients.events > 3 * AT_ONCE, DEADLINE)
+            eventually(lambda: clients.events.total() > 3 * AT_ONCE, DEADLINE)
             yield clients
             self.fleet.become_whole()
         assert not tally.bad, "\n".join(tally.told[:5])
@@ -129,7 +129,10 @@ def test_a_gateway_is_killed(scene: Scene) -> None:
     """Clients resume its streams at other gateways, and its host has another one soon."""
     victim = scene.victim
     gateways, engines = of_kind(victim, "gateway"), of_kind(victim, "engine")
+    url = next(url for url in scene.fleet.urls if victim.address in url)
     with scene.streams(gateways_die=True) as clients:
+        heard = clients.events[url]
+        eventually(lambda: clients.events[url] > heard, DEADLINE)  # some of its streams are under way
         kill(victim, "gateway")
         eventually(lambda: of_kind(victim, "gateway") not in ([], gateways), DEADLINE)
     assert clients.tally.resumed

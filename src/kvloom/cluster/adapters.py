@@ -99,13 +99,15 @@ class AdapterOrders:
         for unit, engine in _engines(self._mirror.spec).items():
             if coming.get(unit) and (problem := _problem(unit, engine, self._mirror.spec)):
                 raise BadRequest(problem, param="base_model_name")
+        loaded: list[tuple[str, AdapterEdit]] = []
         try:
-            await _together(self._load(unit, edits) for unit, edits in coming.items())
+            await _together(self._load(unit, edits, loaded) for unit, edits in coming.items())
             edits = {unit: UnitEdit(adapters=some) for unit, some in changes.items()}
             overrode = await self._mirror.edit(edits)
         except BaseException:
-            for unit, some in coming.items():
-                await self._unload(unit, [one for one in some if not self._is_specified(unit, one)])
+            for unit, one in loaded:
+                if not self._is_specified(unit, one):
+                    await self._unload(unit, [one])
             raise
         gone = {unit: [one for one in edits if one.remove] for unit, edits in here.items()}
         await _together(self._unload(unit, edits) for unit, edits in gone.items())
@@ -116,9 +118,13 @@ class AdapterOrders:
         engine = _engines(self._mirror.spec).get(unit)
         return engine is not None and edit.adapter.name in engine.served
 
-    async def _load(self, unit: str, edits: Iterable[AdapterEdit]) -> None:
+    async def _load(
+        self, unit: str, edits: Iterable[AdapterEdit], loaded: list[tuple[str, AdapterEdit]]
+    ) -> None:
+        """Adds to `loaded` what the unit serves then."""
         for edit in edits:
             await load_at(unit, self._units.client(unit), edit.base, edit.adapter)
+            loaded.append((unit, edit))
 
     async def _unload(self, unit: str, edits: Iterable[AdapterEdit]) -> None:
         """Unloads adapters. A unit that does not answer has them until its process ends, and nobody asks it

@@ -12,7 +12,7 @@ from kvloom.engine.leases import Leases, Pins, Promises
 from kvloom.engine.migration import Llumlet, Pauses
 from kvloom.engine.quotas import QuotaTuner, fit
 from kvloom.engine.report import unit_load
-from kvloom.engine.requests import Requests
+from kvloom.engine.requests import Requests, RequestStream
 from kvloom.engine.reservations import MOST_RESERVATIONS, Arrivals, Reservations
 from kvloom.engine.residency.adapters import AdapterResidency
 from kvloom.engine.residency.weights import WeightResidency
@@ -102,6 +102,7 @@ class Engine:
         if weights is not None:
             self._residency = WeightResidency(
                 *(weights, queues, pool, self._scheduler, requests, self._tuner, spec, clock),
+                adapters=self._adapters,
                 notify=self._wake.set,
             )
 
@@ -223,32 +224,39 @@ class Engine:
         try:
             guides = await self._guides.compiled(self._queues.of_base(body), wanted=lambda: not stream.ended)
             async with self._adapters.using([body.model]):
-                if not self._reservations.has(body.request):
-                    first = stream.sequences[0]
-                    await self._bring_back(first.model, first.prefix, first.salt)
-                if self._stopping:
-                    raise Unavailable("the engine is stopping")
-                self._interrupt()
-                if not stream.ended:
-                    received = self._reservations.take(body)
-                    self._requests.begin(stream, guides, self._scheduler.jobs, received)
-                yield []
-                while True:
-                    frame, over = await stream.frame()
-                    if stream.full:
-                        self._requests.go_on(stream, self._scheduler.jobs)
-                        self._interrupt()
-                    if self._stopping and any(map(_failed, frame)):
-                        yield [event for event in frame if not _failed(event)]
-                        raise Unavailable("the engine is stopping")  # another process may go on with it
-                    yield frame
-                    if over:
-                        return
+                try:
+                    if not self._reservations.has(body.request):
+                        first = stream.sequences[0]
+                        await self._bring_back(first.model, first.prefix, first.salt)
+                    if self._stopping:
+                        raise Unavailable("the engine is stopping")
+                    self._interrupt()
+                    if not stream.ended:
+                        received = self._reservations.take(body)
+                        self._requests.begin(stream, guides, self._scheduler.jobs, received)
+                    yield []
+                    while True:
+                        frame, over = await stream.frame()
+                        if stream.full:
+                            self._requests.go_on(stream, self._scheduler.jobs)
+                            self._interrupt()
+                        if self._stopping and any(map(_failed, frame)):
+                            yield [event for event in frame if not _failed(event)]
+                            raise Unavailable("the engine is stopping")  # another process may go on with it
+                        yield frame
+                        if over:
+                            return
+                finally:
+                    self._leave(stream, body.request)  # while its adapter is kept for it
         finally:
-            self._pauses.let_go(body.request)
-            if not stream.ended:
-                self._requests.close(stream, "abort")
-                self._interrupt()
+            self._leave(stream, body.request)
+
+    def _leave(self, stream: RequestStream, request: str) -> None:
+        """Ends a request whose caller has gone, if it has not ended."""
+        self._pauses.let_go(request)
+        if not stream.ended:
+            self._requests.close(stream, "abort")
+            self._interrupt()
 
     async def abort(self, request: str, choice: int | None = None) -> None:
         self._requests.cancel(request, "abort", choice=choice)
@@ -300,9 +308,9 @@ class Engine:
         for body in sends:
             self._requests.check_prompt(body.model, body.prompt)
         self._interrupt()
-        made = await self._pauses.pause(request)
         salted = [self._queues.salted(body) for body in sends]
-        async with self._adapters.using(body.model for body in sends):
+        async with self._adapters.using(body.model for body in sends):  # waits, so nothing is paused before
+            made = await self._pauses.pause(request)
             return Standing(made=made, sent=await self._transfers.send_what_is_here(salted))
 
     async def resume(self, request: str) -> None:

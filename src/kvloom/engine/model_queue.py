@@ -160,6 +160,10 @@ class ModelQueue:
         times = map(self.deadlines.begin_by, [*self.running, *([first] if first else [])])
         return min((time for time in times if time >= now), default=-math.inf)
 
+    def has_any_of(self, model: str) -> bool:
+        """Returns whether sequences of a model, or of an adapter, wait or run here."""
+        return any(one.model == model for some in (self.waiting, self.running) for one in some)
+
     def requests(self) -> set[StreamId]:
         """Returns the requests of all sequences that wait or run."""
         return {sequence.request for some in (self.waiting, self.running) for sequence in some}

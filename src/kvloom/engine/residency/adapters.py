@@ -56,6 +56,14 @@ class _Waiting:
     """The blocks for it; None if it is in memory already."""
 
 
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """An adapter of `base` waits for blocks; late: for longer than its patience."""
+
+    base: str
+    late: bool
+
+
 class AdapterResidency:
     """The adapters that the unit serves. It is `Reclaimable`: `blocks` are those of adapters that nobody
     uses."""
@@ -190,7 +198,9 @@ class AdapterResidency:
 
     def review(self) -> None:
         """Lets the adapter that waits be used, if it may be and there are enough blocks. K and V give way to
-        one that has waited for its time."""
+        one that has waited for its time. Adapters that were unloaded go if nothing of theirs is left."""
+        for one in [*self._held.values()]:
+            self._let_leave(one)
         for waiting in self._line:
             one, size = waiting.one, waiting.one.served.blocks
             if waiting.room.done() or not self._fits(one):
@@ -199,7 +209,7 @@ class AdapterResidency:
                 self._begin_use(one)
                 waiting.room.set_result(None)
                 continue
-            if self.left == 0:
+            if self._is_late(waiting):
                 self._preempt(size)
             if self._pool.available >= size:
                 one.entered = True
@@ -208,9 +218,23 @@ class AdapterResidency:
 
     @property
     def left(self) -> float | None:
-        """Seconds until `review` is due, if nothing happens before; None if it is not."""
-        waiting = [one for one in self._line if not one.room.done() and self._fits(one.one)]
-        return max(0.0, waiting[0].since + PATIENCE - self._clock.now()) if waiting else None
+        """Seconds until `review` is due, if nothing happens before; None if it is not: K and V that can give
+        way then do so as jobs end."""
+        waiting = [one for one in self._line if not one.room.done() and not self._is_late(one)]
+        return waiting[0].since + PATIENCE - self._clock.now() if waiting else None
+
+    @property
+    def shortage(self) -> Shortage | None:
+        """What the adapter that waits lacks; None if none waits for blocks alone."""
+        for waiting in self._line:
+            one = waiting.one
+            if one.blocks is None and not waiting.room.done() and self._fits(one):
+                lacking = one.served.blocks - self._pool.available
+                return Shortage(one.served.base, self._is_late(waiting)) if lacking > 0 else None
+        return None
+
+    def _is_late(self, waiting: _Waiting) -> bool:
+        return self._clock.now() >= waiting.since + PATIENCE
 
     def _fits(self, one: _Held) -> bool:
         """Returns whether the adapter may be used beside those that are."""
@@ -218,6 +242,9 @@ class AdapterResidency:
         return used + one.served.blocks <= self.most
 
     def _preempt(self, size: int) -> None:
+        """Preempts K and V until there is room, if there can be."""
+        if self._pool.available + sum(queue.cache.used_blocks for queue in self._queues.values()) < size:
+            return
         queues = sorted(self._queues.values(), key=lambda queue: -queue.cache.used_blocks)
         for queue in queues:
             while self._pool.available < size and queue.preempt(self._jobs()):
@@ -252,9 +279,14 @@ class AdapterResidency:
         if one.blocks is not None and one.served.spec.name not in self._idle:
             self._idle[one.served.spec.name] = one
             self.blocks += one.blocks.size
-        if one.served.leaving:
-            self._forget(one)
         self._notify()
+        self._let_leave(one)
+
+    def _let_leave(self, one: _Held) -> None:
+        """Forgets an adapter that was unloaded, once nothing of it is left in its base's queue."""
+        queue, name = self._queues[one.served.base], one.served.spec.name
+        if one.served.leaving and not one.users and one.coming is None and not queue.has_any_of(name):
+            self._forget(one)
 
     def _drop(self, one: _Held) -> None:
         """Lets go of the weights of an adapter that nobody uses."""

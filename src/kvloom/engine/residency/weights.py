@@ -18,6 +18,7 @@ from kvloom.engine.batching.view import LASTING
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.quotas import QuotaTuner
 from kvloom.engine.requests import Requests
+from kvloom.engine.residency.adapters import AdapterResidency
 from kvloom.engine.residency.policy import (
     Move,
     Residency,
@@ -99,9 +100,11 @@ class WeightResidency:
         spec: EngineSpec,
         clock: Clock,
         *,
+        adapters: AdapterResidency,
         notify: Callable[[], None],
     ) -> None:
-        """notify: called when a part has been read, so that `review` is due."""
+        """adapters: one of them may lack blocks, too. notify: called when a part has been read, so that
+        `review` is due."""
         self._memory = memory
         self._models = {name: _ModelState(queue, memory.blocks[name]) for name, queue in queues.items()}
         self._by_deadlines = spec.policy in BY_DEADLINES
@@ -112,6 +115,7 @@ class WeightResidency:
         self._requests = requests
         self._tuner = tuner
         self._clock = clock
+        self._adapters = adapters
         self._notify = notify
         self._due: float | None = None
         for queue in queues.values():
@@ -266,7 +270,8 @@ class WeightResidency:
             for one in self._models.values()
             if one.phase is Phase.AWAKE and not one.queue.is_busy
         )
-        needs = self._scheduler.needs()
+        needs, adapter = self._scheduler.needs(), self._adapters.shortage
+        late = adapter.base if adapter is not None and adapter.late else None
         now = self._clock.now()
         return ResidencyView(
             models=tuple(self._residency(one, now) for one in self._models.values()),
@@ -275,8 +280,8 @@ class WeightResidency:
             available=max(0, self._pool.available - needs.next_jobs),
             now=now,
             moving=any(one.phase in (Phase.WAKING, Phase.LEAVING) for one in self._models.values()),
-            short=unwanted > 0 and self._scheduler.lacks(unwanted),
-            starving=needs.starving,
+            short=unwanted > 0 and (adapter is not None or self._scheduler.lacks(unwanted)),
+            starving=needs.starving or late,
             stuck=needs.stuck,
         )
 
