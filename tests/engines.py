@@ -17,8 +17,9 @@ from kvloom.exec.cpu.executor import load_executor
 from kvloom.offload.terms import OffloadBackend
 from kvloom.router.router import Router
 from kvloom.serve.engine import open_transport
-from kvloom.types.clock import WallClock
+from kvloom.types.clock import Clock, WallClock
 from kvloom.types.job import Executor
+from kvloom.types.prefix_store import PrefixStore
 from kvloom.types.request import (
     EndEvent,
     Event,
@@ -78,6 +79,10 @@ class RealExecutor(Executor, Protocol):
     def close(self) -> None: ...
 
 
+class RealStore(PrefixStore, Protocol):
+    def close(self) -> None: ...
+
+
 @asynccontextmanager
 async def running(spec: EngineSpec) -> AsyncIterator[Engine]:
     """The engine while it runs; afterwards law 1 and law 4 hold."""
@@ -88,16 +93,24 @@ async def running(spec: EngineSpec) -> AsyncIterator[Engine]:
 
 @asynccontextmanager
 async def running_over(
-    spec: EngineSpec, executor: RealExecutor, transport: Transport, offload: OffloadBackend | None = None
+    spec: EngineSpec,
+    executor: RealExecutor,
+    transport: Transport,
+    offload: OffloadBackend | None = None,
+    *,
+    clock: Clock | None = None,
+    store: RealStore | None = None,
 ) -> AsyncIterator[Engine]:
-    """The same over an executor and a transport that are there already; both are closed."""
-    engine = Engine(executor, transport, spec, WallClock(), offload)
+    """The same over an executor, a transport and perhaps a store that are there already; all are closed."""
+    engine = Engine(executor, transport, spec, clock or WallClock(), offload, store=store)
     async with asyncio.TaskGroup() as group:
         group.create_task(engine.run())
         try:
             yield engine
         finally:
             engine.stop()
+    if store is not None:
+        store.close()
     transport.close_all()
     executor.close()
     engine.pool.check()

@@ -17,14 +17,13 @@ from safetensors.torch import load_file, save_file
 from kvloom.engine.engine import Engine
 from kvloom.exec.cpu.executor import load_executor
 from kvloom.serve.engine import open_store, open_transport
-from kvloom.types.clock import WallClock
 from kvloom.types.errors import BadRequest, Conflict, Unavailable, UnknownModel
 from kvloom.types.request import Event
 from kvloom.types.spec import AdapterSpec, EngineSpec
 from kvloom.types.verbs import LoadAdapter, UnloadAdapter
 from tests.adapters import make_adapter, merge
 from tests.checkpoints import make_checkpoint
-from tests.engines import ask, body, running, spec_of
+from tests.engines import ask, body, running, running_over, spec_of
 from tests.oracle import Oracle
 
 PROMPT = [7, 3, 9, 1, 5, 40, 2]
@@ -323,20 +322,9 @@ def test_weights_that_nobody_wants_make_room_for_an_adapter(made: Path, tmp_path
 async def keeping(found: EngineSpec) -> AsyncIterator[Engine]:
     """An engine with a store of its own."""
     executor = load_executor(found)
-    store = open_store(found, executor)
-    transport = open_transport(found, executor.arena)
-    engine = Engine(executor, transport, found, WallClock(), store=store)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(engine.run())
-        try:
-            yield engine
-        finally:
-            engine.stop()
-    if store is not None:
-        store.close()
-    transport.close_all()
-    executor.close()
-    engine.pool.check()
+    store, transport = open_store(found, executor), open_transport(found, executor.arena)
+    async with running_over(found, executor, transport, store=store) as engine:
+        yield engine
 
 
 def test_prefixes_of_adapters_come_back_from_files_for_the_same_weights_alone(

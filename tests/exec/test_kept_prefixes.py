@@ -20,7 +20,7 @@ from kvloom.serve.engine import open_store, open_transport
 from kvloom.types.geometry import KVDtype
 from kvloom.types.spec import EngineSpec
 from tests.checkpoints import VOCAB, make_checkpoint
-from tests.engines import Answer, ask, body, running, spec_of
+from tests.engines import Answer, ask, body, running, running_over, spec_of
 
 MODEL = "m"
 LENGTHS = (16, 17, 64, 131)
@@ -57,21 +57,9 @@ class StandingClock:
 async def life(spec: EngineSpec) -> AsyncIterator[Engine]:
     """An engine with a store of its own; afterwards laws 1 and 4 hold."""
     executor = load_executor(spec)
-    store = open_store(spec, executor)
-    transport = open_transport(spec, executor.arena)
-    engine = Engine(executor, transport, spec, StandingClock(), store=store)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(engine.run())
-        try:
-            yield engine
-        finally:
-            engine.stop()
-    assert store is not None
-    store.close()
-    transport.close_all()
-    executor.close()
-    engine.pool.check()
-    assert engine.pool.available == engine.pool.total
+    store, transport = open_store(spec, executor), open_transport(spec, executor.arena)
+    async with running_over(spec, executor, transport, clock=StandingClock(), store=store) as engine:
+        yield engine
 
 
 async def answers(engine: Engine) -> list[list[int]]:

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BlockNeeds:
-    """What jobs need of the pool at one moment."""
+    """Tells what jobs need of the pool at one moment."""
 
     next_jobs: int
     """Blocks that the next jobs of all models that are awake take."""

@@ -22,7 +22,7 @@ class Reclaimable(Protocol):
 
 
 class NothingReclaimable:
-    """It satisfies `Reclaimable`."""
+    """Satisfies `Reclaimable`, with no blocks."""
 
     blocks = 0
 

@@ -225,7 +225,7 @@ class AdapterResidency:
 
     @property
     def shortage(self) -> Shortage | None:
-        """What the adapter that waits lacks; None if none waits for blocks alone."""
+        """The shortage of the adapter that waits; None if none waits for blocks alone."""
         for waiting in self._line:
             one = waiting.one
             if one.blocks is None and not waiting.room.done() and self._fits(one):

@@ -30,7 +30,7 @@ MARGIN: Final = 8  # one part in so many of the budget stays free when a model i
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """What the policy sees of one model's weights."""
+    """Tells the policy of one model's weights."""
 
     name: str
     blocks: int  # that they take the place of while they are awake

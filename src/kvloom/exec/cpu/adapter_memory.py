@@ -19,7 +19,7 @@ ALL_AT_START = 4
 
 
 class CpuAdapters:
-    """It satisfies `AdapterMemory`."""
+    """Satisfies `AdapterMemory` on a CPU."""
 
     def __init__(self, shapes: Mapping[str, Shapes | None], arena: Arena) -> None:
         """shapes: those of the linear layers of each model; None of one that has none which adapt."""

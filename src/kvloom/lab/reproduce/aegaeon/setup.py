@@ -252,9 +252,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a system has of a load. attained: the part of the tokens that came in time. service: seconds from
-    a request's arrival to its end, in the mean of those that were answered. requests: that were asked. slept:
-    None if nothing sleeps."""
+    """Tells what a system has of a load.
+
+    attained: the part of the tokens that came in time. service: seconds from a request's arrival to its end,
+    in the mean of those that were answered. requests: that were asked. slept: None if nothing sleeps."""
 
     attained: float
     service: float
