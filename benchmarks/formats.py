@@ -5,7 +5,9 @@ python -m benchmarks.formats [--shape qwen3-0.6b llama-3.2-1b A B] [--sides floa
 llama.cpp's own tool (q8_0, q4_0, q4_k_m) makes of it; kvloom and llama.cpp read the same GGUF file. They
 alternate turn by turn, so that neighbours on the machine slow all of them. Forwards alone, without the
 engine's loop: a decode step of one request and of many, after 32 tokens each, and the prefill of one prompt.
-Medians of the rounds. llama.cpp is llama-cpp-python, which is built from source in a venv on first use.
+Medians of the rounds. In each round the machine's memory is read as fast as the same threads can: the last
+column is what one request's steps read of weights, as a share of that. All sides of a shape are in memory at
+once. llama.cpp is llama-cpp-python, which is built from source in a venv on first use.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import torch
 from tools.make_checkpoint import BYTES, SHAPES
 from tools.make_gguf import make_gguf
 
+from benchmarks.bandwidth import MemoryReader, weight_bytes
 from benchmarks.places import LLAMA_VENV, LOGS, checkpoint, quantized
 from benchmarks.report import Cell, Finding, Report, make_parser, publish, this_machine
 from kvloom.exec.attention import ForwardState
@@ -41,11 +44,15 @@ from kvloom.types.spec import Dtype, ModelSpec
 BLOCK = 1 << 14
 CONTEXT, CHUNK = 32, 512
 ROUNDS = 5
+SHARE = 80.0  # % of the machine's bandwidth that weights are to be read at
+CACHED = 256 << 20  # bytes of weights that caches may hold, and so tell nothing of memory
 WANTED: Final = ("qwen3-0.6b", "llama-3.2-1b", "A", "B")
 
 
 class Side(Protocol):
-    """One model, loaded in one format."""
+    """One model, loaded in one format. weights: the bytes that a decode step reads of them; 0 if unknown."""
+
+    weights: int
 
     def decode(self, rows: int, steps: int) -> float:
         """Returns the tokens a second of `rows` requests together."""
@@ -59,6 +66,7 @@ class Kvloom:
 
     def __init__(self, path: Path, dtype: Dtype) -> None:
         self._model = load_model(ModelSpec(name="m", path=str(path), dtype=dtype), BLOCK, CPU)
+        self.weights = weight_bytes(self._model.module)
 
     def decode(self, rows: int, steps: int) -> float:
         batch = _Batch(self._model, rows, CONTEXT + steps + 1)
@@ -107,6 +115,8 @@ class _Batch:
 
 class LlamaCpp:
     """llama.cpp over a GGUF file, in a process that runs a turn when it is told to."""
+
+    weights = 0
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -165,11 +175,14 @@ def llama_cpp(path: Path) -> Iterator[Side]:
 def gguf(shape: str, kind: str | None) -> Path:
     """Returns the shape as a GGUF file of a kind by llama.cpp's own tool, or in bfloat16."""
     source = checkpoint(shape, "bfloat16")
-    plain = source.with_suffix(".gguf")
+    plain = source.with_name(f"{source.name}.gguf")
+    out = source.with_name(f"{shape}-{kind}.gguf") if kind else plain
+    if out.exists():
+        return out
     if not plain.exists():
         make_gguf(source, plain)
-    if kind is None or (out := source.with_name(f"{shape}-{kind}.gguf")).exists():
-        return plain if kind is None else out
+    if kind is None:
+        return plain
     argv = [str(_llama_python()), str(PEER), "quantize", str(plain), kind.upper(), str(out)]
     subprocess.run(argv, check=True, capture_output=True)
     return out
@@ -223,11 +236,12 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What a side reached: tokens a second of each round."""
+    """What a side reached: tokens a second of each round. weights: the bytes that a step reads of them."""
 
     one: list[float] = field(default_factory=list)
     many: list[float] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)
+    weights: int = 0
 
     def turn(self, side: Side, effort: Effort) -> None:
         self.one.append(side.decode(1, effort.steps))
@@ -239,21 +253,31 @@ class Pace:
         return median(self.one), median(self.many), median(self.prefill)
 
 
-def compare(shape: str, names: Sequence[str], effort: Effort) -> dict[str, Pace]:
-    """Returns the paces of the sides, which alternate."""
+def compare(
+    shape: str, names: Sequence[str], effort: Effort, reader: MemoryReader
+) -> tuple[dict[str, Pace], float]:
+    """Returns the paces of the sides, which alternate, and how many bytes a second the machine read
+    meanwhile."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # of the calling thread
+    reader.bandwidth()  # warms
+    reads: list[float] = []
     with ExitStack() as stack:
         sides = {name: stack.enter_context(SIDES[name](shape)) for name in names}
         for side in sides.values():
             Pace().turn(side, effort)  # warms
-        paces = {name: Pace() for name in names}
+        paces = {name: Pace(weights=side.weights) for name, side in sides.items()}
         for _ in range(effort.rounds):
+            reads.append(reader.bandwidth())
             for name, side in sides.items():
                 paces[name].turn(side, effort)
-    return paces
+    return paces, median(reads)
 
 
-def _findings(shape: str, paces: Mapping[str, Pace], many: int) -> Iterator[Finding]:
+def _findings(shape: str, paces: Mapping[str, Pace], many: int, bandwidth: float) -> Iterator[Finding]:
+    for name, pace in paces.items():
+        if pace.weights > CACHED:
+            what = f"{shape}, one request: weights of {name} read, of what the machine reads"
+            yield Finding(what=what, value=100 * _share(pace, bandwidth), unit=" %", least=SHARE)
     for target in TARGETS:
         if not {target.side, target.other} <= set(paces):
             continue
@@ -264,24 +288,35 @@ def _findings(shape: str, paces: Mapping[str, Pace], many: int) -> Iterator[Find
             yield Finding(what=name, value=ours / theirs, unit="×", least=least)
 
 
+def _share(pace: Pace, bandwidth: float) -> float:
+    """Returns which part of `bandwidth` the steps of one request take."""
+    return pace.weights * median(pace.one) / bandwidth
+
+
 async def measure(shapes: Sequence[str], names: Sequence[str], effort: Effort) -> Report:
     rows: list[list[Cell]] = []
     findings: list[Finding] = []
     raw: dict[str, object] = {}
-    machine = this_machine()
+    notes: list[str] = []
+    machine, reader = this_machine(), MemoryReader()
     for shape in shapes:
-        paces = await asyncio.to_thread(compare, shape, names, effort)
+        paces, bandwidth = await asyncio.to_thread(compare, shape, names, effort, reader)
         for name, pace in paces.items():
-            rows.append([f"{shape}, {name}", *pace.medians])
+            share = 100 * _share(pace, bandwidth) if pace.weights else None
+            rows.append([f"{shape}, {name}", *pace.medians, pace.weights / 1e6 or None, share])
             raw[f"{shape}/{name}"] = pace
-        findings += _findings(shape, paces, effort.many)
+        findings += _findings(shape, paces, effort.many, bandwidth)
+        notes.append(
+            f"{shape}: the machine read {bandwidth / 1e9:.1f} GB/s of memory, the median of the rounds."
+        )
     return Report(
         name="formats",
         title=f"Tokens/s by the format of weights; prefill of {effort.prompt} tokens",
-        columns=["", "one", f"{effort.many}", "prefill"],
+        columns=["", "one", f"{effort.many}", "prefill", "MB of weights", "% of bandwidth, one"],
         rows=rows,
         findings=findings,
         machine=machine,
+        notes=notes,
         raw=raw,
     )
 

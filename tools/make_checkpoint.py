@@ -6,8 +6,10 @@ python tools/make_checkpoint.py --shape A --out DIR
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -29,14 +31,24 @@ class Shape:
     context: int = 4096
     head_dim: int = 64
     qwen: bool = False  # Qwen3, with norms of heads; else Llama
+    rope: Mapping[str, float | str] | None = None  # transformers' `rope_parameters`; None is its default
 
+
+_LLAMA3_ROPE: Final = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 SHAPES = {
     "A": Shape(hidden=768, layers=12, heads=12, kv_heads=12, ffn=2048),
     "B": Shape(hidden=512, layers=6, heads=8, kv_heads=4, ffn=1408),
     "C": Shape(hidden=512, layers=6, heads=8, kv_heads=4, ffn=1408, vocab=32_000),
     "qwen3-0.6b": Shape(1024, 28, 16, 8, 3072, vocab=151_936, head_dim=128, qwen=True),
-    "llama-3.2-1b": Shape(2048, 16, 32, 8, 8192, vocab=128_256),
+    "llama-3.2-1b": Shape(2048, 16, 32, 8, 8192, vocab=128_256, context=131_072, rope=_LLAMA3_ROPE),
 }
 
 
@@ -64,6 +76,7 @@ def _config(shape: Shape, dtype: str) -> LlamaConfig | Qwen3Config:
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         max_position_embeddings=shape.context,
+        rope_parameters=None if shape.rope is None else dict(shape.rope),
         tie_word_embeddings=True,
         bos_token_id=BOS,
         eos_token_id=EOS,

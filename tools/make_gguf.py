@@ -25,6 +25,7 @@ ARCHITECTURES: Final = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3": gguf.MODEL_ARCH
 """By `model_type` of the checkpoint."""
 _MERGED: Final = ("Ġ", "Ġ")
 """llama.cpp wants at least one merge, and these tokenizers have none."""
+_ROPE_FACTORS: Final = "rope_freqs.weight"
 _ROWS: Final = 4096  # that are quantised at once
 _BLOCKS: Final = {Type.Q4_K: q4_k, Type.Q6_K: q6_k}
 """What writes the types that the package does not write."""
@@ -39,6 +40,8 @@ def make_gguf(checkpoint: Path, out: Path, kind: Kind | None = None) -> Path:
     writer = gguf.GGUFWriter(out, gguf.MODEL_ARCH_NAMES[architecture])
     _add_shape(writer, config)
     _add_tokenizer(writer, checkpoint)
+    if config["rope_parameters"]["rope_type"] == "llama3":
+        writer.add_tensor(_ROPE_FACTORS, _llama3_factors(config["rope_parameters"], config["head_dim"]))
     names = gguf.get_tensor_name_map(architecture, layers)
     for name, weight in load_file(checkpoint / "model.safetensors").items():
         stored = names.get_name(name, try_suffixes=(".weight",))
@@ -70,6 +73,16 @@ def _add_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_freq_base(float(config["rope_parameters"]["rope_theta"]))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
+
+
+def _llama3_factors(rope: dict[str, Any], head_dim: int) -> NDArray[np.float32]:
+    """Returns by what the frequencies of Llama 3.1 and later are divided, as llama.cpp's converter does."""
+    frequencies = rope["rope_theta"] ** -(np.arange(0, head_dim, 2) / head_dim)
+    turns = rope["original_max_position_embeddings"] * frequencies / (2 * np.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    factors: NDArray[np.float32] = (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
+    return factors
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path) -> None:
