@@ -151,7 +151,11 @@ def served(options: argparse.Namespace, console: Console) -> dict[str, Measure]:
     vllms = [Vllm(options.venv, setup) for setup in setups]
     systems = [*multimodel.POLICIES, *([] if options.no_peers else [multimodel.VLLM])]
     pace = throughput.Effort(requests=6, output=8, one_output=8, rounds=1) if quick else throughput.Effort()
-    many = multimodel.Effort(rates=(1.0,), seconds=6.0, lone_rounds=1) if quick else multimodel.Effort()
+    many = (
+        multimodel.Effort(rates=(1.0,), seconds=6.0, lone_rounds=1, rounds=1)
+        if quick
+        else multimodel.Effort()
+    )
     return {
         "truth": lambda: truth.measure(
             ["demo"] if quick else truth.SUBJECTS, truth.QUICK if quick else truth.Effort()

@@ -1,12 +1,15 @@
 """Four models on the same cores and the same KV memory: one kvloom, against four vLLM servers.
 
 python -m benchmarks.multimodel [--rates 0.5 1 2 3 4] [--seconds 60] [--policies adbs fcfs round-robin slack]
+[--rounds 2]
 
 Models a1, a2 (shape A), b1, b2 (shape B); rates by power law, α = 2.1, in that order; Poisson arrivals from
 one seed, so every system gets the same requests at the same times. A request is in time if it ends within
 8 times the latency that such a request has alone. That latency is measured on kvloom and, beside it, the
 slower of both servers' is used, which is kinder; both answers are given, and either bound is common to all
 systems. kvloom is told neither rates nor shares of memory; each vLLM server gets a quarter of the memory.
+Systems are measured one after the other, and in each second round in reverse, so that a machine which
+becomes slower or quicker favours none; each round has requests of its own.
 
 By the models' own objective a request is in time if its first token comes within 8 times the time that the
 longest prompt's takes alone, and its tokens follow within 8 times the mean time of a lone request. That is
@@ -16,9 +19,10 @@ the `slo` which each model has in kvloom's config; it is measured before, on a k
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median, quantiles
 
@@ -84,14 +88,15 @@ class Effort:
     lone_rounds: int = 3
     outputs: Sequence[int] = OUTPUTS
     seed: int = 0
+    rounds: int = 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Record:
-    """One system: what a lone request takes, and the outcomes at each total rate."""
+    """One system: what a lone request takes, and the outcomes of all rounds at each total rate."""
 
-    lone: Lone
-    traces: dict[float, list[Outcome]]
+    lone: Lone = field(default_factory=dict)
+    traces: dict[float, list[Outcome]] = field(default_factory=lambda: defaultdict(list))
 
 
 @asynccontextmanager
@@ -136,18 +141,25 @@ async def _warm(load: Load) -> None:
 
 
 async def measure_system(
-    system: str, effort: Effort, vllm: Vllm, slos: Mapping[str, Slo], console: Console
-) -> Record:
+    system: str,
+    record: Record,
+    turn: int,
+    effort: Effort,
+    vllm: Vllm,
+    slos: Mapping[str, Slo],
+    console: Console,
+) -> None:
+    """Adds one round of the system to its record. What a lone request takes is measured in the first."""
     async with fleet(system, effort.kv_bytes, vllm, slos) as urls:
         load = Load(urls, stream=True)
         await _warm(load)
-        lone = await _lone(load, effort)
-        traces = {}
+        record.lone = record.lone or await _lone(load, effort)
         for rate in effort.rates:
-            asks = poisson(power_law(list(SHAPES), ALPHA, rate), effort.seconds, effort.outputs, effort.seed)
-            traces[rate], seconds = await load.drive(asks)
+            rates = power_law(list(SHAPES), ALPHA, rate)
+            asks = poisson(rates, effort.seconds, effort.outputs, effort.seed + turn)
+            outcomes, seconds = await load.drive(asks)
+            record.traces[rate] += outcomes
             console.print(f"  {system}: {len(asks)} requests at {rate:g}/s took {seconds:.0f} s", style="dim")
-    return Record(lone, traces)
 
 
 async def _lone(load: Load, effort: Effort) -> Lone:
@@ -163,15 +175,17 @@ async def _lone(load: Load, effort: Effort) -> Lone:
 
 async def measure(systems: Sequence[str], effort: Effort, vllm: Vllm, console: Console) -> Report:
     machine = this_machine(**versions(vllm.venv))
-    records: dict[str, Record] = {}
+    records = {system: Record() for system in systems}
     slos = await objectives(effort, vllm, console)
-    for system in systems:
-        console.print(f"{system}: starting", style="dim")
-        records[system] = await measure_system(system, effort, vllm, slos, console)
+    for turn in range(effort.rounds):
+        for system in systems if turn % 2 == 0 else reversed(systems):
+            console.print(f"{system}: starting", style="dim")
+            await measure_system(system, records[system], turn, effort, vllm, slos, console)
     scaled = _objectives(records)
     return Report(
         name="multimodel",
-        title=f"Four models, α = {ALPHA}, {effort.seconds:g} s at each rate, SLO {SCALE:g} × alone",
+        title=f"Four models, α = {ALPHA}, {effort.rounds} × {effort.seconds:g} s at each rate, "
+        f"SLO {SCALE:g} × alone",
         columns=[
             "",
             "req/s asked",
@@ -183,7 +197,7 @@ async def measure(systems: Sequence[str], effort: Effort, vllm: Vllm, console: C
             "failed",
         ],
         rows=[
-            _row(system, rate, outcomes, effort.seconds, scaled[0][1], slos)
+            _row(system, rate, outcomes, effort.rounds * effort.seconds, scaled[0][1], slos)
             for rate in effort.rates
             for system, record in records.items()
             for outcomes in [record.traces[rate]]
@@ -293,6 +307,7 @@ def main() -> None:
     parser.add_argument("--vllm-setup", choices=["none", *sorted(VLLM_SETUPS)], default=BEST_SETUP)
     parser.add_argument("--lone-rounds", type=int, default=usual.lone_rounds)
     parser.add_argument("--seed", type=int, default=usual.seed)
+    parser.add_argument("--rounds", type=int, default=usual.rounds)
     options = parser.parse_args()
     effort = Effort(
         rates=options.rates,
@@ -300,6 +315,7 @@ def main() -> None:
         kv_bytes=options.kv_mib << 20,
         lone_rounds=options.lone_rounds,
         seed=options.seed,
+        rounds=options.rounds,
     )
     without = options.vllm_setup == "none"
     systems = [*options.policies, *([] if without else [VLLM])]
