@@ -5,9 +5,9 @@ python -m benchmarks.formats [--shape qwen3-0.6b llama-3.2-1b A B] [--sides floa
 llama.cpp's own tool (q8_0, q4_0, q4_k_m) makes of it; kvloom and llama.cpp read the same GGUF file. They
 alternate turn by turn, so that neighbours on the machine slow all of them. Forwards alone, without the
 engine's loop: a decode step of one request and of many, after 32 tokens each, and the prefill of one prompt.
-Medians of the rounds. In each round the machine's memory is read as fast as the same threads can: the last
-column is what one request's steps read of weights, as a share of that. All sides of a shape are in memory at
-once. llama.cpp is llama-cpp-python, which is built from source in a venv on first use.
+Medians of the rounds. In each round memory is read as fast as the same threads can: the last columns are the
+MB of weights that a step of one request reads, and at what share of that pace it does. All sides of a shape
+are in memory at once. llama.cpp is llama-cpp-python, which is built from source in a venv on first use.
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ async def measure(shapes: Sequence[str], names: Sequence[str], effort: Effort) -
     return Report(
         name="formats",
         title=f"Tokens/s by the format of weights; prefill of {effort.prompt} tokens",
-        columns=["", "one", f"{effort.many}", "prefill", "MB of weights", "% of bandwidth, one"],
+        columns=["", "one", f"{effort.many}", "prefill", "MB", "read, %"],
         rows=rows,
         findings=findings,
         machine=machine,

@@ -21,8 +21,9 @@ import kvloom
 from kvloom.exec.cpu import number_format, small_batch
 from kvloom.exec.cpu.decoder import FusedDecoder
 from kvloom.exec.cpu.executor import CPU
-from kvloom.exec.cpu.linear import HalfEmbedding, HalfLinear, packed
+from kvloom.exec.cpu.linear import GatedMLP, HalfEmbedding, HalfLinear, packed
 from kvloom.exec.cpu.number_format import choose_format
+from kvloom.exec.experts import Experts
 from kvloom.exec.fuse import MergedLinearPart
 from kvloom.exec.huggingface import children
 from kvloom.exec.loader import Forward, LoadedModel, Modular, load_model
@@ -39,6 +40,7 @@ from tests.oracle import Oracle
 
 FUSED = ("llama", "qwen2", "qwen3", "mistral")
 OTHERS = ("cohere", "gpt_neox", "phi3")
+MIXTURES = ("mixtral", "qwen3_moe")
 LENGTHS = (1, 3, WINDOW + 1, 90, 130)  # past the window; more than a chunk, and than the rows of one kernel
 COUNT = 16
 DEMOS = Path(kvloom.__file__).parent / "demo"
@@ -80,7 +82,10 @@ def served(path: Path, dtype: str, ranks: int = 1) -> list[tuple[list[int], list
 
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
-    [*((one, "bfloat16") for one in FUSED + OTHERS), ("llama", "float16"), ("qwen3", "float16")],
+    [
+        *((one, "bfloat16") for one in FUSED + OTHERS + MIXTURES),
+        *((one, "float16") for one in ("llama", "qwen3", "qwen3_moe")),
+    ],
 )
 def test_tokens_are_those_of_the_same_numbers_in_float32(
     architecture: str, dtype: str, tmp_path: Path
@@ -90,6 +95,22 @@ def test_tokens_are_those_of_the_same_numbers_in_float32(
     for prompt, tokens in served(path, dtype):
         oracle.check_at_once(prompt, tokens)
         assert len(tokens) == COUNT
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_experts_hold_16_bits(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if nobody asks for them, where they are quicker."""
+    monkeypatch.setattr(number_format, "_MEASURED", 1 << 12)
+    monkeypatch.setattr(number_format, "measure", lambda own, depth: (1.0, 2.0))
+    model = load(halved(tmp_path, architecture))
+    mixtures = [one for one in model.module.modules() if isinstance(one, Experts)]
+    assert len(mixtures) == model.geometry.layers
+    for gated in (gated for experts in mixtures for gated in experts):
+        assert isinstance(gated, GatedMLP)
+        for linear in (gated.gate, gated.up, gated.down):
+            assert isinstance(linear, HalfLinear)
+            assert linear.panels.dtype == torch.bfloat16
+    assert model.kv_dtype == torch.float32
 
 
 def test_tokens_over_two_ranks(tmp_path: Path) -> None:
@@ -286,7 +307,7 @@ def test_auto_is_the_quicker_format_and_says_so(
     [
         ("llama", torch.float32, LARGE),
         ("llama", torch.bfloat16, {}),  # caches hold it
-        ("mixtral", torch.bfloat16, LARGE),  # its experts' weights are no linear layers
+        ("gemma2", torch.bfloat16, LARGE),  # its embedding scales
     ],
 )
 def test_auto_is_float32_where_there_is_no_choice(
@@ -332,6 +353,6 @@ def test_auto_rounds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("architecture", ["gemma2", "gpt2", "mixtral"])
 def test_what_cannot_be_widened(architecture: str) -> None:
-    """It has an embedding that scales, layers that are not linear, or experts."""
+    """It has an embedding that scales, layers that are not linear, or experts in one tensor."""
     assert not can_widen(outline_of(architecture))
     assert can_widen(outline_of("llama"))

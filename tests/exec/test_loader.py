@@ -196,9 +196,9 @@ def test_sampling_that_cannot_be_is_refused_and_none_is_no_wish(qwen: Path) -> N
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_of_a_mixture(tmp_path: Path, dtype: str) -> None:
-    """Its experts' weights are no linear layers, so it computes in their format."""
-    model = load(make_checkpoint(tmp_path, "mixtral"), dtype=dtype)
+def test_half_precision_of_what_is_not_widened(tmp_path: Path, dtype: str) -> None:
+    """Its embedding scales, so it computes in the format of its weights."""
+    model = load(make_checkpoint(tmp_path, "gemma2"), dtype=dtype)
     assert model.card.dtype == dtype
     assert model.geometry.itemsize == 2
     assert model.geometry.tokens_per_block == 32

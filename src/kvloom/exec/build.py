@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kvloom.exec.card import read_sampling_defaults, read_tokenizer
 from kvloom.exec.checkpoint import Checkpoint
-from kvloom.exec.experts import Expert, Experts, split_experts
+from kvloom.exec.experts import Expert, Experts, split_all_experts, split_experts
 from kvloom.exec.formats.weights import QuantizedTensors, quantized_weights
 from kvloom.exec.gguf import tokenizer as gguf_tokenizer
 from kvloom.exec.gguf.architecture import plain_formats
@@ -32,6 +32,7 @@ from kvloom.exec.huggingface import (
 )
 from kvloom.exec.mapped import MappedFiles
 from kvloom.exec.quantized import QuantizedLinear, linear_of, put_quantized
+from kvloom.exec.widened import HALVES
 from kvloom.types.errors import ConfigError
 from kvloom.types.request import SamplingDefaults
 
@@ -62,9 +63,10 @@ class Description(Protocol):
     def matrices(self) -> Set[str]:
         """Returns safetensors' names of the number formats of the matrices that are not held quantised."""
 
-    def outline(self, dtype: torch.dtype) -> nn.Module:
-        """Returns the model without memory for its weights. Raises ConfigError if the files hold by far too
-        little for it: transformers would take memory for what they lack, and fill it with random numbers."""
+    def outline(self, dtype: torch.dtype, apart: bool) -> nn.Module:
+        """Returns the model without memory for its weights. apart: whether experts of 16 bits may have linear
+        layers of their own. Raises ConfigError if the files hold by far too little for it: transformers would
+        take memory for what they lack, and fill it with random numbers."""
 
     def size(self, outlined: nn.Module, dtype: torch.dtype) -> int:
         """Returns the bytes of the model, with what is quantised as it is held. outlined: the model without
@@ -95,7 +97,7 @@ class _GgufFile:
     def matrices(self) -> Set[str]:
         return plain_formats(self._header)
 
-    def outline(self, dtype: torch.dtype) -> nn.Module:
+    def outline(self, dtype: torch.dtype, apart: bool) -> nn.Module:
         module = outline(self.config, dtype)
         take_out_quantized(module, self._header)
         return module
@@ -135,7 +137,7 @@ class _Folder:
             return {one.get_dtype() for one in self._files.tensors() if len(one.get_shape()) > 1}
         return {one.format for one in self._stored.plain.values() if len(one.shape) > 1}
 
-    def outline(self, dtype: torch.dtype) -> nn.Module:
+    def outline(self, dtype: torch.dtype, apart: bool) -> nn.Module:
         module = outline(self.config, dtype)
         stored, elements = self._stored, self._checkpoint.elements
         if stored is not None:
@@ -147,6 +149,8 @@ class _Folder:
             raise ConfigError(
                 f"its config describes {parameters:,} parameters{plain}, and its files hold {elements:,}"
             )
+        if apart and dtype in HALVES and stored is None:
+            split_all_experts(module)
         return module
 
     def size(self, outlined: nn.Module, dtype: torch.dtype) -> int:
@@ -163,6 +167,8 @@ class _Folder:
         if self._stored is not None:
             split_experts(module, self._stored)
             put_quantized(module, self._stored)
+        elif widens:
+            split_all_experts(module)
         for weight in _weights(module):
             self._files.release_after(weight)
         tokenizer = read_tokenizer(self._folder)

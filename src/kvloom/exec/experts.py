@@ -1,8 +1,9 @@
 """Experts of a mixture as linear layers of their own, so that each may hold few bits.
 
 transformers holds all experts of a layer in two tensors, `gate_up_proj` and `down_proj`. Where weights are
-quantised, `split_experts` puts a module in their place that is called as theirs is, and has the linear layers
-`0.gate_proj`, `0.up_proj`, `0.down_proj`, `1.gate_proj`, … . What is done to others is done to these.
+quantised, or have 16 bits that are widened, a module is put in their place that is called as theirs is, and
+has the linear layers `0.gate_proj`, `0.up_proj`, `0.down_proj`, `1.gate_proj`, … . What is done to others is
+done to these.
 """
 
 from __future__ import annotations
@@ -80,6 +81,24 @@ def split_experts(model: nn.Module, names: Iterable[str]) -> None:
             model.set_submodule(name, _split(stock))
 
 
+def split_all_experts(model: nn.Module) -> None:
+    """Replaces all experts of a model in place, but those of another form. Their weights are parts of what
+    they had been."""
+    for name, stock in list(model.named_modules()):
+        if hasattr(stock, _STACKED[0]) and _is_served(stock):
+            ours = _split(stock)
+            _share(ours, stock.gate_up_proj, stock.down_proj)
+            model.set_submodule(name, ours)
+
+
+def _share(ours: Experts, gate_up: Tensor, down: Tensor) -> None:
+    """Gives experts their parts of the tensors in which transformers has all."""
+    for expert, both, last in zip(ours, gate_up.detach(), down.detach(), strict=True):
+        held: Any = expert
+        for name, weight in zip(GATED, (*both.chunk(2), last), strict=True):
+            getattr(held, name).weight = nn.Parameter(weight, requires_grad=False)
+
+
 def _split(stock: Any) -> Experts:
     count, hidden, inner = stock.down_proj.shape
     dtype = stock.down_proj.dtype
@@ -125,8 +144,6 @@ def _small(stock: Any) -> tuple[Any, Experts, tuple[Tensor, Tensor, Tensor]]:
     small.__dict__["_parameters"] = dict(zip(_STACKED, ways, strict=True))
     small.num_experts = count
     ours = _split(small)
-    for expert, gate_up, down in zip(ours, *ways, strict=True):
-        state = dict(zip((f"{name}.weight" for name in GATED), (*gate_up.chunk(2), down), strict=True))
-        expert.load_state_dict(state, assign=True)
+    _share(ours, *ways)
     chosen = torch.stack([torch.randperm(count, generator=random)[:each] for _ in range(5)])
     return small, ours, (numbers(5, hidden), chosen, numbers(5, each))

@@ -282,7 +282,7 @@ def _load(
                 "its weights are quantised, or in a GGUF file, and ranks share neither; a `tensor_parallel` "
                 "of 1 is right"
             )
-    outlined, dtype = _outlined(spec, described, target, say)
+    outlined, dtype = _outlined(spec, described, target, team is None, say)
     target.check_room(described.size(outlined, dtype))
     if team is None or team.group.rank == 0:
         checkpoint.require_digest(spec.sha256)
@@ -323,14 +323,15 @@ def _program() -> tuple[str, ...]:
 
 
 def _outlined(
-    spec: ModelSpec, described: Description, target: LoadTarget, say: Callable[[str], None]
+    spec: ModelSpec, described: Description, target: LoadTarget, whole: bool, say: Callable[[str], None]
 ) -> tuple[nn.Module, torch.dtype]:
-    """Returns the model without memory for its weights, and the number format that it is to have."""
+    """Returns the model without memory for its weights, and the number format that it is to have. whole:
+    whether no ranks share it, which cut transformers' own experts."""
     if spec.dtype != "auto":
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        return described.outline(dtype), dtype
+        return described.outline(dtype, whole), dtype
     own = target.own_format(described.config, described.matrices)
-    outlined = described.outline(own)
+    outlined = described.outline(own, whole)
     return outlined, target.choose_format(own, outlined, say)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kvloom.exec.experts import Experts
 from kvloom.exec.huggingface import children
 
 HALVES: Final = (torch.bfloat16, torch.float16)
@@ -36,20 +37,35 @@ class WidenedEmbedding(nn.Embedding):
 
 def can_widen(module: nn.Module) -> bool:
     """Returns whether all matrices are of stock linear layers and embeddings, which alone are known to do
-    nothing else with their weights. module: with weights of 16 bits, on any device. Tables of 16 bits forbid
-    it: in float32 they would have other values."""
+    nothing else with their weights, or of routers beside experts with layers of their own, which are small.
+    module: with weights of 16 bits, on any device. Tables of 16 bits forbid it: in float32 they would have
+    other values."""
     if any(table.dtype in HALVES for table in module.buffers()):
         return False
+    routers = _routers(module)
     return all(
-        weight.dim() < 2 or (name == "weight" and type(one) in (nn.Linear, nn.Embedding))
+        weight.dim() < 2 or (name == "weight" and (type(one) in (nn.Linear, nn.Embedding) or one in routers))
         for one in module.modules()
         for name, weight in one.named_parameters(recurse=False)
     )
 
 
+def _routers(module: nn.Module) -> set[nn.Module]:
+    """Returns the modules beside experts whose matrix has a row for each of them."""
+    found = set[nn.Module]()
+    for one in module.modules():
+        counts = {len(part) for part in one.children() if isinstance(part, Experts)}
+        for beside in one.children() if counts else ():
+            weight = getattr(beside, "weight", None)
+            if isinstance(weight, Tensor) and weight.dim() == 2 and len(weight) in counts:
+                found.add(beside)
+    return found
+
+
 def widen(module: nn.Module) -> None:
-    """Makes a model that `can_widen` compute in float32, in place. Matrices stay where they are; all other
-    parameters, which are small, become float32. A weight that two layers share stays shared."""
+    """Makes a model that `can_widen` compute in float32, in place. Matrices stay where they are, but for
+    routers'; these and all other parameters, which are small, become float32. A weight that two layers share
+    stays shared."""
     for parent, name, child in children(module):
         if type(child) is nn.Linear:
             bias = child.bias is not None
