@@ -34,7 +34,7 @@ class Shape:
     rope: Mapping[str, float | str] | None = None  # transformers' `rope_parameters`; None is its default
 
 
-_LLAMA3_ROPE: Final = {
+_LLAMA3_ROPE: Final[Mapping[str, float | str]] = {
     "rope_type": "llama3",
     "rope_theta": 500_000.0,
     "factor": 32.0,
