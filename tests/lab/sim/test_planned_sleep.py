@@ -10,6 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from kvloom.cli.__main__ import main
+from kvloom.config.file import load_config
+from kvloom.config.machine import Machine
 from kvloom.lab.workload.results import Slept, read_results
 from kvloom.plan.cost.profile import Profile, write_profile
 from kvloom.plan.cost.shapes import ModelShape
@@ -100,6 +102,8 @@ def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:
         assert re.search(".*".join(re.escape(part) for part in shown.strip().split("…")), printed, re.S), (
             printed
         )
+    (unit,) = load_config(Path("plan.json"), {}, {}, Machine(cores=1, memory=2 << 30)).engines
+    assert (unit.kv_bytes, unit.sleep_dir, len(unit.models)) == (1 << 30, "/var/tmp", 4)
 
 
 CORES = "nodes: [{device: cpu, gpus: 1, memory: 4GiB}]\n"
