@@ -10,13 +10,16 @@ import pytest
 from msgspec.structs import replace
 
 from kvloom.cli.__main__ import main
+from kvloom.config.config import DEMO
 from kvloom.config.file import load_config
 from kvloom.config.machine import Machine
+from kvloom.lab.sim.unit import CONTEXT, modelled_executor, planned_units
 from kvloom.lab.workload.results import Slept, read_results
 from kvloom.plan.cost.profile import Profile, write_profile
-from kvloom.plan.cost.shapes import ModelShape
+from kvloom.plan.cost.shapes import ModelShape, read_context
 from kvloom.plan.plan import read_plan
 from tests.commands import kvloom
+from tests.lab.sim.plans import make_plan
 from tests.plan.cost.profiles import make_profile
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "memory.md").read_text("utf-8")
@@ -128,3 +131,13 @@ def test_what_is_refused(nodes: str, memory: str, said: str) -> None:
     done = kvloom("plan", "fleet.yaml", "--profile", "profile.json", "--memory", memory, folder=Path.cwd())
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert said in done.stderr
+
+
+def test_a_model_holds_as_many_tokens_as_its_checkpoint_says() -> None:
+    (unit,) = make_plan(1).units
+    paths = {"a": str(DEMO / "guide"), "b": "made/up"}
+    models = tuple(replace(model, path=paths[model.name]) for model in unit.models)
+    (made,) = planned_units(replace(make_plan(1), units=(replace(unit, models=models, kv_bytes=1 << 30),)))
+    cards = modelled_executor(made).cards
+    assert cards["a"].context_length == read_context(DEMO / "guide") == 1024
+    assert cards["b"].context_length == CONTEXT
