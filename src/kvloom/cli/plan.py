@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from dataclasses import replace as but
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
@@ -19,7 +20,17 @@ from rich.table import Table
 from kvloom.cli.app import interruptible
 from kvloom.cli.cluster import require_ray
 from kvloom.cli.tables import console_for
-from kvloom.config.fields import ConfigSection, NoNull, Size, Some, explain, nearest, no_bool
+from kvloom.config.fields import (
+    ConfigSection,
+    NoNull,
+    Size,
+    Some,
+    explain,
+    nearest,
+    no_bool,
+    parse_size,
+    show_size,
+)
 from kvloom.config.file import read_yaml
 from kvloom.config.machine import Machine
 from kvloom.config.models import SloConfig, resolve_model
@@ -84,7 +95,7 @@ class DemandConfig(ConfigSection):
     prompt: _Tokens | None = None
     output: _Tokens | None = None
     slo: SloConfig | None = None
-    """The objective that the plan is to tell; None for the usual one. Nothing is planned by it."""
+    """The objective that the plan is to tell; None for the usual one. Only `--memory` plans by it."""
 
 
 class ClusterConfig(ConfigSection):
@@ -158,6 +169,23 @@ def _nodes(key: str, config: NodesConfig) -> Nodes:
         raise ConfigError(f"{key}.device: {error.message}, and {CPU}") from error
     memory = device.memory if config.memory is None else config.memory
     return Nodes(device.name, memory, config.gpus, config.machines, names)
+
+
+def _budgeted(nodes: Nodes, memory: str) -> Nodes:
+    """Returns nodes whose weights sleep, with so much for weights and pools of each. Raises ConfigError."""
+    try:
+        size = parse_size(memory)
+    except ValueError as error:
+        raise ConfigError(f"--memory: {error}") from error
+    if not nodes.mesh(nodes.gpus).abilities.sleeps:
+        raise ConfigError(
+            f"--memory: weights sleep on units of one rank on {CPU}, not on {nodes.device}; nodes of device "
+            f"{CPU}, or no --memory, are right"
+        )
+    if not nodes.gpus <= size <= nodes.memory * nodes.gpus:
+        there = show_size(nodes.memory * nodes.gpus)
+        raise ConfigError(f"--memory: {show_size(size)} of a machine that has {there}; at most that is right")
+    return but(nodes, budget=size // nodes.gpus)
 
 
 def read_demands(cluster: Cluster, traffic: Traffic | None, profile: Profile | None) -> list[Demand]:
@@ -273,14 +301,24 @@ def plan_command(
     cluster: Annotated[
         str | None, Parameter(metavar="auto|HOST:PORT", help="the Ray cluster that it is for (the file's)")
     ] = None,
+    memory: Annotated[
+        str | None,
+        Parameter(
+            metavar="SIZE", help="of each machine, for the pools and weights that sleep and wake: 8GiB"
+        ),
+    ] = None,
     output: Annotated[Path | None, Parameter(alias="-o", help="the file to write")] = None,
 ) -> None:
     """Find out which models go together on which devices.
 
     They go together so that they answer as many requests as possible, and the table tells what each is
-    expected to answer (MuxServe). `kvloom serve` takes the plan that it writes if that is for this machine's
-    devices, `kvloom serve --cluster` one that names the cluster's nodes, and `kvloom simulate` any."""
+    expected to answer (MuxServe). With --memory models may be larger together than that: their weights
+    sleep and wake, and the table tells how often they are awake. `kvloom serve` takes the plan that it writes
+    if that is for this machine's devices, `kvloom serve --cluster` one that names the cluster's nodes, and
+    `kvloom simulate` any."""
     read = read_cluster(file, None if cluster is None else _running(cluster))
+    if memory is not None:
+        read = but(read, nodes=tuple(_budgeted(nodes, memory) for nodes in read.nodes))
     measured = None if profile is None else read_profile(profile)
     if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
         raise ConfigError(f"--output: {output} is no file in a folder; a path that can be written is right")
@@ -340,6 +378,9 @@ def plan_table(plan: PlacementPlan) -> Table:
         table.add_column(head)
     for head in ("requests/s", "could be", "prefill", "decode", "quota", "KV pool"):
         table.add_column(head, justify="right")
+    sleeps = any(unit.memory for unit in plan.units)
+    for head in ("awake", "cold wait") if sleeps else ():
+        table.add_column(head, justify="right")
     for unit in plan.units:
         for row in _rows(unit):
             table.add_row(*row)
@@ -351,7 +392,7 @@ def _rows(unit: PlannedUnit) -> Iterator[list[str]]:
     last = unit.index + unit.gpus - 1
     numbers = "" if unit.device == CPU else f"{unit.index}" if unit.gpus == 1 else f"{unit.index}-{last}"
     where = [unit.name, unit.node or "any", f"{unit.gpus} × {unit.device}", numbers]
-    pool = gigabytes(unit.kv_bytes)
+    pool = gigabytes(unit.kv_bytes) + (f" of {gigabytes(unit.memory)}" if unit.memory else "")
     for model in unit.models:
         yield [
             *where,
@@ -362,8 +403,13 @@ def _rows(unit: PlannedUnit) -> Iterator[list[str]]:
             f"{model.decode_share:.0%}",
             f"{model.quota:.1%}",
             pool,
+            *([f"{model.awake:.1%}", _shown(model.cold_wait)] if unit.memory else []),
         ]
         where, pool = [""] * len(where), ""
+
+
+def _shown(seconds: float) -> str:
+    return f"{show_number(seconds)} s" if seconds >= 1.0 else f"{show_number(1e3 * seconds)} ms"
 
 
 def summary(plan: PlacementPlan, devices: Mapping[str, int], missing: Sequence[Shortfall]) -> Iterator[str]:
@@ -374,6 +420,11 @@ def summary(plan: PlacementPlan, devices: Mapping[str, int], missing: Sequence[S
     wanted = sum(model.rate for unit in plan.units for model in unit.models)
     where = ", ".join(f"{used[device]} of {count} {device}" for device, count in devices.items())
     yield f"{show_number(plan.throughput)} of {show_number(wanted)} requests/s are answered, on {where}"
+    asleep = [model for unit in plan.units if unit.memory for model in unit.models]
+    cold = sum(model.rate * (1.0 - model.awake) for model in asleep)
+    if cold:
+        wait = sum(model.rate * (1.0 - model.awake) * model.cold_wait for model in asleep) / cold
+        yield f"{cold / wanted:.1%} of the requests find their model asleep, and wait {_shown(wait)} for it"
     for shortfall in missing[:_FEW]:
         yield shortfall.text
     if len(missing) > _FEW:

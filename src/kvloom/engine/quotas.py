@@ -234,7 +234,7 @@ def fitted(card: ModelCard, geometry: Geometry, blocks: int) -> ModelCard:
     if most >= card.context_length:
         return card
     _log.warning(
-        "the context of %s is %d tokens, not %d: more do not fit into the pool (kv_memory)",
+        "the context of %s is %d tokens, not %d: more do not fit into the pool (kv_memory, or memory)",
         card.name,
         most,
         card.context_length,

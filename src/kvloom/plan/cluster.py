@@ -66,6 +66,8 @@ class Nodes:
     names: tuple[str, ...] = ()
     """The name of each; nothing if they have none."""
     abilities: Abilities = unit_abilities
+    budget: int = 0
+    """Bytes for each device that weights and pool have together, if weights sleep; 0 if they stay."""
 
     @property
     def total(self) -> int:
@@ -79,9 +81,8 @@ class Nodes:
         return tuple(sorted(powers | {self.gpus}, reverse=True))
 
     def mesh(self, gpus: int) -> MeshKind:
-        return MeshKind(
-            self.device, self.memory, gpus, self.abilities(self.device, ranks_of(self.device, gpus))
-        )
+        abilities = self.abilities(self.device, ranks_of(self.device, gpus))
+        return MeshKind(self.device, self.memory, gpus, abilities, self.budget)
 
 
 def ranks_of(device: str, gpus: int) -> int:
@@ -98,6 +99,8 @@ class MeshKind(NamedTuple):
     gpus: int
     abilities: UnitAbilities
     """What a unit on it can do."""
+    budget: int = 0
+    """Bytes for each device that weights and pool have together, if weights sleep; 0 if they stay."""
 
     @property
     def shares(self) -> tuple[float, ...]:

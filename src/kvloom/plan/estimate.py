@@ -12,10 +12,13 @@ from typing import Final
 import numpy as np
 
 from kvloom.plan.cluster import Costs, Demand, MeshKind
+from kvloom.plan.cost.loading import load_bandwidth
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import CostModel, Work
-from kvloom.plan.growth import AMPLE, BATCHES, Bound, Growth, ModelShare, grow
-from kvloom.plan.plan import CHUNK_TOKENS, pool_bytes, request_bytes
+from kvloom.plan.growth import AMPLE, BATCHES, BEYOND, Bound, Growth, ModelShare, grow
+from kvloom.plan.plan import CHUNK_TOKENS, LEAST_RATE, pool_bytes, request_bytes, usable_bytes
+from kvloom.plan.residency import UnitResidency, unit_residency
+from kvloom.types.spec import Slo
 
 NEAR: Final = 1.05  # a prefill this close to the fastest is as good; it leads to MuxServe's 80 % for a 7B
 _DECODE_MOST: Final = 0.9  # a decode leaves something for the prefill beside it
@@ -53,6 +56,9 @@ class UnitCandidate:
     """The part of the time in which something decodes."""
     request: int
     """Bytes of K and V."""
+    counted: int
+    """Bytes that a request of each batch counts for: all of them, or if weights sleep those that it has on
+    average, as K and V of models that nobody asks give way."""
 
 
 class CandidateCatalog:
@@ -89,8 +95,9 @@ class CandidateCatalog:
             found = shares[low]
         lean = full if found is None else self.decoding(kind, demand, found)
         busy = 1.0 - exp(-rate * lean.seconds[start])
+        counted = int(busy * request) + 1 if kind.budget else request
         return UnitCandidate(
-            prefill_share, prefill, lean, full, start if found else 0, throughput, busy, request
+            prefill_share, prefill, lean, full, start if found else 0, throughput, busy, request, counted
         )
 
     def _model(self, kind: MeshKind) -> CostModel:
@@ -170,9 +177,11 @@ class Estimate:
     answered: float
     bound: Bound
     """The resource that keeps the unit from more, if the demand is not met."""
+    residency: UnitResidency | None
+    """What is expected of the weights, if they sleep."""
 
 
-_EMPTY: Final = Estimate((), (), AMPLE, 0.0, 0.0, "")
+_EMPTY: Final = Estimate((), (), AMPLE, 0.0, 0.0, "", None)
 
 
 class Estimator:
@@ -253,18 +262,69 @@ class Estimator:
             return None
         rates = [self.rate(item) for item in items]
         throughput = tuple(ratio * rate for ratio, rate in zip(growth.ratios, rates, strict=True))
+        level, missed, residency = growth.level, 0.0, None
+        if kind.budget:
+            residency = self._residency(kind, items, candidates, growth)
+            if residency.busy >= 1.0:
+                return None
+            if min(residency.awake) < 1.0:
+                level = min(level, 1.0)  # fewer or smaller models beside them would be better for some
+                missed = self._missed(items, candidates, throughput, residency)
         return Estimate(
             items=items,
             throughput=throughput,
-            level=growth.level,
-            score=growth.score,
+            level=level,
+            score=growth.score - missed,
             answered=sum(min(rate, each) for rate, each in zip(rates, throughput, strict=True)),
             bound=growth.bound,
+            residency=residency,
         )
 
+    def _residency(
+        self, kind: MeshKind, items: Sequence[Item], candidates: Sequence[UnitCandidate], growth: Growth
+    ) -> UnitResidency:
+        """Returns whose weights are awake in what K and V leave of a budget. Those have what the requests in
+        progress hold, by Little's law over the cycles of equation 3, and at least the largest request."""
+        held = [
+            batch / max(1.0, ratio) * candidate.request if self.rate(item) else 0.0
+            for item, candidate, batch, ratio in zip(
+                items, candidates, growth.batches, growth.ratios, strict=True
+            )
+        ]
+        needed = max(sum(held), *(candidate.request for candidate in candidates))
+        room = usable_bytes(kind) - min(needed, self.pool(kind, items))
+        weights = [self.demands[self.demand(item)].shape.weight_bytes for item in items]
+        rates = [max(self.rate(item), LEAST_RATE) for item in items]
+        return unit_residency(rates, weights, room, load_bandwidth(None))
+
+    def _missed(
+        self,
+        items: Sequence[Item],
+        candidates: Sequence[UnitCandidate],
+        throughput: Sequence[float],
+        residency: UnitResidency,
+    ) -> float:
+        """Returns the requests a second that are answered, but get their first token too late because they
+        are cold. A cold request that is in time counts a little less than others, which breaks ties."""
+        missed = 0.0
+        for at, (item, candidate) in enumerate(zip(items, candidates, strict=True)):
+            due = (self.demands[self.demand(item)].slo or Slo()).ttft - candidate.prefill[0]
+            cold = min(self.rate(item), throughput[at]) * (1.0 - residency.awake[at])
+            missed += cold * (residency.late(at, due) + BEYOND)
+        return missed
+
     def pool(self, kind: MeshKind, items: Sequence[Item]) -> int:
-        """Bytes that these leave for K and V."""
+        """Bytes that these leave for K and V; if weights sleep, the most that they ever leave."""
         return pool_bytes(kind, [self.demands[self.demand(item)].shape for item in items])
+
+    def expected_pool(self, kind: MeshKind, items: Sequence[Item]) -> int:
+        """Bytes that a unit that is known to fit has for K and V, on average if weights sleep."""
+        residency = self.known(kind, frozenset(items)).residency
+        if residency is None:
+            return self.pool(kind, items)
+        weights = [self.demands[self.demand(item)].shape.weight_bytes for item in items]
+        awake = sum(size * part for size, part in zip(weights, residency.awake, strict=True))
+        return usable_bytes(kind) - int(awake)
 
     def settled(self, kind: MeshKind, items: Sequence[Item]) -> list[Decoding]:
         """Returns how the models of a unit that is known to fit decode beside others: each on the smallest
@@ -313,7 +373,7 @@ class Estimator:
                 decode=decoding.seconds,
                 occupied=decoding.occupied,
                 busy=candidate.busy,
-                request=candidate.request,
+                request=candidate.counted,
             )
             for item, candidate, decoding in zip(items, candidates, decodings, strict=True)
         ]

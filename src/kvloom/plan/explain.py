@@ -14,6 +14,7 @@ from kvloom.plan.plan import fixed_bytes, request_bytes, usable_bytes
 from kvloom.plan.search import MOST
 from kvloom.types.errors import ConfigError
 from kvloom.types.numbers import show_number
+from kvloom.types.spec import RESERVE
 
 _LARGEST: Final = 64  # devices of a mesh that are thought of
 _MORE: Final = 1.05  # times as much must be answered with endless memory, for memory to be what is short
@@ -116,10 +117,13 @@ def _too_large(demand: Demand, kinds: Sequence[MeshKind]) -> str:
     split = [kind for kind in kinds if kind.splits(demand.shape)] or list(kinds)
     largest = max(split, key=usable_bytes)
     needed = fixed_bytes(demand.shape, largest) + request_bytes(demand, largest)
+    what = "weights and one request" if largest.budget else "weights, activations and one request"
     line = (
-        f"model {demand.name!r} needs {gigabytes(needed)} for weights, activations and one request; "
+        f"model {demand.name!r} needs {gigabytes(needed)} for {what}; "
         f"the largest mesh that it can be split over, {largest}, has {gigabytes(usable_bytes(largest))}"
     )
+    if largest.budget:
+        return f"{line}; a --memory of {gigabytes(budget_of(needed))} would be enough"
     for gpus in range(1, _LARGEST + 1):
         kind = largest._replace(gpus=gpus)
         needed = fixed_bytes(demand.shape, kind) + request_bytes(demand, kind)
@@ -142,12 +146,23 @@ def check_left(estimator: Estimator, cluster: Sequence[Nodes], placement: BoardP
         for demand in estimator.demands
     )
     there = sum(usable_bytes(nodes.mesh(nodes.gpus)) * nodes.count for nodes in cluster)
+    if cluster[0].budget:
+        raise ConfigError(
+            f"no memory is left for {', '.join(dict.fromkeys(names))}: all models need {gigabytes(needed)} "
+            f"for weights and one request each, and in {gigabytes(there)} weights would be loaded all of the "
+            f"time, or leave no K and V; a --memory of {gigabytes(budget_of(needed))} would hold all"
+        )
     pieces = "" if needed > there else " in pieces that are too small"
     raise ConfigError(
         f"no memory is left for {', '.join(dict.fromkeys(names))}: all models need {gigabytes(needed)} for "
         f"weights, activations and one request each, the cluster has {gigabytes(there)}{pieces}; "
         f"{' and '.join(f'{n} more {device}' for device, n in more.items())} would be enough"
     )
+
+
+def budget_of(size: int) -> int:
+    """Returns the least budget of which weights and pool have so many bytes."""
+    return size * RESERVE // (RESERVE - 1) + 1
 
 
 def gigabytes(size: int) -> str:

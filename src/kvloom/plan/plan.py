@@ -53,6 +53,10 @@ class PlannedModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The share of the unit's KV blocks."""
     throughput: _Rate
     """Requests a second that it could answer, if so many came."""
+    awake: Annotated[float, Meta(ge=0.0, le=1.0)] = 1.0
+    """The part of the time in which its weights are expected to be in memory; the other requests are cold."""
+    cold_wait: _Rate = 0.0
+    """The mean seconds for which a cold request is expected to wait for them."""
     slo: Slo | None = None
     """Its objective; None for that of the config, or the usual one."""
 
@@ -138,7 +142,7 @@ class PlannedUnit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
                     f"{self.name}: memory {self.memory:,} does not hold {model.name} and a page of its K and "
                     f"V; at least {whole * RESERVE // (RESERVE - 1) + 1:,} are right"
                 )
-            if page > self.kv_bytes:
+            if page > self.kv_bytes and not self.memory:
                 raise ConfigError(
                     f"{self.name}: kv_bytes {self.kv_bytes:,} hold no page of {model.name}; "
                     f"at least {page:,} are right"
@@ -230,14 +234,18 @@ _LOGIT_BYTES: Final = 4
 
 
 def usable_bytes(kind: MeshKind) -> int:
-    """Returns what models and pool may take of a mesh's memory. On cores the unit's process is there too."""
+    """Returns what models and pool may take of a mesh's memory. On cores the unit's process is there too, but
+    for a budget, which it is beside."""
+    if kind.budget:
+        return shared_bytes(kind.gpus * kind.budget)
     process = PROCESS_BYTES if kind.device == CPU else 0
     return int(USABLE * kind.memory) * kind.gpus - process
 
 
 def fixed_bytes(shape: ModelShape, kind: MeshKind) -> int:
-    """Weights and the activations of the model's largest jobs, over all of the mesh's devices."""
-    return shape.weight_bytes + activation_bytes(shape, kind)
+    """Weights and the activations of the model's largest jobs, over all of the mesh's devices. A budget's
+    reserve is for activations."""
+    return shape.weight_bytes + (0 if kind.budget else activation_bytes(shape, kind))
 
 
 PROCESS_BYTES: Final = 512 << 20  # of an engine's process without models: torch, numba's code, Python
@@ -288,8 +296,10 @@ def request_bytes(demand: Demand, kind: MeshKind) -> int:
 
 
 def pool_bytes(kind: MeshKind, shapes: Iterable[ModelShape]) -> int:
-    """Returns the bytes that these models leave for the KV pool; below 0 if they do not fit."""
-    return usable_bytes(kind) - sum(fixed_bytes(shape, kind) for shape in shapes)
+    """Returns the bytes that these models leave for the KV pool; below 0 if they do not fit. If weights
+    sleep, the largest of them at least has to be in memory."""
+    fixed = [fixed_bytes(shape, kind) for shape in shapes]
+    return usable_bytes(kind) - (max(fixed) if kind.budget else sum(fixed))
 
 
 _LEAST: Final = 1e-3  # a model that nobody asks for today may be asked tomorrow

@@ -65,7 +65,8 @@ def write_down(
                 gpus=kind.gpus,
                 index=home.first,
                 tensor_parallel=ranks_of(kind.device, kind.gpus),
-                kv_bytes=estimator.pool(kind, items),
+                kv_bytes=estimator.expected_pool(kind, items),
+                memory=kind.gpus * kind.budget,
                 models=tuple(_models(estimator, kind, items)),
             )
         )
@@ -76,7 +77,7 @@ def _models(estimator: Estimator, kind: MeshKind, items: Sequence[Item]) -> Iter
     demands = [estimator.demands[estimator.demand(item)] for item in items]
     rates = [estimator.rate(item) for item in items]
     decodings, estimate = estimator.settled(kind, items), estimator.known(kind, frozenset(items))
-    parts = quotas(kind, demands, rates)
+    parts, residency = quotas(kind, demands, rates), estimate.residency
     for n, item in enumerate(items):
         candidate = estimator.candidate(kind, item)
         assert candidate is not None
@@ -92,6 +93,8 @@ def _models(estimator: Estimator, kind: MeshKind, items: Sequence[Item]) -> Iter
             quota=parts[n],
             throughput=estimate.throughput[n],
             slo=demands[n].slo,
+            awake=residency.awake[n] if residency else 1.0,
+            cold_wait=residency.waits[n] if residency and residency.awake[n] < 1.0 else 0.0,
         )
 
 

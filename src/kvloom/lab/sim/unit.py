@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from msgspec import structs
@@ -19,14 +20,14 @@ from kvloom.plan.cost.loading import MAPPED, load_bandwidth
 from kvloom.plan.cost.measured import Hosting, Measured
 from kvloom.plan.cost.profile import Profile
 from kvloom.plan.cost.roofline import Roofline
-from kvloom.plan.cost.shapes import ModelShape
+from kvloom.plan.cost.shapes import ModelShape, read_context
 from kvloom.plan.cost.work import CostModel
 from kvloom.plan.plan import PlacementPlan, PlannedUnit
 from kvloom.types.errors import ConfigError
 from kvloom.types.request import ModelCard
 from kvloom.types.spec import EngineSpec, ModelSpec, Policy, shared_bytes, unit_abilities
 
-CONTEXT = 8192  # tokens, of a model whose spec sets none
+CONTEXT = 8192  # tokens, of a model of which neither spec nor checkpoint says it
 DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}  # by the bytes of a number
 
 PCIE4: Final = 32e9  # bytes a second, one way
@@ -82,7 +83,7 @@ def modelled_executor(
     """Returns the unit's devices. content: what their pages hold; None for nothing. host: what sees to the
     engine's own work, step by step."""
     spec = unit.spec
-    contexts = {model.name: model.max_context or CONTEXT for model in spec.models}
+    contexts = {model.name: _context(model) for model in spec.models}
     return ModelledExecutor(
         {name: simulated_card(name, shape, contexts[name]) for name, shape in unit.shapes.items()},
         {name: shape.geometry(spec.block_bytes) for name, shape in unit.shapes.items()},
@@ -95,6 +96,12 @@ def modelled_executor(
         host=host,
         weights=_weights(unit) if spec.sleep_dir else None,
     )
+
+
+def _context(model: ModelSpec) -> int:
+    """Returns the tokens of a model's longest sequence, by its checkpoint if that is here."""
+    own = read_context(Path(model.path)) if model.path and Path(model.path).is_dir() else None
+    return min(own or model.max_context or CONTEXT, model.max_context or own or CONTEXT)
 
 
 def _weights(unit: SimulatedUnit) -> ModelledWeights:

@@ -169,6 +169,20 @@ def find_shape(name: str) -> ModelShape:
 def read_shape(checkpoint: Path, itemsize: int | None = None) -> ModelShape:
     """Returns the shape of the decoder in a checkpoint's directory. itemsize: bytes of a number if it is not
     served in the format it was saved in. Raises ConfigError naming the file and what it lacks."""
+    config = _read_config(checkpoint)
+    try:
+        return shape_of(config, itemsize)
+    except ConfigError as error:
+        raise ConfigError(f"{checkpoint / CONFIG}: {error.message}") from error
+
+
+def read_context(checkpoint: Path) -> int | None:
+    """Returns the tokens of the longest sequence of the model in a checkpoint's directory; None if its config
+    does not say. Raises ConfigError for a config that cannot be read."""
+    return _maybe(_decoder(_read_config(checkpoint)), ("max_position_embeddings",))
+
+
+def _read_config(checkpoint: Path) -> dict[str, Any]:
     file = checkpoint / CONFIG
     try:
         config = msgspec.json.decode(file.read_bytes())
@@ -178,18 +192,21 @@ def read_shape(checkpoint: Path, itemsize: int | None = None) -> ModelShape:
         raise ConfigError(f"{file}: no JSON ({error}); a checkpoint's config is right") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{file}: a JSON object is right")
-    try:
-        return shape_of(config, itemsize)
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error.message}") from error
+    return config
+
+
+def _decoder(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what a config says of a decoder: of a model that sees or hears, of the part that speaks."""
+    nested = config.get("text_config")
+    if not isinstance(nested, dict):
+        return config
+    return {**{key: config[key] for key in ("dtype", "torch_dtype") if key in config}, **nested}
 
 
 def shape_of(config: Mapping[str, Any], itemsize: int | None = None) -> ModelShape:
     """Returns the shape that a config.json describes. Raises ConfigError saying what is missing, or what of
     it no shape can say."""
-    nested = config.get("text_config")
-    if isinstance(nested, dict):  # of a model that sees or hears, the part that speaks
-        config = {**{key: config[key] for key in ("dtype", "torch_dtype") if key in config}, **nested}
+    config = _decoder(config)
     _refuse(config)
     family = str(config.get("model_type", ""))
     hidden, heads = _count(config, _HIDDEN), _count(config, _HEADS)

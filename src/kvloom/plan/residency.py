@@ -1,0 +1,86 @@
+"""Whose weights are awake how much of the time, and how long requests wait for those that are not, where the
+models of a unit share a budget that does not hold them all.
+
+Memory is taken for a cache of weights: Che, Tung and Wang, "Hierarchical web caching systems", 2002.
+Wakes come one after the other, as from a queue with Poisson arrivals and one server: Pollaczek and Khinchine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp, inf, isinf
+from typing import Final
+
+from kvloom.plan.cost.loading import wake_seconds
+
+_STEPS: Final = 200
+
+
+@dataclass(frozen=True, slots=True)
+class UnitResidency:
+    """The weights of a unit's models, in the models' order."""
+
+    awake: tuple[float, ...]
+    """The part of the time in which each is awake; the other requests of the model are cold, as Poisson
+    arrivals see time averages."""
+    waits: tuple[float, ...]
+    """Mean seconds that a cold request of each waits, until all of its weights are there."""
+    loads: tuple[float, ...]
+    """Seconds of these that its own weights take."""
+    busy: float
+    """The part of the time in which weights are being loaded (ρ); the unit cannot be if it is 1 or more."""
+
+    def late(self, at: int, due: float) -> float:
+        """Returns the part of a model's cold requests that wait for more than `due` seconds. The wait for
+        others' wakes has the tail that it has in M/M/1: P(W > t) = ρ exp(−ρ t / E[W])."""
+        left, queued = due - self.loads[at], self.waits[at] - self.loads[at]
+        if left < 0.0:
+            return 1.0
+        return self.busy * exp(-self.busy * left / queued) if queued > 0.0 else 0.0
+
+
+def unit_residency(
+    rates: Sequence[float], weights: Sequence[int], room: float, bandwidth: float
+) -> UnitResidency:
+    """Returns whose weights are awake. rates: requests a second; weights: bytes of each model's; room: bytes
+    that there are for weights; bandwidth: bytes a second at which they load."""
+    time = characteristic_time(rates, weights, _whole(weights, room))
+    awake = tuple(1.0 if isinf(time) else 1.0 - exp(-rate * time) for rate in rates)
+    loads = tuple(wake_seconds(size, bandwidth) for size in weights)
+    wakes = [rate * (1.0 - there) for rate, there in zip(rates, awake, strict=True)]
+    queued = mean_wait(wakes, loads)
+    busy = sum(wake * load for wake, load in zip(wakes, loads, strict=True))
+    return UnitResidency(awake, tuple(queued + load for load in loads), loads, busy)
+
+
+def characteristic_time(rates: Sequence[float], weights: Sequence[int], room: float) -> float:
+    """Returns Che's T, for which Σ wᵢ (1 − exp(−λᵢ T)) = room: who was asked for in the last T seconds is in
+    memory. Infinite if all fit. rates: more than 0."""
+    if sum(weights) <= room:
+        return inf
+    time = 0.0
+    for _ in range(_STEPS):  # Newton's steps: the sum is concave, so they come from below and never pass T
+        asleep = [w * exp(-rate * time) for rate, w in zip(rates, weights, strict=True)]
+        slope = sum(rate * w for rate, w in zip(rates, asleep, strict=True))
+        step = (room - sum(weights) + sum(asleep)) / slope if slope else 0.0
+        time += max(0.0, step)
+        if step <= 1e-9 * time:
+            break
+    return time
+
+
+def mean_wait(rates: Sequence[float], seconds: Sequence[float]) -> float:
+    """Returns the mean seconds that one who comes to an M/G/1 queue waits before its turn: λ E[S²] /
+    (2 (1 − ρ)) (Pollaczek and Khinchine); infinite if the queue grows for ever. rates: of each kind of work;
+    seconds: that it takes."""
+    busy = sum(rate * time for rate, time in zip(rates, seconds, strict=True))
+    square = sum(rate * time * time for rate, time in zip(rates, seconds, strict=True))
+    return square / (2.0 * (1.0 - busy)) if busy < 1.0 else inf
+
+
+def _whole(weights: Sequence[int], room: float) -> float:
+    """Returns the room without what is left over beside as many whole models as it holds: nobody's
+    weights are half in memory."""
+    mean = sum(weights) / len(weights)
+    return room if sum(weights) <= room else max(min(weights), room // mean * mean)
