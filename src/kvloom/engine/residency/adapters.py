@@ -15,6 +15,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from kvloom.engine.quotas import ModelQueues, QuotaTuner, ServedAdapter
+from kvloom.engine.residency.policy import AGED
 from kvloom.kv.pool import Pool
 from kvloom.kv.prefix_feed import adapter_salt
 from kvloom.types.clock import Clock
@@ -23,10 +24,8 @@ from kvloom.types.geometry import I32
 from kvloom.types.job import AdapterMemory
 from kvloom.types.spec import AdapterSpec
 
-PATIENCE: Final = 1.0
+PREEMPTS_AFTER: Final = 1.0
 """Seconds that an adapter waits for blocks before K and V give way to it."""
-AGED: Final = 30.0
-"""Seconds of waiting after which no new request of another adapter goes before."""
 
 _log = logging.getLogger(__name__)
 
@@ -221,7 +220,7 @@ class AdapterResidency:
         """Seconds until `review` is due, if nothing happens before; None if it is not: K and V that can give
         way then do so as jobs end."""
         waiting = [one for one in self._line if not one.room.done() and not self._is_late(one)]
-        return waiting[0].since + PATIENCE - self._clock.now() if waiting else None
+        return waiting[0].since + PREEMPTS_AFTER - self._clock.now() if waiting else None
 
     @property
     def shortage(self) -> Shortage | None:
@@ -234,7 +233,7 @@ class AdapterResidency:
         return None
 
     def _is_late(self, waiting: _Waiting) -> bool:
-        return self._clock.now() >= waiting.since + PATIENCE
+        return self._clock.now() >= waiting.since + PREEMPTS_AFTER
 
     def _fits(self, one: _Held) -> bool:
         """Returns whether the adapter may be used beside those that are."""
