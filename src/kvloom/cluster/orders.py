@@ -63,7 +63,6 @@ class FleetOrders:
 
     @property
     def states(self) -> list[UnitState]:
-        """Returns the state of each unit."""
         return [self._seeing.state(name) for name in self.mirror.spec.units]
 
     def state(self, name: str) -> UnitState:
