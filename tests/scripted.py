@@ -17,6 +17,7 @@ from kvloom.types.service import Service
 from kvloom.types.verbs import (
     CacheChanges,
     CachedSince,
+    CheckModel,
     Evicted,
     Held,
     Lease,
@@ -112,6 +113,9 @@ class ScriptedEngine:
         pass
 
     async def unload_adapter(self, body: UnloadAdapter) -> None:
+        pass
+
+    async def check_model(self, body: CheckModel) -> None:
         pass
 
     async def contents(self, body: CachedSince) -> CacheChanges:

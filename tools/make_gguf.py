@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -16,7 +17,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 from safetensors.torch import load_file
-from tools.k_quants import q4_k, q6_k
+from tools.k_quants import BLOCK, q4_k, q6_k
 from torch import Tensor
 
 Kind = Literal["f16", "bf16", "q8_0", "q4_0", "q4_k_m"]
@@ -33,17 +34,20 @@ _BLOCKS: Final = {Type.Q4_K: q4_k, Type.Q6_K: q6_k}
 
 def make_gguf(checkpoint: Path, out: Path, kind: Kind | None = None) -> Path:
     """Writes the checkpoint, one of Llama's or Qwen3's architecture, as a GGUF file. kind: of its matrices,
-    as llama.cpp's tools name it; None is the number format that they have."""
+    as llama.cpp's tools name it; None is the number format that they have. Raises ValueError for matrices
+    that are too narrow for it."""
     config = json.loads((checkpoint / "config.json").read_text())
     model_type, layers = config["model_type"], config["num_hidden_layers"]
     architecture = ARCHITECTURES[model_type]
+    weights = load_file(checkpoint / "model.safetensors")
+    _check_widths(weights, kind)
     writer = gguf.GGUFWriter(out, gguf.MODEL_ARCH_NAMES[architecture])
     _add_shape(writer, config)
     _add_tokenizer(writer, checkpoint)
     if config["rope_parameters"]["rope_type"] == "llama3":
         writer.add_tensor(_ROPE_FACTORS, _llama3_factors(config["rope_parameters"], config["head_dim"]))
     names = gguf.get_tensor_name_map(architecture, layers)
-    for name, weight in load_file(checkpoint / "model.safetensors").items():
+    for name, weight in weights.items():
         stored = names.get_name(name, try_suffixes=(".weight",))
         assert stored is not None, name
         heads = _permuted_heads(stored, config) if model_type == "llama" else None
@@ -58,6 +62,17 @@ def make_gguf(checkpoint: Path, out: Path, kind: Kind | None = None) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return out
+
+
+def _check_widths(weights: Mapping[str, Tensor], kind: Kind | None) -> None:
+    """Raises ValueError if rows are no whole blocks of this kind."""
+    block = BLOCK if kind == "q4_k_m" else 1 if kind is None else gguf.GGML_QUANT_SIZES[Type[kind.upper()]][0]
+    for name, weight in weights.items():
+        if weight.dim() > 1 and weight.shape[-1] % block:
+            raise ValueError(
+                f"{name} is {weight.shape[-1]} wide, and {kind} takes multiples of {block}; a checkpoint of "
+                "such sizes or another kind is right"
+            )
 
 
 def _add_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -153,7 +168,10 @@ def main() -> None:
         "--kind", choices=get_args(Kind), help="of the matrices; as the checkpoint has them if none"
     )
     options = parser.parse_args()
-    print(make_gguf(options.checkpoint, options.out, options.kind))
+    try:
+        print(make_gguf(options.checkpoint, options.out, options.kind))
+    except ValueError as error:
+        raise SystemExit(f"{options.checkpoint}: {error}") from error
 
 
 if __name__ == "__main__":

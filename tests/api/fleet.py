@@ -73,6 +73,7 @@ ANSWERS: dict[str, Any] = {
     "contents": CacheChanges(life="a", version=1),
     "load_adapter": Done(),
     "unload_adapter": Done(),
+    "check_model": Done(),
 }
 
 

@@ -228,7 +228,7 @@ def test_a_request_is_sampled_as_its_model_wants_to_be(client: openai.OpenAI, en
 
 
 def test_errors(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    with pytest.raises(openai.NotFoundError, match="'other' does not exist"):
+    with pytest.raises(openai.NotFoundError, match="`other` does not exist or you do not have access"):
         client.completions.create(model="other", prompt="x")
     with pytest.raises(openai.BadRequestError, match=r"512 tokens; the prompt has 600") as caught:
         client.completions.create(model="tiny", prompt=[9] * 600)

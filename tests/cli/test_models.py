@@ -73,7 +73,11 @@ def test_a_model_is_added_listed_and_removed(fleet: Administered, url: str) -> N
         (("model", "add", f"x={STORIES}/config.json"), 2, "config.json is a file; a checkpoint directory"),
         (("model", "add", "x"), 2, "x: NAME=PATH_OR_HUB_ID is right"),
         (("model", "add", f"a b={STORIES}"), 2, "'a b' is no name; letters, digits"),
-        (("model", "remove", "x"), 1, "the model `x` is not served; served: m"),
+        (
+            ("model", "remove", "x"),
+            1,
+            "The model `x` does not exist or you do not have access to it; served: m",
+        ),
         (("model", "remove", "m", "--drain", "-1"), 2, "--drain: '-1'; seconds from 0 to 3600 are right"),
         (("config", "apply", "/no/such.yaml"), 2, "/no/such.yaml: No such file or directory"),
     ],

@@ -62,11 +62,22 @@ async def test_a_unit_that_would_serve_nothing_goes_with_its_model() -> None:
         assert played.done == ["start z", "stop z", "forget z"]
 
 
+async def test_a_model_whose_files_are_refused_touches_no_unit() -> None:
+    async with managed(2) as played:
+        played.fleets.world.engines["a"].refuses = "models.other: its config.json is no object"
+        with pytest.raises(BadRequest, match=r"^a: models\.other: its config\.json is no object$"):
+            await played.orders.add_model(AddModel(model=OTHER, unit="a"))
+        assert played.done == []
+        assert [one.name for one in played.orders.models] == ["m"]
+
+
 async def test_a_model_that_cannot_be_loaded_leaves_its_unit_as_it_was() -> None:
     async with managed(1) as played:
         played.processes.problem = "models.other: /other: no such checkpoint"
         played.processes.starts.set()
-        with pytest.raises(Unavailable, match=r"a models\.other: /other: no such checkpoint as it"):
+        with pytest.raises(
+            Unavailable, match=r"a models\.other: /other: no such checkpoint as it started; it serves what"
+        ):
             await played.orders.add_model(AddModel(model=OTHER))
         played.processes.problem = ""
         await turns()
@@ -143,7 +154,7 @@ async def test_what_cannot_be_added_or_removed() -> None:
                 await orders.add_model(asked)
         with pytest.raises(BadRequest, match="there is no unit z; the units: a, b"):
             await orders.add_model(AddModel(model=OTHER, unit="z"))
-        with pytest.raises(UnknownModel, match="the model `other` is not served; served: m"):
+        with pytest.raises(UnknownModel, match=r"The model `other` does not exist .*; served: m"):
             await orders.remove_model("other")
         assert played.done == []
 

@@ -17,7 +17,9 @@ from safetensors.torch import load_file, save_file
 from kvloom.engine.engine import Engine
 from kvloom.exec.cpu.executor import load_executor
 from kvloom.serve.engine import open_store, open_transport
+from kvloom.types.client import Frames
 from kvloom.types.errors import BadRequest, Conflict, Unavailable, UnknownModel
+from kvloom.types.job import ProvenAdapter
 from kvloom.types.request import Event
 from kvloom.types.spec import AdapterSpec, EngineSpec
 from kvloom.types.verbs import LoadAdapter, UnloadAdapter
@@ -178,6 +180,97 @@ def test_adapters_that_nobody_uses_give_way_and_come_back(made: Path) -> None:
             for one, answer in zip(mixed, answers, strict=True):
                 merged = "base" if one.model == "base" else f"{one.model}-merged"
                 Oracle(made / merged).check(PROMPT, answer.tokens[0])
+
+    asyncio.run(test())
+
+
+@asynccontextmanager
+async def crowded(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Engine, Frames, list[str]]]:
+    """A unit with room for one of three adapters, a stream of the first one, and which are read from now
+    on."""
+    adapters = [AdapterSpec(name, str(made / name)) for name in NAMES]
+    unit = spec(made, *adapters, kv_bytes=120 << 10)
+    executor, reads = load_executor(unit), list[str]()
+    assert executor.adapters is not None
+    read = executor.adapters.read
+
+    def noted(base: str, adapter: AdapterSpec) -> asyncio.Future[ProvenAdapter]:
+        reads.append(adapter.name)
+        return read(base, adapter)
+
+    async with running_over(unit, executor, open_transport(unit, executor.arena)) as engine:
+        let_go(engine)
+        stream = engine.start_generate(body("one", PROMPT, max_tokens=40))
+        await anext(stream)
+        monkeypatch.setattr(executor.adapters, "read", noted)
+        yield engine, stream, reads
+
+
+async def turns() -> None:
+    """Lets all that can go on by itself do so."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+def test_the_adapter_of_the_most_urgent_request_comes_first(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with crowded(made, monkeypatch) as (engine, stream, reads):
+            asked = []
+            for name, priority in (("two", 0), ("three", -1)):
+                one = replace(body(name, PROMPT, max_tokens=4), priority=priority)
+                asked.append(asyncio.create_task(ask(engine, one)))
+                await turns()
+            assert reads == []
+            await stream.aclose()
+            await asyncio.gather(*asked)
+            assert reads == ["three", "two"]
+
+    asyncio.run(test())
+
+
+def test_an_adapter_that_nobody_waits_for_any_more_is_not_read(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with crowded(made, monkeypatch) as (engine, stream, reads):
+            gone, stays = (
+                asyncio.create_task(ask(engine, body(name, PROMPT, max_tokens=4)))
+                for name in ("two", "three")
+            )
+            await turns()
+            gone.cancel()
+            await turns()
+            await stream.aclose()
+            await stays
+            assert reads == ["three"]
+            await check(engine, "two", made, "two")
+
+    asyncio.run(test())
+
+
+def test_other_weights_in_the_same_folder_are_another_adapter(made: Path, folder: Path) -> None:
+    """The unload has not reached this unit."""
+
+    async def test() -> None:
+        async with running(spec(made)) as engine:
+            await engine.load_adapter(loading("x", folder / "one"))
+            await check(engine, "x", made, "one", LONG)
+            shutil.rmtree(folder / "one")
+            shutil.copytree(made / "two", folder / "one")
+            stream = engine.start_generate(body("x", PROMPT, max_tokens=40))
+            await anext(stream)
+            with pytest.raises(Conflict, match="whose folder had other weights; load it again once they"):
+                await engine.load_adapter(loading("x", folder / "one"))
+            await stream.aclose()
+            await engine.load_adapter(loading("x", folder / "one"))
+            assert await check(engine, "x", made, "two", LONG) == 0
+            shutil.rmtree(folder / "one")
+            with pytest.raises(BadRequest, match="has no adapter_config"):
+                await engine.load_adapter(loading("x", folder / "one"))
 
     asyncio.run(test())
 

@@ -16,7 +16,9 @@ import pytest
 
 from kvloom.exec.checkpoint import CONFIG, INDEX, MOST_CONFIG, MOST_HEADERS, WHOLE, open_checkpoint
 from kvloom.exec.cpu.memory import available_memory
+from kvloom.exec.loader import check_model
 from kvloom.types.errors import ConfigError
+from kvloom.types.spec import ModelSpec
 from tests.checkpoints import make_checkpoint
 from tests.exec.loading import load, reconfigure, refusal
 
@@ -342,3 +344,36 @@ def test_the_digest_does_not_depend_on_the_files_names(qwen: Path) -> None:
 def test_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"has no {CONFIG}"):
         open_checkpoint(str(tmp_path))
+
+
+# -- a check beside jobs --------------------------------------------------------------------------------
+
+
+def _cut_short(path: Path) -> None:
+    whole = (path / WHOLE).read_bytes()
+    (path / WHOLE).write_bytes(whole[: len(whole) // 2])
+
+
+def _without_tokenizer(path: Path) -> None:
+    for file in path.glob("tokenizer*"):
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (_cut_short, "is said to lie at"),
+        (_without_tokenizer, "tokenizer"),
+        (lambda path: reconfigure(path, model_type="t5", architectures=["T5Model"]), "encoder-decoder"),
+    ],
+)
+def test_what_loading_refuses_a_check_refuses_too(
+    qwen: Path, spoil: Callable[[Path], None], told: str
+) -> None:
+    spec = ModelSpec(name="mine", path=str(qwen))
+    check_model(spec)
+    spoil(qwen)
+    with pytest.raises(ConfigError, match=told) as caught:
+        check_model(spec)
+    assert caught.value.message.startswith("models.mine: ")
+    assert "\n" not in caught.value.message

@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from kvloom.exec.cpu.executor import load_executor
+from kvloom.exec.cpu.executor import TorchExecutor, load_executor
 from kvloom.exec.cpu.weights import SleepingModel, put_to_sleep
 from kvloom.types.errors import ConfigError
 from tests.checkpoints import make_checkpoint
@@ -113,3 +113,13 @@ def test_a_budget_that_does_not_hold_the_largest_model(tmp_path: Path) -> None:
     spec = replace(spec_of({"m": path}), kv_bytes=1 << 20, sleep_dir=str(tmp_path))
     with pytest.raises(ConfigError, match=r"memory: 1,048,576 bytes .* m, .* at least [\d,]+ are needed"):
         load_executor(spec)
+
+
+def test_a_budget_is_refused_before_any_model_is_loaded(tmp_path: Path) -> None:
+    small = make_checkpoint(tmp_path / "small", "llama")
+    large = make_checkpoint(tmp_path / "large", "llama", hidden_size=256, intermediate_size=512)
+    spec = replace(spec_of({"small": small, "large": large}), kv_bytes=1 << 20, sleep_dir=str(tmp_path))
+    told: list[str] = []
+    with pytest.raises(ConfigError, match=r"memory: 1,048,576 bytes do not hold large, whose weights"):
+        TorchExecutor.within_budget(spec, told.append)
+    assert told == []

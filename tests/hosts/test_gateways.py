@@ -33,6 +33,7 @@ from kvloom.serve.processes.messages import GatewaySpec, SchedulerOrder, StartPr
 from kvloom.types.clock import WallClock
 from kvloom.types.service import GroupSpec, Scale
 from kvloom.types.spec import EngineSpec, ProgramSpec, SchedulerSpec
+from tests.checkpoints import make_checkpoint
 from tests.engines import spec_of
 from tests.hosts.conftest import hosts_or_skip
 from tests.hosts.hosts import Host, HostProcess
@@ -40,6 +41,7 @@ from tests.hosts.hosts import Host, HostProcess
 SECRET, KEY, PORT = "between us", "the operator's", 8000
 LEASE, DEADLINE = 30.0, 120.0
 SOON, LONG = 12, 200  # events after which a gateway dies; tokens
+MOST, MORE = 12_000, 50  # tokens of a stream that nobody reads to its end; events that one reads of its rest
 ASKED = {
     "model": "stories",
     "prompt": "Once upon a time",
@@ -51,6 +53,7 @@ ASKED = {
     "stream": True,
     "stream_options": {"include_event_ids": True},
 }
+ENDLESS = ASKED | {"model": "endless", "prompt": [1, 2, 3], "n": 1, "max_tokens": MOST}
 
 
 @dataclass
@@ -92,14 +95,16 @@ def keeper(host: Host, identity: FleetIdentity) -> HostProcess:
     return process
 
 
-def engine(unit: str) -> EngineSpec:
-    spec = spec_of({"stories": DEMO / "stories"}, threads=1, block_bytes=4 << 10, kv_bytes=8 << 20)
+def engine(unit: str, **more: Path) -> EngineSpec:
+    paths = {"stories": DEMO / "stories"} | more
+    spec = spec_of(paths, threads=1, block_bytes=4 << 10, kv_bytes=(64 if more else 8) << 20)
     return replace(spec, unit=unit, transport="tcp")
 
 
-def fleet_of(kept: Kept, units: dict[str, int], **fields: Any) -> FleetSpec:
-    """units: the number of each unit's host."""
-    made = {name: UnitSpec(engine=engine(name), node=kept.nodes[at]) for name, at in units.items()}
+def fleet_of(kept: Kept, units: dict[str, int], endless: Path | None = None, **fields: Any) -> FleetSpec:
+    """units: the number of each unit's host; endless: a model that they serve too."""
+    more = {} if endless is None else {"endless": endless}
+    made = {name: UnitSpec(engine=engine(name, **more), node=kept.nodes[at]) for name, at in units.items()}
     return FleetSpec(on_nodes=True, units=made, **({"gateways": kept.nodes} | fields))
 
 
@@ -209,20 +214,22 @@ async def controlled(kept: Kept, spec: FleetSpec, *, goes: bool = False) -> Asyn
 
 @dataclass
 class Reader:
-    """A client that keeps what it was told, and the id of its last event."""
+    """A client that keeps what it was told, and the id of its last event. most: events that it reads."""
 
+    body: dict[str, Any] = field(default_factory=lambda: ASKED)
+    most: int | None = None
     ids: list[str] = field(default_factory=list)
     texts: dict[int, str] = field(default_factory=dict)
     soon: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def read(self, node: str) -> bool:
-        """Returns whether the stream came to its end."""
+        """Returns whether the stream came to its end, or to the last event that is read."""
         headers = {"last-event-id": self.ids[-1]} if self.ids else {}
         url = f"http://{node}:{PORT}/v1/completions"
         try:
             async with (
                 httpx.AsyncClient(timeout=DEADLINE) as client,
-                client.stream("POST", url, json=ASKED, headers=headers) as answer,
+                client.stream("POST", url, json=self.body, headers=headers) as answer,
             ):
                 assert answer.status_code == 200, await answer.aread()
                 async for line in answer.aiter_lines():
@@ -233,6 +240,8 @@ class Reader:
                         return True
                     elif name == "data":
                         self._take(json.loads(value))
+                        if len(self.ids) == self.most:
+                            return True
         except httpx.TransportError:
             pass  # the gateway is gone
         return False
@@ -262,15 +271,17 @@ def run(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(play())
 
 
-def test_a_stream_of_a_killed_gateway_is_resumed_at_another_host_s(kept: Kept) -> None:
+def test_a_stream_of_a_killed_gateway_is_resumed_at_another_host_s(kept: Kept, tmp_path: Path) -> None:
     first, second = kept.nodes
     names = [f"gateway/1@{node}" for node in kept.nodes]
 
     async def play() -> None:
-        async with controlled(kept, fleet_of(kept, {"unit-0": 0, "unit-1": 1})) as fleet:
+        endless = make_checkpoint(tmp_path / "endless", "llama", max_position_embeddings=2 * MOST)
+        spec = fleet_of(kept, {"unit-0": 0, "unit-1": 1}, endless)
+        async with controlled(kept, spec) as fleet:
             await fleet.until(fleet.ready("unit-0", "unit-1", *names))
-            assert await models(first) == await models(second) == ["stories"]
-            whole, broken, other = Reader(), Reader(), Reader()
+            assert await models(first) == await models(second) == ["stories", "endless"]
+            whole, broken, other = Reader(), Reader(ENDLESS), Reader()
             assert await whole.read(second)
             async with asyncio.TaskGroup() as tasks:
                 reading = tasks.create_task(broken.read(first))
@@ -280,8 +291,14 @@ def test_a_stream_of_a_killed_gateway_is_resumed_at_another_host_s(kept: Kept) -
                 os.kill(pid, signal.SIGKILL)
             assert not reading.result()
             assert beside.result()
+            broken.most = len(broken.ids) + MORE
+            same = Reader(ENDLESS, broken.most)
             assert await broken.read(second)
-            assert broken.texts == whole.texts == other.texts
+            assert await same.read(second)
+            short, long = sorted((broken.texts[0], same.texts[0]), key=len)
+            assert long.startswith(short)
+            assert len(short) > MORE
+            assert whole.texts == other.texts
             assert len(whole.texts) == 3
             await fleet.until(lambda: fleet.process(names[0]).failures == 1)
             again = Reader()

@@ -34,6 +34,7 @@ from kvloom.types.request import (
 from kvloom.types.verbs import (
     CacheChanges,
     CachedSince,
+    CheckModel,
     Evicted,
     Held,
     Lease,
@@ -369,6 +370,11 @@ class LedgerEngine:
         if body.name not in [one.name for one in self.cards]:
             raise UnknownModel(f"no adapter {body.name}")
         self.cards = tuple(one for one in self.cards if one.name != body.name)
+
+    async def check_model(self, body: CheckModel) -> None:
+        self._reach()
+        if self.refuses:
+            raise BadRequest(self.refuses, param="model")
 
     async def contents(self, body: CachedSince) -> CacheChanges:
         self._reach()

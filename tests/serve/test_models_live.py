@@ -40,11 +40,12 @@ def test_a_model_comes_and_goes_and_a_config_is_applied(tmp_path: Path) -> None:
         assert say("model", "add", f"stories={DEMO}/stories") == f"stories  unit-0 up  {DEMO}/stories\n"
         assert [ask(url, model) for model in ("stories", "sums")] == [200, 200]
         assert "there is a model stories already" in say("model", "add", f"stories={DEMO}/guide")
+        serving = running.children()
         (tmp_path / "none").mkdir()
         (tmp_path / "none" / "config.json").write_text("{}")
         refused = say("model", "add", f"wrong={tmp_path}/none")
-        assert refused.startswith("1: kvloom: ")
-        assert "unit-0" in refused
+        assert refused.startswith("1: kvloom: unit-0: models.wrong: ")
+        assert running.children() == serving
         assert refused.count("\n") == 1
         assert [ask(url, model) for model in ("stories", "sums")] == [200, 200]
 

@@ -90,7 +90,7 @@ def test_the_tokens_are_the_oracle_s_whatever_happens(tmp_path: Path) -> None:
     """A few of what `python -m tests.serve.woven` serves many of: recalls, deaths, another share."""
     [tally] = run(20, ("qwen2",), tmp_path).values()
     print(f"{tally.ties} ties")
-    assert tally.requests == 20
+    assert tally.requests >= 20
     assert min(tally.shares, tally.recalls, tally.kills, tally.preempted) > 0
     assert 0 < tally.away < tally.tokens
     assert tally.cold > 0

@@ -48,3 +48,10 @@ def test_a_file_of_another_kind(tmp_path: Path) -> None:
     assert types["blk.1.attn_v.weight"] == types["blk.0.attn_q.weight"] == "Q4_K"
     assert types["output_norm.weight"] == "F32"
     assert load(file).card.parameters == load(source).card.parameters
+
+
+def test_rows_that_are_no_whole_blocks(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", "qwen3", hidden_size=64, intermediate_size=512)
+    with pytest.raises(ValueError, match=r"is 64 wide, and q4_k_m takes multiples of 256; a checkpoint of"):
+        make_gguf(source, tmp_path / "model.gguf", "q4_k_m")
+    assert not (tmp_path / "model.gguf").exists()

@@ -86,9 +86,9 @@ class RawSender:
     def claim(self, ticket: Ticket, number: int = 1, begin: int = 0, end: int = 64) -> tcp_link.FromReceiver:
         return self.ask(Claim(number, ticket, DIGEST, begin, end))
 
-    def announce(self, number: int, at: int, size: int) -> None:
-        """A piece of one span; its bytes are yet to follow."""
-        self.data.sendall(struct.pack("<QIqq", number, 1, at, size))
+    def announce(self, number: int, at: int, size: int, begun: bytes = b"") -> None:
+        """A piece of one span; what its bytes do not begin with is yet to follow."""
+        self.data.sendall(struct.pack("<QIqq", number, 1, at, size) + begun)
 
     def close(self) -> None:
         self.control.close()
@@ -304,11 +304,10 @@ def test_what_comes_after_close_is_thrown_away(receiver: Receiver, raw: RawSende
 def test_a_stalled_sender_loses_its_claim(
     receiver: Receiver, raw: RawSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp_link, "PATIENCE", 0.05)
+    monkeypatch.setattr(tcp_link, "PEER_TIMEOUT", 0.05)
     with closing(RawSender(receiver.where)) as stalled:
         assert stalled.claim(receiver.ticket) == Granted(1)
-        stalled.announce(1, 7 * BLOCK_BYTES, BLOCK_BYTES)
-        stalled.data.sendall(b"x" * 100)
+        stalled.announce(1, 7 * BLOCK_BYTES, BLOCK_BYTES, b"x" * 100)
         with pytest.raises((LinkError, OSError)):
             stalled.hear()
     _until(lambda: raw.claim(receiver.ticket) == Granted(1))

@@ -92,8 +92,7 @@ class Catalog:
             found = await self._read(found)
         if found is None:
             names = sorted(one for one, model in self._models.items() if _may_serve(model) and may_use(one))
-            served = ", ".join(names) or "none"
-            raise UnknownModel(f"the model '{name[:200]}' does not exist; served: {served}", param="model")
+            raise UnknownModel.named(name, names)
         if isinstance(found, UnreadableModel):
             raise Unavailable(found.why, param="model")
         return found

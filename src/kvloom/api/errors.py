@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 MSGPACK, JSON = "application/msgpack", "application/json"
 VERBS_PATH: Final = "/verbs"
 
-_TYPES = {404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
+_TYPES = {429: "rate_limit_error", 503: "service_unavailable_error"}
 
 
 class BodyTooLarge(KvloomError):

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol
 
 from kvloom.cluster.edits import AdapterEdit, UnitEdit
@@ -13,7 +14,7 @@ from kvloom.cluster.mirror import Mirror
 from kvloom.cluster.state import FleetSpec
 from kvloom.types.errors import BadRequest, Conflict, KvloomError, Unavailable, UnknownModel
 from kvloom.types.spec import AdapterSpec, EngineSpec
-from kvloom.types.verbs import LoadAdapter, UnloadAdapter
+from kvloom.types.verbs import CheckModel, LoadAdapter, UnloadAdapter
 
 _log = logging.getLogger(__name__)
 
@@ -21,18 +22,20 @@ Changes = dict[str, tuple[AdapterEdit, ...]]
 """The adapters that come and go, by unit."""
 
 
-class AdapterServer(Protocol):
-    """The verbs of a unit that this module asks."""
+class FilesServer(Protocol):
+    """The verbs of a unit that orders ask."""
 
     async def load_adapter(self, body: LoadAdapter) -> None: ...
 
     async def unload_adapter(self, body: UnloadAdapter) -> None: ...
 
+    async def check_model(self, body: CheckModel) -> None: ...
+
 
 class Reaching(Protocol):
     """Gives access to units; the `Units` of the gateway's router do."""
 
-    def client(self, unit: str) -> AdapterServer:
+    def client(self, unit: str) -> FilesServer:
         """Returns the client of a unit that is here."""
 
     async def ask_again(self, unit: str) -> None:
@@ -138,10 +141,17 @@ class AdapterOrders:
                 _log.warning("%s still has the adapter %s: %s", unit, edit.adapter.name, error.message)
 
 
-async def load_at(unit: str, client: AdapterServer, base: str, adapter: AdapterSpec) -> None:
+async def load_at(unit: str, client: FilesServer, base: str, adapter: AdapterSpec) -> None:
     """Has a unit serve an adapter. Raises what the unit does, with its name."""
-    try:
+    with told_of(unit):
         await client.load_adapter(LoadAdapter(base=base, name=adapter.name, path=adapter.path))
+
+
+@contextmanager
+def told_of(unit: str) -> Iterator[None]:
+    """Raises what a unit does meanwhile, with its name."""
+    try:
+        yield
     except KvloomError as error:
         kind = type(error) if isinstance(error, (BadRequest, Conflict, Unavailable)) else Unavailable
         raise kind(f"{unit}: {error.message}", param=error.param) from error

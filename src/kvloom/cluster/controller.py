@@ -114,7 +114,10 @@ class Controller:
             _log.warning("the fleet's file cannot be written: %s", error.strerror or error)
         for name, node in lifecycle.unheard(self.spec, clock.now(), timing).items():
             self._put_node(name, node)
-        self._adopt()
+        for one in launcher.running():
+            self.adopt(one)
+        for unit in self.spec.units:
+            self._ask(unit)
 
     def adopt(self, found: FoundProcess) -> None:
         """Takes in a process that an earlier controller has started."""
@@ -125,12 +128,6 @@ class Controller:
         if is_gateway(name):
             self.status = replace(self.status, opened=True)
             self._adopted.add(name)
-
-    def _adopt(self) -> None:
-        for one in self._launcher.running():
-            self.adopt(one)
-        for name in self.spec.units:
-            self._ask(name)
 
     def _tell_adopted(self) -> None:
         """Tells gateways that were taken over what the fleet is. It is first done when the controller works:
@@ -143,8 +140,7 @@ class Controller:
     @property
     def snapshot(self) -> Snapshot:
         """Returns the whole fleet as it is now. The status changes while the snapshot waits to be sent."""
-        status = self.status.copy()
-        return Snapshot(seq=self._seq, spec=self.spec, status=status)
+        return Snapshot(seq=self._seq, spec=self.spec, status=self.status.copy())
 
     # -- what is said to it -----------------------------------------------------------------------------
 
@@ -171,15 +167,14 @@ class Controller:
     def hear(self, report: Report | NodeReport) -> None:
         """Takes in what has happened to a component's process, or to a node. A component that is not known is
         passed over: it was forgotten. So is the end of a process whose component has another one."""
+        self._wake.set()
         if isinstance(report, NodeReport):
             self._hear_node(report)
-            self._wake.set()
             return
         name = report.component
         if isinstance(report, Ended) and (node := self.status.nodes.get(report.node)) and name in node.stale:
             left = tuple(one for one in node.stale if one != name)
             self._put_node(report.node, replace(node, stale=left))
-            self._wake.set()
             return
         before = self.status.processes.get(name)
         if before is None or (isinstance(report, Ended) and report.node not in ("", before.node)):
@@ -187,7 +182,6 @@ class Controller:
         self._put(name, lifecycle.heard(report, before, self.spec, self._clock.now(), self._timing))
         if isinstance(report, Ended) and is_gateway(name):
             self._recount(self._asked)
-        self._wake.set()
 
     def _hear_node(self, report: NodeReport) -> None:
         """Takes in what has happened to a node. Of one that is lost, or has left, only that it has joined
@@ -299,9 +293,7 @@ class Controller:
         match action:
             case StartProcess(generation=generation, node=node, device=device):
                 unit = self.spec.units.get(name)
-                engine = (
-                    replace(unit.engine, device=device or unit.engine.device) if unit is not None else None
-                )
+                engine = replace(unit.engine, device=device or unit.engine.device) if unit else None
                 launcher.start(name, generation, engine, node)
             case DrainUnit() | ReadmitUnit() | TellLack():
                 pass  # The gateways see it.

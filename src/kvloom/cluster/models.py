@@ -109,10 +109,8 @@ def units_that_serve(spec: FleetSpec, model: str) -> list[str]:
     """Returns the units that are to serve the model. Raises UnknownModel."""
     found = [name for name, unit in _kept(spec) if model in [one.name for one in unit.engine.models]]
     if not found:
-        served = sorted({one.name for _, unit in _kept(spec) for one in unit.engine.models})
-        raise UnknownModel(
-            f"the model `{model}` is not served; served: {', '.join(served) or 'none'}", param="model"
-        )
+        served = {one.name for _, unit in _kept(spec) for one in unit.engine.models}
+        raise UnknownModel.named(model, sorted(served))
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from kvloom.cluster.adapters import AdapterOrders, Reaching
+from kvloom.cluster.adapters import AdapterOrders, Reaching, told_of
 from kvloom.cluster.edits import NodeEdit, UnitEdit
 from kvloom.cluster.mirror import Mirror
 from kvloom.cluster.models import (
@@ -28,9 +28,11 @@ from kvloom.cluster.state import GATEWAY, SCHEDULER, Rolling
 from kvloom.types.errors import Conflict, KvloomError, Unavailable
 from kvloom.types.service import NodeState, Placement, RestartStep, Steps, UnitState
 from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
+from kvloom.types.verbs import CheckModel
 
 _HERE = ("here", "down", "restarting")
 _GONE = ("away", "failed")
+_AGAIN, _BEFORE = "it is tried again", "it serves what it served before"
 
 
 class Seeing(Reaching, Protocol):
@@ -61,7 +63,6 @@ class FleetOrders:
 
     @property
     def states(self) -> list[UnitState]:
-        """Returns the state of each unit."""
         return [self._seeing.state(name) for name in self.mirror.spec.units]
 
     def state(self, name: str) -> UnitState:
@@ -87,7 +88,7 @@ class FleetOrders:
         Conflict while it is being restarted, or has no process, and if it is admitted before the wait is
         over."""
         self._refuse_busy(name)
-        await self._edit(name, UnitEdit(drained=True))
+        await self.mirror.edit({name: UnitEdit(drained=True)})
         mark = self._drained_at(name)
         with suppress(TimeoutError):
             async with asyncio.timeout(self._time(seconds)):
@@ -106,7 +107,7 @@ class FleetOrders:
         process."""
         self._refuse_busy(name)
         if self.mirror.spec.units[name].drained:
-            await self._edit(name, UnitEdit(drained=False))
+            await self.mirror.edit({name: UnitEdit(drained=False)})
             await self._seeing.settled(name)
         return self.state(name)
 
@@ -116,7 +117,7 @@ class FleetOrders:
         Conflict if the unit has no process."""
         self._refuse_absent(name)
         if self.mirror.outlook(name) != "restarting":
-            await self._edit(name, UnitEdit(restart=True, drained=False, seconds=self._time(seconds)))
+            await self.mirror.edit({name: UnitEdit(restart=True, drained=False, seconds=self._time(seconds))})
         await self._come(name)
         return self.state(name)
 
@@ -131,7 +132,7 @@ class FleetOrders:
         """Gives the unit a process, and waits until it takes requests; one that is to lose its own keeps it.
         Raises what the process died of; then the unit has none."""
         if self.mirror.outlook(name) not in _HERE:
-            await self._edit(name, self._starting(name))
+            await self.mirror.edit({name: self._starting(name)})
             await self._come(name)
         return self.state(name)
 
@@ -143,9 +144,8 @@ class FleetOrders:
         if stands in ("starting", "restarting"):
             raise Conflict(f"{name} is being started; stop it once it serves")
         if stands != "away":
-            edit = UnitEdit(wanted=False, drained=False, seconds=self._time(seconds))
             serial = self.mirror.process(name).serial
-            await self._edit(name, edit)
+            await self.mirror.edit({name: UnitEdit(wanted=False, drained=False, seconds=self._time(seconds))})
             await self._go(name, serial)
         return self.state(name)
 
@@ -172,13 +172,13 @@ class FleetOrders:
         what is no name, and Conflict for one that is taken and for a unit that serves something else under a
         name that another unit serves: then it is not there."""
         name = engine.unit
-        await self._edit(name, UnitEdit(engine=engine, add=True))
+        await self.mirror.edit({name: UnitEdit(engine=engine, add=True)})
         try:
-            await self._come(name)
+            await self._come(name, "it is removed again")
             if problem := self.mirror.process(name).problem:
                 raise Conflict(problem)
         except (Conflict, Unavailable):
-            await self._edit(name, UnitEdit(remove=True, seconds=0.0))
+            await self.mirror.edit({name: UnitEdit(remove=True, seconds=0.0)})
             await self._forgotten([name])
             raise
         return self.state(name)
@@ -191,7 +191,7 @@ class FleetOrders:
         last = self.state(name)
         if self.mirror.outlook(name) not in _GONE or last.calls:
             raise Conflict(f"{name} is {last.state}; a unit that is away can be removed")
-        await self._edit(name, UnitEdit(remove=True))
+        await self.mirror.edit({name: UnitEdit(remove=True)})
         await self._forgotten([name])
         return last
 
@@ -212,10 +212,10 @@ class FleetOrders:
 
     def node(self, name: str) -> NodeState:
         """Raises Conflict if there is no such node any more."""
-        found = [one for one in self.nodes if one.name == name]
-        if not found:
-            raise Conflict(f"there is no node {name} any more")
-        return found[0]
+        for one in self.nodes:
+            if one.name == name:
+                return one
+        raise Conflict(f"there is no node {name} any more")
 
     async def drain_node(self, name: str, seconds: float | None = None) -> NodeState:
         """Lets nothing start on the node, has its units start anew elsewhere, replicas one after the other,
@@ -235,8 +235,7 @@ class FleetOrders:
 
     def _is_over(self, name: str) -> bool:
         """Returns whether a drain of the node has nothing to wait for any more."""
-        found = [one.state for one in self.nodes if one.name == name]
-        return not found or found[0] not in ("draining", "silent")
+        return not any(one.name == name and one.state in ("draining", "silent") for one in self.nodes)
 
     # -- models -----------------------------------------------------------------------------------------
 
@@ -253,27 +252,34 @@ class FleetOrders:
     async def add_model(self, asked: AddModel) -> ModelState:
         """Lets a unit serve another model, with a new process, and waits until it does. Replicas that come
         and go follow one after the other; if all are away one is started, so that the model is known. Raises
-        Conflict for a name that is taken. If the unit cannot be started with the model, it serves what it
-        served before, and what its process died of is raised."""
-        known = False
-        for name in units_to_serve(self.mirror.spec, asked):
+        Conflict for a name that is taken, and BadRequest if a unit that is here refuses the model's files:
+        none is touched before. If the unit cannot be started with the model, it serves what it served before,
+        and what its process died of is raised."""
+        known, units = False, units_to_serve(self.mirror.spec, asked)
+        for name in units:
+            if self.mirror.outlook(name) == "here":
+                with told_of(name):
+                    await self._seeing.client(name).check_model(CheckModel(model=asked.model))
+        for name in units:
             models = self._models_of(name)
             if not models or asked.model.name in [model.name for model in models]:
                 continue
-            start = name in self._scaled and not known
+            edit = self._serving(name, (*models, asked.model), self._seconds)
+            if name in self._scaled and not known:
+                edit = replace(edit, wanted=True)
             try:
-                if await self._serve(name, (*models, asked.model), self._seconds, start=start):
+                if await self._serve(name, edit, _BEFORE):
                     known = True
                     if problem := self.mirror.process(name).problem:
                         raise Conflict(problem)
             except (Conflict, Unavailable):
                 if left := self._models_of(name, without=asked.model.name):
-                    await self._edit(name, self._serving(name, left, 0.0))
+                    await self.mirror.edit({name: self._serving(name, left, 0.0)})
                 raise
-        added = [model for model in self.models if model.name == asked.model.name]
-        if not added:
-            raise Conflict(f"{asked.model.name} was removed again, or its units were, before it was served")
-        return added[0]
+        for model in self.models:
+            if model.name == asked.model.name:
+                return model
+        raise Conflict(f"{asked.model.name} was removed again, or its units were, before it was served")
 
     def _models_of(self, name: str, *, without: str | None = None) -> tuple[ModelSpec, ...]:
         """Returns what a unit is to serve now, whatever others have ordered meanwhile: nothing if it is
@@ -284,19 +290,14 @@ class FleetOrders:
 
     def _serving(self, name: str, models: tuple[ModelSpec, ...], seconds: float) -> UnitEdit:
         """Returns the edit by which a unit serves these models instead."""
-        engine = self.mirror.spec.units[name].engine
-        return UnitEdit(engine=replace(engine, models=models), seconds=seconds)
+        return UnitEdit(engine=replace(self.mirror.spec.units[name].engine, models=models), seconds=seconds)
 
-    async def _serve(
-        self, name: str, models: tuple[ModelSpec, ...], seconds: float, *, start: bool = False
-    ) -> bool:
-        """Lets a unit serve these models instead, and waits until it does. Returns False if it is to have no
-        process. start: whether it is to have one in any case."""
-        edit = self._serving(name, models, seconds)
-        await self._edit(name, replace(edit, wanted=True) if start else edit)
+    async def _serve(self, name: str, edit: UnitEdit, then: str = _AGAIN) -> bool:
+        """Edits what a unit serves, and waits until it does. Returns False if it is to have no process."""
+        await self.mirror.edit({name: edit})
         if not self.mirror.spec.units[name].wanted:
             return False
-        await self._come(name)
+        await self._come(name, then)
         return True
 
     async def remove_model(self, model: str, seconds: float | None = None) -> ModelState:
@@ -308,7 +309,7 @@ class FleetOrders:
         for name in serving:
             if left := self._models_of(name, without=model):
                 try:
-                    await self._serve(name, left, drain)
+                    await self._serve(name, self._serving(name, left, drain))
                 except (Conflict, Unavailable):
                     if self._models_of(name):
                         raise  # Else somebody removed the whole unit meanwhile, and the model with it.
@@ -383,19 +384,14 @@ class FleetOrders:
 
     # -- all of them ------------------------------------------------------------------------------------
 
-    async def _edit(self, name: str, edit: UnitEdit) -> None:
-        await self.mirror.edit({name: edit})
-
-    async def _come(self, name: str) -> None:
-        """Waits until the process that is wanted takes requests. Raises what it died of."""
-        unit = self.mirror.spec.units[name]
-        generation = unit.generation
+    async def _come(self, name: str, then: str = _AGAIN) -> None:
+        """Waits until the process that is wanted takes requests. Raises what it died of, and what is done
+        then."""
+        generation = self.mirror.spec.units[name].generation
 
         def known() -> bool:
             unit, process = self.mirror.spec.units.get(name), self.mirror.process(name)
-            if unit is None or not unit.wanted:
-                return True
-            if process.lack:
+            if unit is None or not unit.wanted or process.lack:
                 return True
             if process.generation < generation:
                 return False
@@ -407,10 +403,9 @@ class FleetOrders:
             raise Unavailable(f"{name} was stopped meanwhile")
         if process.lack:
             raise Unavailable(f"{name} {process.lack}; it starts as soon as there is room")
-        if process.phase == "waiting":
-            raise Unavailable(f"{name} {process.problem} as it started; it is tried again")
-        if process.phase == "failed":
-            raise Unavailable(f"{name} {process.problem} as it started")
+        if process.phase in ("waiting", "failed"):
+            told = f"; {then}" if process.phase == "waiting" else ""
+            raise Unavailable(f"{name} {process.problem} as it started{told}")
         await self._seeing.settled(name)
 
     async def _go(self, name: str, serial: int) -> None:
@@ -418,8 +413,8 @@ class FleetOrders:
 
         def called_back() -> bool:
             unit, process = self.mirror.spec.units.get(name), self.mirror.process(name)
-            stays = process.phase == "ready" and process.serial == serial
-            return stays and unit is not None and unit.wanted
+            wanted = unit is not None and unit.wanted
+            return wanted and process.phase == "ready" and process.serial == serial
 
         def gone() -> bool:
             process = self.mirror.process(name)

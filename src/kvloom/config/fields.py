@@ -40,9 +40,7 @@ _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 def parse_size(text: str | int) -> int:
     """Returns the bytes that `512MiB`, `2GB`, `0.5g` or `4096` stand for: KiB and its like count in 1024s, KB
     in 1000s. Raises ValueError."""
-    if isinstance(text, bool) or not isinstance(text, (str, int)):
-        raise ValueError(f"{text!r} is no size; `512MiB`, `2GB` or a number of bytes is right")
-    found = _FORM.fullmatch(str(text).strip())
+    found = _FORM.fullmatch(str(text).strip()) if type(text) in (str, int) else None
     if found is None or len(str(text)) > 30:
         raise ValueError(f"{str(text)[:40]!r} is no size; `512MiB`, `2GB` or a number of bytes is right")
     number, unit, binary = found.groups()
@@ -402,16 +400,13 @@ def told_unread(path: Path | str, error: OSError, right: str) -> str:
     """Returns in one line why a file cannot be read. right: what file would be, if this one is no file."""
     if not isinstance(error, PermissionError):
         return f"{path}: {error.strerror}; {right} is right"
-    number = os.geteuid()
+    user = f"the user with uid {(number := os.geteuid())}"
     with suppress(KeyError):  # a user without an entry
-        return (
-            f"{path}: {error.strerror}; readable by user {getpwuid(number).pw_name} (uid {number}) is right"
-        )
-    return f"{path}: {error.strerror}; readable by the user with uid {number} is right"
+        user = f"user {getpwuid(number).pw_name} (uid {number})"
+    return f"{path}: {error.strerror}; readable by {user} is right"
 
 
 _PRIORITY: Final = re.compile(r"priority=([+-]?\d{1,10})")
-_FURTHEST: Final = 1 << 31  # what a request's priority may be
 
 
 def read_keys(path: Path) -> frozenset[str]:
@@ -449,6 +444,6 @@ def _priority(path: Path, key: str, rest: list[str]) -> int | None:
     if not rest:
         return None
     said = _PRIORITY.fullmatch(" ".join(rest))
-    if said is None or not -_FURTHEST <= int(said[1]) < _FURTHEST:
+    if said is None or not _whole(int(said[1]), -(1 << 31)):
         raise ValueError(f"{path}: {_shown(key)} has more behind it; nothing, or `priority=-1`, is right")
     return int(said[1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -22,16 +22,17 @@ from kvloom.kv.kept import KeptPrefixes
 from kvloom.offload.loans import Borrower, Lender
 from kvloom.offload.terms import Borrow, Loan, OffloadBackend
 from kvloom.types.clock import Clock
-from kvloom.types.errors import BadRequest, Unavailable
+from kvloom.types.errors import BadRequest, ConfigError, Unavailable
 from kvloom.types.job import Executor
 from kvloom.types.load import UnitLoad
 from kvloom.types.prefix_store import PrefixStore
 from kvloom.types.request import EndEvent, Event, ModelCard, StartGenerate
-from kvloom.types.spec import AdapterSpec, EngineSpec
+from kvloom.types.spec import AdapterSpec, EngineSpec, ModelSpec
 from kvloom.types.transfer import Transport
 from kvloom.types.verbs import (
     CacheChanges,
     CachedSince,
+    CheckModel,
     Evicted,
     Held,
     Lease,
@@ -65,8 +66,11 @@ class Engine:
         offload: OffloadBackend | None = None,
         trial: GuideTrial = no_trial,
         store: PrefixStore | None = None,
+        check: Callable[[ModelSpec], None] = lambda _: None,
     ) -> None:
+        """check: raises ConfigError for a model whose files cannot be served; called in a thread."""
         self._spec = spec
+        self._check = check
         self._stopping = False
         self._wake = asyncio.Event()
         self.pool, queues = fit(executor, spec, clock, reserved=MAX_RESERVED)
@@ -223,7 +227,7 @@ class Engine:
         stream = self._requests.open(body)
         try:
             guides = await self._guides.compiled(self._queues.of_base(body), wanted=lambda: not stream.ended)
-            async with self._adapters.using([body.model]):
+            async with self._adapters.using([body.model], body.priority):
                 try:
                     if not self._reservations.has(body.request):
                         first = stream.sequences[0]
@@ -279,7 +283,7 @@ class Engine:
         self._interrupt()
         await self._pauses.publish(body.request)
         salted = self._queues.salted(body)
-        async with self._adapters.using([body.model]):
+        async with self._adapters.using([body.model], body.priority):
             await self._bring_back(salted.model, salted.prompt, salted.salt)
             return await self._transfers.send(salted)
 
@@ -309,7 +313,8 @@ class Engine:
             self._requests.check_prompt(body.model, body.prompt)
         self._interrupt()
         salted = [self._queues.salted(body) for body in sends]
-        async with self._adapters.using(body.model for body in sends):  # waits, so nothing is paused before
+        urgent = min((body.priority for body in sends), default=0)
+        async with self._adapters.using((body.model for body in sends), urgent):  # nothing is paused before
             made = await self._pauses.pause(request)
             return Standing(made=made, sent=await self._transfers.send_what_is_here(salted))
 
@@ -348,6 +353,12 @@ class Engine:
 
     async def unload_adapter(self, body: UnloadAdapter) -> None:
         self._adapters.unload(body.name)
+
+    async def check_model(self, body: CheckModel) -> None:
+        try:
+            await asyncio.to_thread(self._check, body.model)
+        except ConfigError as error:
+            raise BadRequest(error.message, param="model") from error
 
     async def load(self) -> UnitLoad:
         self._scheduler.sync()

@@ -364,7 +364,7 @@ class Requests:
 
     def _card(self, model: str) -> ModelCard:
         if model not in self._queues:
-            raise UnknownModel(f"the model `{model}` is not served here; served: {', '.join(self._queues)}")
+            raise UnknownModel.named(model, self._queues)
         return self._queues[model].card
 
     def cancel(

@@ -72,6 +72,9 @@ class Description(Protocol):
         """Returns the bytes of the model, with what is quantised as it is held. outlined: the model without
         memory, in any format; dtype: of what is not quantised."""
 
+    def tokenizer(self) -> Any:
+        """Returns the tokenizer, as transformers reads it."""
+
     def release(self) -> None:
         """Gives the pages of mapped weights back, which are read again when they are needed."""
 
@@ -105,14 +108,16 @@ class _GgufFile:
     def size(self, outlined: nn.Module, dtype: torch.dtype) -> int:
         return gguf_bytes(self._header, dtype)
 
+    def tokenizer(self) -> Any:
+        return gguf_tokenizer.read_tokenizer(self._header)
+
     def release(self) -> None:
         """Does nothing: only the embedding is mapped, and few of its pages are read."""
 
     def build(self, outlined: nn.Module, dtype: torch.dtype, widens: bool) -> Built:
         module = outline(self.config, dtype)
         parameters = fill(module, self._header, dtype, torch.float32 if widens else dtype)
-        tokenizer = gguf_tokenizer.read_tokenizer(self._header)
-        return Built(module, parameters, tokenizer, gguf_tokenizer.read_sampling(self._header))
+        return Built(module, parameters, self.tokenizer(), gguf_tokenizer.read_sampling(self._header))
 
 
 class _Folder:
@@ -158,6 +163,9 @@ class _Folder:
         parameters = sum(one.numel() for one in outlined.parameters())
         return parameters * dtype.itemsize + tables + (0 if self._stored is None else self._stored.nbytes)
 
+    def tokenizer(self) -> Any:
+        return read_tokenizer(self._folder)
+
     def release(self) -> None:
         self._files.release()
 
@@ -171,8 +179,7 @@ class _Folder:
             split_all_experts(module)
         for weight in _weights(module):
             self._files.release_after(weight)
-        tokenizer = read_tokenizer(self._folder)
-        return Built(module, parameters, tokenizer, read_sampling_defaults(self._folder))
+        return Built(module, parameters, self.tokenizer(), read_sampling_defaults(self._folder))
 
     def _plain(self, outlined: Any, dtype: torch.dtype) -> Any:
         """Returns the module with the plain tensors, each of which is converted by itself. In the place of

@@ -43,6 +43,14 @@ def read_tokenizer(folder: str) -> Any:
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raises ConfigError if the tokenizer does not serve."""
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError("its tokenizer has no fast form (tokenizer.json)")
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of no files at all
+        raise ConfigError("it has no tokenizer (tokenizer.json)")
+
+
 def card_of(
     spec: ModelSpec,
     module: Any,
@@ -54,10 +62,7 @@ def card_of(
     """Returns the card of a model that was loaded. kv_dtype: the form of its K and V. Raises ConfigError if
     its tokenizer does not serve."""
     config = module.config
-    if not getattr(tokenizer, "is_fast", False):
-        raise ConfigError("its tokenizer has no fast form (tokenizer.json)")
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of no files at all
-        raise ConfigError("it has no tokenizer (tokenizer.json)")
+    check_tokenizer(tokenizer)
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from kvloom.exec.attention import NAME, ForwardState, Scoring, attend_dense
 from kvloom.exec.build import Description, describe
-from kvloom.exec.card import card_of
+from kvloom.exec.card import card_of, check_tokenizer
 from kvloom.exec.checkpoint import open_checkpoint
 from kvloom.exec.parallel.group import Team
 from kvloom.exec.parallel.slicing import slice_model
@@ -28,6 +29,8 @@ from kvloom.types.spec import ModelSpec
 # so the CPU's executor never brings fewer.
 _MIN_ROWS: Final = 4
 _PROBE_TOKENS: Final = 9
+_LARGE: Final = 1 << 18  # bytes of a matrix that counts for sure while weights sleep
+_EDGES: Final = 1 << 13  # of its pages, in which other things lie too
 
 
 class Forward(Protocol):
@@ -259,8 +262,36 @@ def load_model(
     """Builds, fuses and proves a checkpoint. target: the device on which it is to run; team: the ranks that
     share it, each of which loads its own slice at the same time. Raises ConfigError naming the model and what
     is wrong with it, Unavailable if a rank of the team is gone."""
-    try:
+    with _named(spec):
         return _load(spec, block_bytes, team, target, lambda text: progress(f"model {spec.name}: {text}"))
+
+
+def check_model(spec: ModelSpec) -> None:
+    """Reads of a checkpoint all but its weights' numbers; these too if they must have a digest. It may be
+    called beside running jobs. Raises ConfigError for most of what loading would refuse."""
+    with _named(spec):
+        checkpoint = open_checkpoint(spec.path, spec.revision)
+        described = describe(checkpoint)
+        described.outline(torch.float32)  # the default format, which is all threads'
+        check_tokenizer(described.tokenizer())
+        checkpoint.require_digest(spec.sha256)
+
+
+def least_bytes(spec: ModelSpec, target: LoadTarget) -> int:
+    """Returns the bytes that a model's weights take at the least, by its config and the headers of its files:
+    those of large matrices that are not quantised. Raises ConfigError."""
+    with _named(spec):
+        described = describe(open_checkpoint(spec.path, spec.revision))
+        outlined, dtype = _outlined(spec, described, target, lambda _: None)
+        sizes = (one.numel() * dtype.itemsize for one in outlined.parameters() if one.dim() > 1)
+        return sum(size - _EDGES for size in sizes if size >= _LARGE)
+
+
+@contextmanager
+def _named(spec: ModelSpec) -> Iterator[None]:
+    """Raises ConfigError with the model's name for whatever its files are refused for meanwhile."""
+    try:
+        yield
     except ConfigError as error:
         raise ConfigError(f"models.{spec.name}: {error.message}") from error
     except Unavailable:

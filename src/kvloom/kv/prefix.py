@@ -22,8 +22,7 @@ Run = tuple[int, ...]  # the token ids of one page
 @dataclass(slots=True, eq=False)
 class Node:
     """The page that holds `tokens` after all that its ancestors hold. A full page's run is as long as a page;
-    a shorter one is a leaf. A root holds nothing: it has no tokens, the page -1
-    and no parent."""
+    a shorter one is a leaf. A root holds nothing: it has no tokens, the page -1 and no parent."""
 
     tokens: Run
     page: int
@@ -105,7 +104,7 @@ class Recency:
         """Blocks that `reclaim` can give back; the page tables count them."""
         self.feed = PrefixFeed()
         """Tells others which full pages all trees hold."""
-        self.on_reclaim: Callable[[list[CachedPage]], None] = _nobody_keeps
+        self.on_reclaim: Callable[[list[CachedPage]], None] = lambda _: None
         """Called with the full pages that `reclaim` has dropped, parents first, before their blocks are
         others'."""
         self._order: OrderedDict[Node, PrefixTree] = OrderedDict()
@@ -183,10 +182,6 @@ class CachedPage:
         for before, node in pairwise(above):
             node.key = node.key or page_key(before.key, node.tokens)
         return PageName(self.tree.model, root, self.node.key)
-
-
-def _nobody_keeps(gone: list[CachedPage]) -> None:
-    """Is called where what gives way is gone."""
 
 
 TokenIds = Sequence[int] | I64
@@ -301,7 +296,7 @@ class PrefixTree:
         it drops all that is cached with the salt; see `_roots_of`."""
         ids = _plain(tokens)
         if not ids:
-            return sum(map(self._prune_below, self._roots_of(salt)))
+            return sum(self._prune(top) for root in self._roots_of(salt) for top in [*root.children.values()])
         root = self._roots.get(salt)
         if root is None:
             return 0
@@ -437,9 +432,6 @@ class PrefixTree:
     def _let_go(self, page: int) -> None:
         self._pages.unpromise([page])
         self._pages.release([page])
-
-    def _prune_below(self, root: Node) -> int:
-        return sum(self._prune(top) for top in list(root.children.values()))
 
     def _prune(self, top: Node) -> int:
         """Drops what is idle at and below `top` and leads to nothing that stays."""

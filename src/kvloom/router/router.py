@@ -209,8 +209,7 @@ class Router:
         none."""
         replicas = self._units.replicas(body.model)
         if not replicas:
-            served = ", ".join(self._units.models) or "none"
-            raise UnknownModel(f"the model `{body.model}` is not served; served: {served}", param="model")
+            raise UnknownModel.named(body.model, self._units.models)
         arrival = arriving(body)
         return Fleet(
             body.model, replicas, self._index, arrival, self._copies, body.salt, choices=self._choices

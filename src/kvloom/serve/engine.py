@@ -21,6 +21,7 @@ from kvloom.api.verbs import create_verbs
 from kvloom.engine.engine import Engine
 from kvloom.exec.cpu.executor import TorchExecutor, load_executor
 from kvloom.exec.huggingface import hide_progress
+from kvloom.exec.loader import check_model
 from kvloom.kernels.cpu.warm import kernels
 from kvloom.kv.arena import Arena, ArenaMemory
 from kvloom.offload.cpu.attention import CpuOffloadBackend
@@ -82,7 +83,7 @@ async def serve(parent: Parent, order: EngineOrder, lease: HeldLease | None = No
     sandbox = Sandbox("grammars", TRIALS, TRIAL_LIMITS)
     offload = open_offload(spec, executor, transport)
     store = open_store(spec, executor)
-    engine = Engine(executor, transport, spec, clock, offload, grammar_trial(sandbox), store)
+    engine = Engine(executor, transport, spec, clock, offload, grammar_trial(sandbox), store, check_files)
     cards = await engine.models()
     keep_cards(folder, spec.unit, cards)
     chat = tuple(card.name for card in cards if card.chat_template is not None)
@@ -156,6 +157,12 @@ def require_hub(models: Iterable[ModelSpec]) -> None:
                 f"models.{model.name}: {model.path}: the hub at {constants.ENDPOINT} cannot be reached "
                 f"({reason}); a network, or the path of a checkpoint directory, is right"
             ) from error
+
+
+def check_files(model: ModelSpec) -> None:
+    """Raises ConfigError for a model whose files cannot be served."""
+    require_hub([model])
+    check_model(model)
 
 
 def load_unit(spec: EngineSpec, folder: Path, progress: Callable[[str], None]) -> UnitExecutor:

@@ -16,7 +16,7 @@ from kvloom.transfer.nixl_plane import Clock, NixlPlane, NixlTransfer
 from kvloom.transfer.plane import address_of
 from kvloom.transfer.staging import SINK, Staging, StagingCosts
 from kvloom.transfer.target import WritableBytes, WriteTarget
-from kvloom.transfer.tcp_link import PATIENCE, grow
+from kvloom.transfer.tcp_link import PEER_TIMEOUT, grow
 from kvloom.types.address import Endpoint, KVAddress, Ticket
 from kvloom.types.errors import Unavailable
 from kvloom.types.geometry import I64
@@ -128,10 +128,10 @@ class NixlTransport:
         began = time.perf_counter()
         self._plane.order(NixlProbe(where, sizes, done))
         try:
-            done.result(PATIENCE)
+            done.result(PEER_TIMEOUT)
         except TimeoutError as error:
             done.cancel()
-            raise Unavailable(f"NIXL has not written to {where.agent} in {PATIENCE:g} s") from error
+            raise Unavailable(f"NIXL has not written to {where.agent} in {PEER_TIMEOUT:g} s") from error
         return time.perf_counter() - began
 
     def forget(self, unit: str) -> None:

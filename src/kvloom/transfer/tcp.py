@@ -22,7 +22,7 @@ from kvloom.transfer.tcp_link import (
     FROM_RECEIVER,
     IDENTITY,
     MOST_SPANS,
-    PATIENCE,
+    PEER_TIMEOUT,
     PIECE,
     Claim,
     Done,
@@ -348,7 +348,7 @@ class TcpPlane(TransferWorker[Order]):
     def _serve(self, purpose: Purpose, session: SenderSession) -> None:
         where = session.where
         try:
-            sock = socket.create_connection((where.host, where.port), timeout=PATIENCE)
+            sock = socket.create_connection((where.host, where.port), timeout=PEER_TIMEOUT)
         except OSError as error:
             self.order(_Lost(session, reason_of(error)))
             return

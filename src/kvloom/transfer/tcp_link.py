@@ -34,7 +34,7 @@ from kvloom.types.errors import Unavailable
 from kvloom.types.geometry import I64
 
 VERSION: Final = 2
-PATIENCE: Final = (
+PEER_TIMEOUT: Final = (
     5.0  # seconds in which a peer has to connect, to answer, and to take or send a byte of a piece
 )
 MOST_SPANS: Final = 512  # of a piece; a call to the kernel takes 1,024 (IOV_MAX)
@@ -130,9 +130,9 @@ class LinkEnded(LinkError):
 
 
 def prepare(sock: socket.socket) -> None:
-    """Sets what both ends want of a connection: it waits `PATIENCE` for its peer at most, and a host that is
-    gone is noticed."""
-    patience = struct.pack("ll", int(PATIENCE), 0)
+    """Sets what both ends want of a connection: it waits `PEER_TIMEOUT` for its peer at most, and a host that
+    is gone is noticed."""
+    patience = struct.pack("ll", int(PEER_TIMEOUT), 0)
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
@@ -241,7 +241,7 @@ def measure_rate(address: tuple[str, int], identity: bytes, secret: str, links: 
         try:
             made = []
             for _ in range(links):
-                sock = sockets.enter_context(socket.create_connection(address, timeout=PATIENCE))
+                sock = sockets.enter_context(socket.create_connection(address, timeout=PEER_TIMEOUT))
                 prepare(sock)
                 introduce(sock, secret, identity, session, Purpose.PROBE)
                 made.append(sock)
@@ -285,7 +285,7 @@ def receive_into(sock: socket.socket, view: memoryview) -> None:
         try:
             count = sock.recv_into(view)
         except BlockingIOError as error:
-            raise LinkError(f"it has said nothing for {PATIENCE:g} s") from error
+            raise LinkError(f"it has said nothing for {PEER_TIMEOUT:g} s") from error
         if not count:
             raise LinkEnded("it has closed the connection")
         view = view[count:]
@@ -334,7 +334,7 @@ def send_piece(
         try:
             count = sock.sendmsg(views)
         except BlockingIOError as error:
-            raise LinkError(f"it has taken nothing for {PATIENCE:g} s") from error
+            raise LinkError(f"it has taken nothing for {PEER_TIMEOUT:g} s") from error
         views = behind(views, count)
 
 
@@ -359,8 +359,8 @@ def receive_piece(
     inside of it only, and what comes while it says no is thrown away, through `scratch`. Raises LinkError,
     OSError."""
     while views:
-        if not ready.poll(1000 * PATIENCE):
-            raise LinkError(f"it has stalled in the middle of a piece for {PATIENCE:g} s")
+        if not ready.poll(1000 * PEER_TIMEOUT):
+            raise LinkError(f"it has stalled in the middle of a piece for {PEER_TIMEOUT:g} s")
         with fence() as open_, suppress(BlockingIOError):  # or nothing had come after all
             if open_:
                 count = sock.recvmsg_into(views, 0, socket.MSG_DONTWAIT)[0]
@@ -385,6 +385,6 @@ def reason_of(error: Exception) -> str:
     """Returns what to say of a LinkError or an OSError."""
     if isinstance(error, OSError):
         if isinstance(error, TimeoutError) or error.errno == errno.EAGAIN:
-            return f"no answer in {PATIENCE:g} s"
+            return f"no answer in {PEER_TIMEOUT:g} s"
         return error.strerror or str(error)
     return str(error)

@@ -11,6 +11,7 @@ from kvloom.types.service import Service
 from kvloom.types.verbs import (
     CacheChanges,
     CachedSince,
+    CheckModel,
     Evicted,
     Held,
     Lease,
@@ -122,3 +123,6 @@ class EngineClient(Generator, Protocol):
 
     async def unload_adapter(self, body: UnloadAdapter) -> None:
         """Serves no new request of an adapter; those that are here run to their end. Raises UnknownModel."""
+
+    async def check_model(self, body: CheckModel) -> None:
+        """Reads a model's files, all but its weights. Raises BadRequest if they cannot be served."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterable
+from typing import ClassVar, Self
 
 import msgspec
 
@@ -76,6 +77,14 @@ class UnknownModel(KvloomError):
 
     code = "model_not_found"
     status = 404
+
+    @classmethod
+    def named(cls, name: str, served: Iterable[str]) -> Self:
+        """Returns the error of a request for a model of this name, in OpenAI's words and with those that are
+        served."""
+        there = ", ".join(served) or "none"
+        told = f"The model `{name[:200]}` does not exist or you do not have access to it; served: {there}"
+        return cls(told, param="model")
 
 
 class Unauthorized(KvloomError):

@@ -22,6 +22,7 @@ from kvloom.types.address import Endpoint, KVAddress, KVForm
 from kvloom.types.errors import KvloomError, Unavailable, WireError
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import Event, Int64, Made, ModelCard, Prompt, RequestId, Salt, TokenId
+from kvloom.types.spec import ModelSpec
 
 LONGEST_PIN: Final = 3600  # seconds
 LONGEST_DUE: Final = 60  # seconds
@@ -222,6 +223,12 @@ class UnloadAdapter(Struct, frozen=True, kw_only=True):
     name: str
 
 
+class CheckModel(Struct, frozen=True, kw_only=True):
+    """Reads what a model's files say, all but its weights, and serves nothing of it."""
+
+    model: ModelSpec
+
+
 class Done(Struct, frozen=True):
     """Answer of a verb that has nothing to say."""
 
@@ -292,6 +299,13 @@ CONTENTS: Final = Verb(
 LOAD_ADAPTER: Final = Verb(
     "load_adapter", "Serves another adapter, once it is proven.", LoadAdapter, Done, seconds=LOADING_SECONDS
 )
+CHECK_MODEL: Final = Verb(
+    "check_model",
+    "Tells whether a model's files could be served.",
+    CheckModel,
+    Done,
+    seconds=None,  # they may be downloaded
+)
 UNLOAD_ADAPTER: Final = Verb("unload_adapter", "Serves no new request of an adapter.", UnloadAdapter, Done)
 
 VERBS: Final[tuple[Verb[Any, Any], ...]] = (
@@ -310,6 +324,7 @@ VERBS: Final[tuple[Verb[Any, Any], ...]] = (
     MODELS,
     LOAD_ADAPTER,
     UNLOAD_ADAPTER,
+    CHECK_MODEL,
 )
 """All but `start_generate`, which is answered by a stream, and `lend`, which only units ask of each other."""
 
@@ -366,6 +381,9 @@ class RemoteEngine(ABC):
 
     async def unload_adapter(self, body: UnloadAdapter) -> None:
         await self.call(UNLOAD_ADAPTER, body)
+
+    async def check_model(self, body: CheckModel) -> None:
+        await self.call(CHECK_MODEL, body)
 
 
 HEAD = 4

@@ -78,6 +78,18 @@ def test_a_pool_that_cannot_be_mapped_is_an_error_of_the_config() -> None:
         GranuleArena(granules, 3, 1024)
 
 
+def test_what_is_lent_comes_back_whatever_happens_meanwhile() -> None:
+    driver = HostDriver()
+    granules = Granules(driver, CPU, 2048)
+    reserved = granules.reserve(3)
+    with pytest.raises(RuntimeError, match="no weights"), granules.lent(reserved):
+        raise RuntimeError("no weights")
+    driver.failing["cuMemMap"] = 1
+    with pytest.raises(OSError, match="cpu maps no memory"), granules.lent(reserved):
+        pass
+    assert (granules.idle, driver.mapped, driver.handles, reserved.is_held) == (0, {}, {}, False)
+
+
 class GranulesMachine(RuleBasedStateMachine):
     """No granule is lost or at two places, whatever the driver refuses, and what was written stays."""
 

@@ -13,10 +13,12 @@ from kvloom.lab.reproduce.aegaeon.pooling import (
     ASKED,
     MARKET,
     SERVICE,
+    Sweep,
     arithmetic,
     drawn_at_once,
     most,
     pooling,
+    told,
 )
 from kvloom.lab.reproduce.aegaeon.setup import (
     KVLOOM,
@@ -24,6 +26,7 @@ from kvloom.lab.reproduce.aegaeon.setup import (
     ONE,
     SLO,
     STATIC,
+    SYSTEMS,
     Found,
     Load,
     RequestLevel,
@@ -35,6 +38,7 @@ from kvloom.lab.reproduce.aegaeon.setup import (
     wanted_at_once,
 )
 from kvloom.lab.sim.virtual_time import run_virtual
+from kvloom.lab.workload.results import Slept
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.types.request import Event, ModelCard, SamplingParams, StartGenerate
 from tests.lab.reproduce.played import played, quiet
@@ -141,6 +145,31 @@ def test_the_most_models_are_those_above_the_bar() -> None:
     found = {count: Found(attained, 1.0, 1, None) for count, attained in ((3, 1.0), (5, 0.9), (7, 0.89))}
     assert most(found) == 5
     assert most({3: found[7]}) == 0
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "verdicts"),
+    [
+        ({3: 1.0, 7: 1.0}, {3: 1.0, 7: 0.5}, ["holds", "holds", "holds"]),  # 7 over 3, at least
+        ({3: 1.0, 7: 1.0}, {3: 1.0, 7: 1.0}, ["holds", "cannot tell", "cannot tell"]),  # both at the end
+        ({3: 1.0, 7: 0.5}, {3: 1.0, 7: 0.5}, ["fails", "cannot tell", "cannot tell"]),  # 6 at most, over 3
+        ({3: 0.5}, {3: 1.0, 7: 0.5}, ["fails", "fails", "fails"]),
+    ],
+)
+def test_a_grid_that_cannot_tell_says_so(
+    ours: dict[int, float], theirs: dict[int, float], verdicts: list[str]
+) -> None:
+    climbed = {
+        one.name: {
+            count: Found(
+                part, 1.0, 1, Slept(wakes=0, sleeps=0, waited=0, wait=None) if one is KVLOOM else None
+            )
+            for count, part in (ours if one is KVLOOM else theirs).items()
+        }
+        for one in SYSTEMS
+    }
+    report = told([Sweep(0.1, 40.0, (3, 7))], {0.1: climbed})
+    assert [claim.verdict for claim in report.claims] == verdicts
 
 
 def test_the_sweep_in_small() -> None:

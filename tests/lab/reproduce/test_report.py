@@ -47,7 +47,7 @@ def test_a_verdict_is_the_same_from_both_sides(
 
 def test_verdicts_are_counted() -> None:
     counts = verdicts([REPORT, REPORT])
-    assert counts == {"agrees": 2, "holds": 2, "near": 0, "differs": 0, "fails": 2}
+    assert counts == {"agrees": 2, "holds": 2, "near": 0, "cannot tell": 0, "differs": 0, "fails": 2}
 
 
 def test_a_page_has_all_tables() -> None:

@@ -9,12 +9,14 @@ import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 from typing import Final
 
 from msgspec.structs import replace
 
 from kvloom.engine.quotas import ModelQueues, QuotaTuner, ServedAdapter
+from kvloom.engine.residency.policy import AGED
 from kvloom.kv.pool import Pool
 from kvloom.kv.prefix_feed import adapter_salt
 from kvloom.types.clock import Clock
@@ -23,10 +25,8 @@ from kvloom.types.geometry import I32
 from kvloom.types.job import AdapterMemory
 from kvloom.types.spec import AdapterSpec
 
-PATIENCE: Final = 1.0
+PREEMPTS_AFTER: Final = 1.0
 """Seconds that an adapter waits for blocks before K and V give way to it."""
-AGED: Final = 30.0
-"""Seconds of waiting after which no new request of another adapter goes before."""
 
 _log = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ class _Held:
     served: ServedAdapter
     blocks: I32 | None = None
     """Whose memory it has; None if it is not in memory."""
-    users: int = 0
-    """Requests and sends that need it, or wait for it."""
+    users: list[int] = field(default_factory=list)
+    """The priorities of the requests and sends that need it, or wait for it."""
     entered: bool = False
     """Whether its users may use it: it is in memory, or about to be, and does not give way."""
     coming: asyncio.Task[None] | None = None
@@ -53,7 +53,9 @@ class _Waiting:
     one: _Held
     since: float
     room: asyncio.Future[I32 | None]
-    """The blocks for it; None if it is in memory already."""
+    """The blocks for it; None if it is in memory already, or nobody waits for it any more."""
+    first: float | None = None
+    """Since when it is the next one, if it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +96,7 @@ class AdapterResidency:
         self._notify = notify
         self._held: dict[str, _Held] = {}
         self._idle: OrderedDict[str, _Held] = OrderedDict()  # in memory, least recently used first
-        self._line: list[_Waiting] = []
-        self._turns = asyncio.Lock()  # who waits for blocks does so alone
+        self._line: list[_Waiting] = []  # of which only the next one is made room for
         self._loads = asyncio.Lock()
         self._closed = False
         self.blocks = 0
@@ -111,22 +112,22 @@ class AdapterResidency:
     # -- requests -------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def using(self, models: Iterable[str]) -> AsyncIterator[None]:
-        """Keeps the adapters among the models in memory, once they are there. Raises Unavailable if one
-        cannot be read."""
+    async def using(self, models: Iterable[str], priority: int) -> AsyncIterator[None]:
+        """Keeps the adapters among the models in memory, once they are there; those that are waited for by
+        more urgent priorities (the smaller) come first. Raises Unavailable if one cannot be read."""
         some = [one for name in dict.fromkeys(models) if (one := self._held.get(name)) is not None]
-        while some and self._line and self._clock.now() >= self._line[0].since + AGED:
-            async with self._turns:  # so that those in use come to their end
-                pass
+        while some and (aged := self._next) is not None and self._is_late(aged, AGED):
+            await asyncio.wait([aged.room])  # so that those in use come to their end
         for one in some:
-            one.users += 1
+            one.users.append(priority)
         try:
             for one in some:
                 await self._enter(one)
             yield
         finally:
             for one in some:
-                one.users -= 1
+                one.users.remove(priority)
+                self._leave_line(one)
                 self._let_idle(one)
 
     async def _enter(self, one: _Held) -> None:
@@ -184,57 +185,90 @@ class AdapterResidency:
     # -- blocks ---------------------------------------------------------------------------------------
 
     async def _room(self, one: _Held) -> I32 | None:
-        """Waits until the adapter may be used. Returns the blocks for it, unless it is in memory already.
-        Only one waits, and others behind it."""
-        async with self._turns:
-            room: asyncio.Future[I32 | None] = asyncio.get_running_loop().create_future()
-            self._line = [_Waiting(one, self._clock.now(), room)]
-            try:
-                self.review()
-                self._notify()
-                return await room
-            finally:
-                self._line = []
+        """Waits until the adapter may be used. Returns the blocks for it, unless it is in memory already, or
+        nobody waits for it any more."""
+        waiting = _Waiting(one, self._clock.now(), asyncio.get_running_loop().create_future())
+        self._line.append(waiting)
+        try:
+            self.review()
+            self._notify()
+            return await waiting.room
+        finally:
+            self._line.remove(waiting)
+            self._notify()
+
+    @property
+    def _next(self) -> _Waiting | None:
+        """The adapter that is let in next: one that has waited for `AGED` seconds, or else the one of the
+        most urgent request; of several the one that has waited longest."""
+        now = self._clock.now()
+
+        def rank(waiting: _Waiting) -> tuple[float, float]:
+            aged = now >= waiting.since + AGED
+            return -inf if aged else min(waiting.one.users, default=inf), waiting.since
+
+        return min((one for one in self._line if not one.room.done()), key=rank, default=None)
+
+    def _leave_line(self, one: _Held) -> None:
+        """Lets an adapter wait no more if nobody waits for it."""
+        for waiting in self._line:
+            if waiting.one is one and not one.users and not waiting.room.done():
+                waiting.room.set_result(None)
 
     def review(self) -> None:
-        """Lets the adapter that waits be used, if it may be and there are enough blocks. K and V give way to
-        one that has waited for its time. Adapters that were unloaded go if nothing of theirs is left."""
+        """Lets the adapters that wait be used, one after the other, if they may be and there are enough
+        blocks. K and V give way to one that has been next for its time. Adapters that were unloaded go if
+        nothing of theirs is left."""
         for one in [*self._held.values()]:
             self._let_leave(one)
-        for waiting in self._line:
-            one, size = waiting.one, waiting.one.served.blocks
-            if waiting.room.done() or not self._fits(one):
-                continue
-            if one.blocks is not None:
-                self._begin_use(one)
-                waiting.room.set_result(None)
-                continue
-            if self._is_late(waiting):
-                self._preempt(size)
-            if self._pool.available >= size:
-                one.entered = True
-                waiting.room.set_result(self._pool.yield_to_weights(size))
-                self._tuner.resize()
+        while (waiting := self._next) is not None:
+            for other in self._line:
+                other.first = None if other is not waiting else other.first
+            if waiting.first is None:
+                waiting.first = self._clock.now()
+            if not self._let_in(waiting):
+                return
+
+    def _let_in(self, waiting: _Waiting) -> bool:
+        """Lets an adapter be used. Returns False if it cannot be yet."""
+        one, size = waiting.one, waiting.one.served.blocks
+        if not self._fits(one):
+            return False
+        if one.blocks is not None:
+            self._begin_use(one)
+            waiting.room.set_result(None)
+            return True
+        if self._is_late(waiting):
+            self._preempt(size)
+        if self._pool.available < size:
+            return False
+        one.entered = True
+        waiting.room.set_result(self._pool.yield_to_weights(size))
+        self._tuner.resize()
+        return True
 
     @property
     def left(self) -> float | None:
         """Seconds until `review` is due, if nothing happens before; None if it is not: K and V that can give
         way then do so as jobs end."""
-        waiting = [one for one in self._line if not one.room.done() and not self._is_late(one)]
-        return waiting[0].since + PATIENCE - self._clock.now() if waiting else None
+        waiting = self._next
+        if waiting is None or waiting.first is None or self._is_late(waiting):
+            return None
+        return waiting.first + PREEMPTS_AFTER - self._clock.now()
 
     @property
     def shortage(self) -> Shortage | None:
         """The shortage of the adapter that waits; None if none waits for blocks alone."""
-        for waiting in self._line:
-            one = waiting.one
-            if one.blocks is None and not waiting.room.done() and self._fits(one):
-                lacking = one.served.blocks - self._pool.available
-                return Shortage(one.served.base, self._is_late(waiting)) if lacking > 0 else None
-        return None
+        waiting = self._next
+        if waiting is None or waiting.one.blocks is not None or not self._fits(waiting.one):
+            return None
+        served = waiting.one.served
+        lacks = served.blocks > self._pool.available
+        return Shortage(served.base, self._is_late(waiting)) if lacks else None
 
-    def _is_late(self, waiting: _Waiting) -> bool:
-        return self._clock.now() >= waiting.since + PATIENCE
+    def _is_late(self, waiting: _Waiting, seconds: float = PREEMPTS_AFTER) -> bool:
+        """Returns whether an adapter has been next for so long."""
+        return waiting.first is not None and self._clock.now() >= waiting.first + seconds
 
     def _fits(self, one: _Held) -> bool:
         """Returns whether the adapter may be used beside those that are."""
@@ -283,10 +317,14 @@ class AdapterResidency:
         self._let_leave(one)
 
     def _let_leave(self, one: _Held) -> None:
-        """Forgets an adapter that was unloaded, once nothing of it is left in its base's queue."""
-        queue, name = self._queues[one.served.base], one.served.spec.name
-        if one.served.leaving and not one.users and one.coming is None and not queue.has_any_of(name):
+        """Forgets an adapter that was unloaded, once nothing of it is left."""
+        if one.served.leaving and not self._is_in_use(one):
             self._forget(one)
+
+    def _is_in_use(self, one: _Held) -> bool:
+        """Returns whether something needs the adapter, or is left of it in its base's queue."""
+        queue = self._queues[one.served.base]
+        return bool(one.users) or one.coming is not None or queue.has_any_of(one.served.spec.name)
 
     def _drop(self, one: _Held) -> None:
         """Lets go of the weights of an adapter that nobody uses."""
@@ -304,12 +342,13 @@ class AdapterResidency:
     # -- which there are ------------------------------------------------------------------------------
 
     async def load(self, base: str, adapter: AdapterSpec) -> None:
-        """Serves another adapter from now on, once it is proven. One that is served already, from the same
-        folder, is fine. Raises UnknownModel for a base that is not served, Conflict for a name that is taken,
-        and BadRequest for what cannot be served."""
+        """Serves another adapter from now on, once it is proven. One that is served already, with the weights
+        that its folder holds, is fine; other weights take its place if nothing uses it. Raises UnknownModel
+        for a base that is not served, Conflict for a name that is taken, and BadRequest for what cannot be
+        served."""
         memory, name = self._memory, adapter.name
         if base not in self._queues or base in self._queues.adapters:
-            raise UnknownModel(f"the model `{base}` is not served here", param="base_model_name")
+            raise UnknownModel(f"the base `{base}` is not served here", param="base_model_name")
         if memory is None:
             raise BadRequest("adapters are served by units of one rank on `cpu` that neither lend nor borrow")
         async with self._loads:
@@ -320,7 +359,14 @@ class AdapterResidency:
                     "have ended"
                 )
             if known is not None and (known.base, known.spec) == (base, adapter):
-                return
+                if await self._is_as_it_was(known):
+                    return
+                if self._is_in_use(one := self._held[name]):
+                    raise Conflict(
+                        f"requests of the adapter {name} run, whose folder had other weights; load it again "
+                        "once they have ended"
+                    )
+                self._forget(one)
             if name in self._queues:
                 raise Conflict(f"{name} is served already; another name is right")
             try:
@@ -338,6 +384,14 @@ class AdapterResidency:
             served = ServedAdapter(base, adapter, proven.digest, proven.blocks)
             self._queues.adapters[name] = served
             self._admit(_Held(served))
+
+    async def _is_as_it_was(self, served: ServedAdapter) -> bool:
+        """Returns whether an adapter's folder holds the weights that are served. Raises BadRequest."""
+        assert self._memory is not None
+        try:
+            return await self._memory.digest(served.base, served.spec) == served.digest
+        except ConfigError as error:
+            raise BadRequest(error.message, param="lora_path") from error
 
     def _admit(self, one: _Held) -> None:
         """Takes in an adapter, which stays in memory if cached prefixes make room for it."""

@@ -228,8 +228,12 @@ class ServedAdapters:
 
     def load(self, name: str, path: str) -> PackedAdapter:
         """Reads and packs an adapter. Raises ConfigError that names it."""
+        return self.put(name, self.read(name, path))
+
+    def read(self, name: str, path: str) -> Adapter:
+        """Reads an adapter. Raises ConfigError that names it."""
         try:
-            return self.put(name, read_adapter(path, self._shapes))
+            return read_adapter(path, self._shapes)
         except ConfigError as error:
             raise ConfigError(f"models.{name}: {error.message}") from error
         except (OSError, ValueError, RuntimeError) as error:  # whatever safetensors makes of its files

@@ -51,6 +51,12 @@ class CpuAdapters:
     def read(self, base: str, adapter: AdapterSpec) -> asyncio.Future[ProvenAdapter]:
         return asyncio.get_running_loop().run_in_executor(self._reader, self._read, base, adapter)
 
+    def digest(self, base: str, adapter: AdapterSpec) -> asyncio.Future[str]:
+        def digest() -> str:
+            return self._served[base].read(adapter.name, adapter.path).digest
+
+        return asyncio.get_running_loop().run_in_executor(self._reader, digest)
+
     def drop(self, adapter: str) -> None:
         for served in self._served.values():
             served.drop(adapter)

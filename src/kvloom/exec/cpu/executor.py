@@ -22,7 +22,7 @@ from kvloom.exec.cpu.fuse import fuse_on_cpu, round_inputs
 from kvloom.exec.cpu.memory import available_memory, return_free_memory
 from kvloom.exec.cpu.number_format import choose_format, own_format
 from kvloom.exec.cpu.weights import CpuWeights, SleepingModel, put_to_sleep
-from kvloom.exec.loader import Forward, LoadedModel, count_blocks, load_models
+from kvloom.exec.loader import Forward, LoadedModel, count_blocks, least_bytes, load_models
 from kvloom.exec.parallel.group import RankGroup
 from kvloom.exec.parallel.ranks import Member, Ranks, check
 from kvloom.exec.parallel.wire import StartRank, Step, ToldMap
@@ -154,22 +154,26 @@ class TorchExecutor:
         """Loads every model and puts it to sleep before the next one is loaded. Weights and pool share the
         arena's blocks from then on. Raises ConfigError."""
         torch.set_num_threads(spec.threads)
+        blocks = shared_bytes(spec.kv_bytes) // spec.block_bytes
         asleep: dict[str, SleepingModel] = {}
 
-        def finish(name: str, model: LoadedModel) -> None:
-            asleep[name] = put_to_sleep(name, (model.module, model.forward), Path(spec.sleep_dir))
-            return_free_memory()
-
-        loaded = load_models(spec.models, spec.block_bytes, CPU, progress, finish=finish)
-        blocks = shared_bytes(spec.kv_bytes) // spec.block_bytes
-        for name, model in asleep.items():
-            needed = -(-model.bytes // spec.block_bytes) + loaded[name].geometry.blocks_per_page
+        def require(name: str, weights: int, page: int) -> None:
+            needed = -(-weights // spec.block_bytes) + page
             if needed > blocks:
                 least = needed * spec.block_bytes * RESERVE // (RESERVE - 1)
                 raise ConfigError(
                     f"memory: {spec.kv_bytes:,} bytes do not hold {name}, whose weights take "
-                    f"{model.bytes:,}, and a page of its K and V; at least {least:,} are needed"
+                    f"{weights:,}, and a page of its K and V; at least {least:,} are needed"
                 )
+
+        def finish(name: str, model: LoadedModel) -> None:
+            asleep[name] = put_to_sleep(name, (model.module, model.forward), Path(spec.sleep_dir))
+            return_free_memory()
+            require(name, asleep[name].bytes, model.geometry.blocks_per_page)
+
+        for model in spec.models:  # before any is loaded, by what is certain
+            require(model.name, least_bytes(model, CPU), 1)
+        loaded = load_models(spec.models, spec.block_bytes, CPU, progress, finish=finish)
         arena = Arena(blocks, spec.block_bytes, committed=False)
         made = cls(loaded, arena, spec.threads, CpuWeights(asleep, arena))
         made._prove_adapters(spec.models, progress)

@@ -154,11 +154,13 @@ class Granules:
     @contextmanager
     def lent(self, to: AddressRange) -> Iterator[Tensor]:
         """Yields the bytes of a range that has no granules; it has new ones meanwhile. Raises ConfigError."""
-        self.create(len(to.held))
-        self.supply(to, range(len(to.held)))
-        yield self.tensor(to)
-        self.withdraw(to, range(len(to.held)))
-        self.release()
+        try:
+            self.create(len(to.held))
+            self.supply(to, range(len(to.held)))
+            yield self.tensor(to)
+        finally:
+            self.withdraw(to, [place for place, held in enumerate(to.held) if held is not None])
+            self.release()
 
     def release(self) -> None:
         """Gives what is idle back to the system."""

@@ -38,7 +38,7 @@ from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.types.errors import ConfigError, KvloomError
 from kvloom.types.request import SamplingParams, StartGenerate
 
-PATIENCE: Final = 300.0  # virtual seconds in which every request has ended
+ENDS_WITHIN: Final = 300.0  # virtual seconds in which every request has ended
 PROMPTLY: Final = 60.0  # in which it has where nobody waits for a lease
 MOST_TURNS: Final = 100_000  # of the event loop at one moment
 TIDY: Final = 10.0  # after the last answer: what is held then is held by a lease, where there are any
@@ -93,7 +93,7 @@ async def _run(scenario: FaultScenario, verdict: Verdict, journal: bool, parts: 
 async def _try(simulation: FaultSimulation, clock: LoopClock) -> None:
     """Plays the scenario, lets it settle and checks; then sees whether all that was promised can be had."""
     await simulation.start()
-    seconds = PROMPTLY if simulation.scenario.tidy else PATIENCE
+    seconds = PROMPTLY if simulation.scenario.tidy else ENDS_WITHIN
     late = await simulation.play(seconds)
     simulation.broken.extend(_late(answer, seconds) for answer in late)
     simulation.calm()
@@ -135,7 +135,7 @@ async def _ask_fleet(simulation: FaultSimulation) -> list[ClientAnswer]:
     assert simulation.gateway is not None
     answers = [
         ClientAnswer(
-            Client(0.0, _last(card.name, card.context_length // 2, f"last-{card.name}"), leaves=PATIENCE)
+            Client(0.0, _last(card.name, card.context_length // 2, f"last-{card.name}"), leaves=ENDS_WITHIN)
         )
         for card in await simulation.gateway.router.models()
         if card.context_length > 1
@@ -161,7 +161,7 @@ async def _ask_unit(host: FaultyHost, model: str, context: int) -> ClientAnswer:
     answer = ClientAnswer(Client(0.0, _last(model, context - 1, f"longest-{model}-{host.name}")))
     frames = host.process.engine.start_generate(answer.client.body)
     try:
-        async with asyncio.timeout(PATIENCE), aclosing(frames):
+        async with asyncio.timeout(ENDS_WITHIN), aclosing(frames):
             async for frame in frames:
                 answer.take(frame)
         answer.fate = "ended"
@@ -181,7 +181,7 @@ def _last(model: str, length: int, request: str) -> StartGenerate:
     )
 
 
-def _late(answer: ClientAnswer, seconds: float = PATIENCE) -> Broken:
+def _late(answer: ClientAnswer, seconds: float = ENDS_WITHIN) -> Broken:
     name = answer.client.body.request
     if answer.error is not None:
         return Broken(NO_STARVATION, f"{name}: all is calm, but it is told: {answer.error.message}")

@@ -94,7 +94,7 @@ def _part(role: Role, loads: Sequence[Loaded]) -> HostedSeconds:
 
 KEY_VARIABLE: Final = "KVLOOM_API_KEY"  # that `kvloom bench serve` reads
 READY: Final = re.compile(r"Ready in .*?(http://\S+)")
-PATIENCE: Final = 600.0  # seconds for the server to start
+START_TIMEOUT: Final = 600.0  # seconds for the server to start
 PROMPT: Final = 48  # tokens
 SHORTEST, LONGEST = 16, 96  # answers, in tokens
 
@@ -163,7 +163,7 @@ async def _served(arguments: Sequence[str]) -> AsyncIterator[Server]:
     process = await _kvloom({}, "serve", *arguments, "--host", "127.0.0.1", "--port", "0")
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(START_TIMEOUT):
             url = await _ready(process.stdout)
         started = descendants(process.pid)
         gateway = next(pid for pid, command in started.items() if GATEWAY_MODULE in command)

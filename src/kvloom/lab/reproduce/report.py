@@ -51,15 +51,16 @@ def cells(row: str, *told: tuple[str, float | None, float]) -> list[Cell]:
 
 
 class Claim(Struct, frozen=True, kw_only=True):
-    """A statement of the paper about its figure, and what is found here, in a few words."""
+    """A statement of the paper about its figure, and what is found here, in a few words. holds: None if what
+    was found cannot tell."""
 
     said: str
-    holds: bool
+    holds: bool | None
     found: str
 
     @property
     def verdict(self) -> str:
-        return "holds" if self.holds else "fails"
+        return "cannot tell" if self.holds is None else "holds" if self.holds else "fails"
 
 
 def duration(seconds: float) -> str:
@@ -93,7 +94,11 @@ class Experiment:
     run: Callable[[Scale, Tell], Report]
 
 
-_STYLES: Final = {"agrees": "green", "holds": "green", "near": "yellow", "differs": "red", "fails": "red"}
+_STYLES: Final = {
+    **dict.fromkeys(("agrees", "holds"), "green"),
+    **dict.fromkeys(("near", "cannot tell"), "yellow"),
+    **dict.fromkeys(("differs", "fails"), "red"),
+}
 _CELL_HEADS: Final = ("", "", "paper", "ours", "ratio", "verdict")
 _CLAIM_HEADS: Final = ("the paper says", "found here", "verdict")
 
