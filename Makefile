@@ -3,6 +3,7 @@
 # make check   what CI checks besides the tests
 # make bench   the benchmarks, on a quiet machine
 # make gpu-check   what CI cannot: the tests and figures that need a GPU
+# make prometheus   a real Prometheus for the tests of deploy/, out of Debian's package
 # make setup   the set-up alone                      PYTHON=python3.12
 
 SHELL = /bin/sh
@@ -20,7 +21,7 @@ TORCH_FITS := import sys, torch; torch.ones(2).sum(); \
   sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))
 HAS_WARM := import sys, importlib.util as i; sys.exit(i.find_spec("kvloom.kernels.cpu.warm") is None)
 
-.PHONY: setup serve test check bench gpu-check clean
+.PHONY: setup serve test check bench gpu-check prometheus clean
 .DELETE_ON_ERROR:
 
 # Each process of a fleet would compile what it imports if nobody had kept the bytecode.
@@ -45,6 +46,8 @@ bench: setup
 
 gpu-check: setup
 	@exec $(BIN)/python -m tools.gpu_check $(ARGS)
+
+prometheus: $(BIN)/prometheus
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
@@ -74,3 +77,12 @@ $(INSTALLED): pyproject.toml | $(BIN)/pip
 $(WARM): $(INSTALLED) $(wildcard src/kvloom/kernels/cpu/*.py src/kvloom/kernels/cpu/*/*.py)
 	@if $(BIN)/python -c '$(HAS_WARM)'; then echo "== compiling the kernels"; $(BIN)/python -m kvloom.kernels.cpu.warm; fi
 	@touch $@
+
+# Debian's package is unpacked here, and not installed: that would start a service. Its lists may be missing on a bare
+# machine, and only root may fetch them.
+$(BIN)/prometheus: | $(BIN)/pip
+	@echo "== unpacking Prometheus"
+	@rm -rf $(VENV)/prometheus && mkdir $(VENV)/prometheus
+	@cd $(VENV)/prometheus && { apt-get download -qq prometheus || { apt-get update -qq && apt-get download -qq prometheus; }; } && \
+	  dpkg-deb --fsys-tarfile prometheus_*.deb | tar -xf - ./usr/bin/prometheus ./usr/bin/promtool && rm prometheus_*.deb
+	@ln -sf ../prometheus/usr/bin/promtool $(BIN)/promtool && ln -sf ../prometheus/usr/bin/prometheus $@

@@ -82,6 +82,10 @@ class ScriptedEngine:
 
     awaited = ()
 
+    @property
+    def waiting(self) -> dict[str, int]:
+        return {}
+
     async def prep_recv(self, body: PrepRecv) -> Prepared:
         raise NotImplementedError
 

@@ -122,7 +122,7 @@ class ScriptedEngine:
         if self.away:
             raise KvloomError("gone")
         counts = {"preemptions_total": 3, "displaced_total": 4, "unread_total": 5, "unread_blocks_total": 6}
-        busy = loads.model(2, waiting=1, used_blocks=40, **counts)
+        busy = loads.model(2, waiting=1, oldest_wait=7.0, used_blocks=40, **counts)
         return {"unit-0": loads.unit(busy, blocks=100, names=["tiny"])}
 
     @property
@@ -134,6 +134,10 @@ class ScriptedEngine:
         return {"unit-0": "down" if self.away else "up"}
 
     awaited = ()
+
+    @property
+    def waiting(self) -> dict[str, int]:
+        return {"awaited": 2}
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
         if self.error is not None:

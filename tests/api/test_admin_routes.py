@@ -6,10 +6,12 @@ import json
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from starlette.testclient import TestClient
 
 from kvloom.api.auth import Keys
 from kvloom.api.schemas import ErrorAnswer
+from kvloom.cluster.state import NodeSpec
 from kvloom.types.service import Pair, Pairs
 from kvloom.types.spec import ProgramSpec
 from tests.api.fleet import Administered, administered
@@ -65,6 +67,17 @@ def test_nodes_of_a_fleet_that_has_none(http: TestClient, fleet: Administered) -
         said = refused(http.post(f"/admin/nodes/b/{what}", json={}), 404)
         assert said == "there is no node 'b'; the nodes: none"
     assert fleet.kept.revision == 0
+    assert "kvloom_node_state{" not in http.get("/metrics").text
+
+
+def test_metrics_tell_the_states_of_nodes(http: TestClient, fleet: Administered) -> None:
+    """One that is part of the fleet, and has told nothing yet."""
+    assert http.get("/admin/nodes").json() == []
+    fleet.app.store.save(replace(fleet.kept, nodes={"host-b": NodeSpec()}), 1)
+    assert [node["state"] for node in http.get("/admin/nodes").json()] == ["silent"]
+    text = http.get("/metrics").text
+    assert 'kvloom_node_state{node="host-b",state="silent"} 1.0' in text
+    assert 'kvloom_node_state{node="host-b",state="lost"} 0.0' in text
 
 
 def test_a_restart_that_fails(http: TestClient, fleet: Administered) -> None:

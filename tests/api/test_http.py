@@ -307,6 +307,11 @@ def test_metrics(http: TestClient, engine: ScriptedEngine) -> None:
         "kvloom_engines_up 1.0",
         'kvloom_unit_state{state="up",unit="unit-0"} 1.0',
         'kvloom_unit_state{state="drained",unit="unit-0"} 0.0',
+        'kvloom_requests_without_unit{model="tiny"} 0.0',
+        'kvloom_requests_without_unit{model="awaited"} 2.0',
+        'kvloom_requests_waiting_oldest_seconds{model="tiny",unit="unit-0"} 7.0',
+        'kvloom_slo_ttft_seconds{model="tiny",unit="unit-0"} 2.0',
+        'kvloom_slo_tpot_seconds{model="tiny",unit="unit-0"} 0.2',
     ):
         assert line in text, line
     engine.away = True

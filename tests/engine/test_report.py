@@ -6,13 +6,21 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from kvloom.engine.engine import Engine
 from kvloom.engine.freeness import freeness
+from kvloom.engine.model_queue import ModelQueue
+from kvloom.engine.report import model_load
+from kvloom.engine.sequence import Sequence as EngineSequence
+from kvloom.engine.sequence import TokenBuffer
+from kvloom.kv.pool import Pool
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import Level, SamplingParams, StartGenerate
-from tests.modelled import GEOMETRIES, ModelledExecutor, ask, engine_over, modelled, turns
+from kvloom.types.spec import Slo
+from tests.modelled import CONTEXT, GEOMETRIES, ModelledExecutor, ask, card, engine_over, modelled, turns
+from tests.modelled_units import ManualClock
 
 WIDE = GEOMETRIES["wide"]  # 4 tokens a page of 4 blocks
 LEVELS = (Level(-1, 8), Level(-5, 32))
@@ -106,3 +114,33 @@ def test_who_stops_drains() -> None:
     seen: list[UnitLoad] = []
     run_with([order(1, 6)], seen, polls=4)
     assert [load.draining for load in seen] == [False] * 4 + [True]
+
+
+def test_who_waits_longest_is_told_since_it_came_or_was_put_back() -> None:
+    """One that was put back has run meanwhile, so it does not wait since it came."""
+    clock = ManualClock()
+    pool = Pool(40, {"wide": WIDE}, max_sequences=8, max_tokens={"wide": CONTEXT})
+    queue = ModelQueue(card("wide"), pool.caches["wide"], 8, 8, slo=Slo(ttft=3.0, tpot=0.5), clock=clock)
+
+    def oldest() -> float:
+        return model_load(queue, ()).oldest_wait
+
+    def sequence(number: int) -> EngineSequence:
+        tokens, sampling = TokenBuffer(np.full(5, number)), SamplingParams(max_tokens=4, seed=1)
+        return EngineSequence(number, "wide", f"r{number}", 0, (0, number, 0), sampling, tokens, [])
+
+    first, second = sequence(1), sequence(2)
+    assert oldest() == 0.0
+    queue.enqueue(first, 0)
+    clock.time = 2.0
+    queue.enqueue(second, 0)
+    clock.time = 5.0
+    assert oldest() == 5.0
+    queue.admit(first)
+    assert oldest() == 3.0
+    queue.admit(second)
+    assert oldest() == 0.0
+    queue.put_back(first, 1)
+    clock.time = 6.0
+    assert oldest() == 1.0
+    assert model_load(queue, ()).slo == Slo(ttft=3.0, tpot=0.5)

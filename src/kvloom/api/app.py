@@ -34,6 +34,7 @@ from kvloom.api.texts.prompts import Texts
 from kvloom.types.client import ModelServer
 from kvloom.types.errors import KvloomError, Unavailable
 from kvloom.types.load import UnitLoad
+from kvloom.types.service import NodeService
 
 METERED: Final = frozenset(row.path for row in PUBLIC if row.caller is Caller.KEY and row.method == "POST")
 """The paths whose requests count against a key's limits."""
@@ -66,7 +67,11 @@ def create_app(
     """
     gateway = EndpointContext(client, Catalog(client, texts), Metrics(), request_seconds)
     keys, documents = keys or Keys(), Documents(lambda: admin.units if admin else ())
-    info = _Information(gateway, documents, moves, keys, int(time.time()))
+
+    def nodes() -> dict[str, NodeService]:
+        return {node.name: node.state for node in admin.orders.nodes} if admin else {}
+
+    info = _Information(gateway, documents, moves, nodes, keys, int(time.time()))
     handlers: dict[str, Handler] = {
         "models": info.models,
         "model": info.model,
@@ -112,6 +117,7 @@ class _Information:
     gateway: EndpointContext
     documents: Documents
     moves: Callable[[], Mapping[str, int]]
+    nodes: Callable[[], Mapping[str, NodeService]]
     keys: Keys
     started: int
 
@@ -158,7 +164,15 @@ class _Information:
         tenants = self.keys.ring.tenants.items() if self.keys.ring else ()
         counts = {name: tenant.counts for name, tenant in tenants}
         client = self.gateway.client
-        text = self.gateway.metrics.render(loads, client.services, self.moves(), counts, client.choices)
+        text = self.gateway.metrics.render(
+            loads,
+            client.services,
+            self.moves(),
+            counts,
+            client.choices,
+            waiting=client.waiting,
+            nodes=self.nodes(),
+        )
         return Response(text, media_type=CONTENT_TYPE)
 
     async def openapi(self, _: Request) -> Response:

@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from kvloom.engine.freeness import freeness
 from kvloom.types.errors import KvloomError, RequestQuarantined
 from kvloom.types.load import ModelLoad, UnitLoad, WeightLoad
-from kvloom.types.service import IN_SERVICE, Service
+from kvloom.types.service import IN_SERVICE, NodeService, Service
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 UNKNOWN = "unknown"
@@ -69,16 +69,21 @@ class Metrics:
         moves: Mapping[str, int],
         keys: Mapping[str, KeyCounts],
         choices: Mapping[tuple[str, str], int] = MappingProxyType({}),
+        *,
+        waiting: Mapping[str, int] = MappingProxyType({}),
+        nodes: Mapping[str, NodeService] = MappingProxyType({}),
     ) -> bytes:
         """Returns all metrics as Prometheus reads them.
 
         `loads` holds the reports of the units that answer, `services` the states of all units, `moves` the
-        number of moved requests by outcome, `keys` the counts of keys by their names, and `choices` how often
-        K and V were copied or computed again, by what it was and why.
+        number of moved requests by outcome, `keys` the counts of keys by their names, `choices` how often
+        K and V were copied or computed again, by what it was and why, `waiting` the number of requests that
+        no unit can answer yet, by model, and `nodes` the states of a cluster's nodes.
         """
         whole = CollectorRegistry()
         whole.register(_WithoutTimes(self._registry))
-        whole.register(_EngineLoads(loads, services, moves, choices))
+        whole.register(_EngineLoads(loads, services, moves, choices, waiting))
+        whole.register(_Nodes(nodes))
         whole.register(_Keys(keys))
         return generate_latest(whole)
 
@@ -166,6 +171,11 @@ _UNIT: tuple[tuple[str, str, Callable[[UnitLoad], int]], ...] = (
 )
 _GAUGES: tuple[tuple[str, str, Callable[[ModelLoad], float]], ...] = (
     ("kvloom_requests_waiting", "Requests in the engine's queue.", lambda load: load.waiting),
+    (
+        "kvloom_requests_waiting_oldest_seconds",
+        "For how long the oldest in the engine's queue waits.",
+        lambda load: load.oldest_wait,
+    ),
     ("kvloom_requests_running", "Requests the engine works on.", lambda load: load.running),
     ("kvloom_kv_blocks_used", "KV blocks the model's requests and pins hold.", lambda load: load.used_blocks),
     (
@@ -186,6 +196,8 @@ _GAUGES: tuple[tuple[str, str, Callable[[ModelLoad], float]], ...] = (
     ("kvloom_weights_blocks", "KV blocks whose memory weights have.", lambda load: _weights(load).blocks),
     ("kvloom_weights_awake", "1 if the weights are in memory, else 0.", lambda load: _weights(load).awake),
     ("kvloom_weights_wake_seconds", "What waking last took.", lambda load: _weights(load).wake_seconds),
+    ("kvloom_slo_ttft_seconds", "When a first token is due.", lambda load: load.slo.ttft),
+    ("kvloom_slo_tpot_seconds", "When each further token is due.", lambda load: load.slo.tpot),
 )
 _TOTALS: tuple[tuple[str, str, Callable[[ModelLoad], int]], ...] = (
     ("kvloom_prompt_tokens", "Prompt tokens the engine computed.", lambda load: load.prompt_tokens_total),
@@ -264,8 +276,28 @@ class _Keys:
         yield refusals
 
 
+class _Nodes:
+    """Collects the states of a cluster's nodes."""
+
+    def __init__(self, nodes: Mapping[str, NodeService]) -> None:
+        self._nodes = nodes
+
+    def collect(self) -> Iterator[Metric]:
+        yield _states("kvloom_node_state", "1 for the state a node is in.", "node", self._nodes, NodeService)
+
+
+def _states(name: str, text: str, label: str, states: Mapping[str, str], known: object) -> Metric:
+    """Returns 1 for the state that each one is in, and 0 for the others that are known."""
+    gauge = GaugeMetricFamily(name, text, labels=[label, "state"])
+    for one, now in states.items():
+        for state in get_args(known):
+            gauge.add_metric([one, state], float(state == now))
+    return gauge
+
+
 class _EngineLoads:
-    """Collects the units' reports, their states, and the counts of requests that moved between them."""
+    """Collects the units' reports, their states, the requests that wait for one of them, and the counts of
+    those that moved between them."""
 
     def __init__(
         self,
@@ -273,16 +305,19 @@ class _EngineLoads:
         services: Mapping[str, Service],
         moves: Mapping[str, int],
         choices: Mapping[tuple[str, str], int],
+        waiting: Mapping[str, int],
     ) -> None:
         self._loads = loads
         self._services = services
         self._moves = moves
         self._choices = choices
+        self._waiting = waiting
 
     def collect(self) -> Iterator[Metric]:
         up = [*self._services.values()].count("up")
         yield GaugeMetricFamily("kvloom_engines_up", "Engines that take requests.", value=float(up))
-        yield self._states()
+        yield _states("kvloom_unit_state", "1 for the state a unit is in.", "unit", self._services, Service)
+        yield self._without_unit()
         yield self._freeness()
         moves = CounterMetricFamily(
             "kvloom_moves", "Running requests sent to another unit.", labels=["outcome"]
@@ -343,14 +378,15 @@ class _EngineLoads:
                 gauge.add_metric([unit, name, "expected"], getattr(waits, f"expected_{name}"))
         return gauge
 
-    def _states(self) -> Metric:
-        states = GaugeMetricFamily(
-            "kvloom_unit_state", "1 for the state a unit is in.", labels=["unit", "state"]
+    def _without_unit(self) -> Metric:
+        gauge = GaugeMetricFamily(
+            "kvloom_requests_without_unit", "Requests that no unit can answer yet.", labels=["model"]
         )
-        for unit, service in self._services.items():
-            for state in get_args(Service):
-                states.add_metric([unit, state], float(state == service))
-        return states
+        for model in sorted(
+            {*self._waiting, *(model for load in self._loads.values() for model in load.models)}
+        ):
+            gauge.add_metric([model], self._waiting.get(model, 0))
+        return gauge
 
     def _freeness(self) -> Metric:
         gauge = GaugeMetricFamily(

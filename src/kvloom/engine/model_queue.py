@@ -93,7 +93,7 @@ class ModelQueue:
     ) -> None:
         """shares: of a prefill and of a decode job, in units of compute; 0 if the policy is to say. rate:
         requests a second, as planned."""
-        clock = clock or WallClock()
+        self._clock = clock = clock or WallClock()
         self.form = KVForm.of(cache.geometry, card.kv_dtype or card.dtype)
         self.card = structs.replace(card, form=self.form)
         self.watchers: list[set[ModelQueue]] = []
@@ -173,6 +173,12 @@ class ModelQueue:
         return len(self.waiting) >= self.max_waiting
 
     @property
+    def oldest_wait(self) -> float:
+        """The seconds for which the sequence that waits longest has waited; 0 if none does."""
+        now = self._clock.now()
+        return max((now - sequence.queued_at for sequence in self.waiting), default=0.0)
+
+    @property
     def longest_here(self) -> int:
         """Blocks that hold all tokens of the longest sequence which waits or runs."""
         tokens = max((s.tokens.length for some in (self.waiting, self.running) for s in some), default=0)
@@ -181,7 +187,7 @@ class ModelQueue:
     def enqueue(self, sequence: Sequence, jobs: int) -> None:
         """Lets a sequence wait. jobs: how many the unit has started."""
         self.changed()
-        sequence.waiting_since = jobs
+        sequence.waiting_since, sequence.queued_at = jobs, self._clock.now()
         if sequence.came is None:
             self.arrivals.note()
         for one in (sequence, *sequence.siblings):
@@ -281,7 +287,7 @@ class ModelQueue:
         self.stats.preemptions += 1
         sequence.preempted_at = jobs
         self.release(sequence, Status.WAITING)
-        sequence.waiting_since = jobs
+        sequence.waiting_since, sequence.queued_at = jobs, self._clock.now()
         self.waiting.put_back(sequence)
 
     def relieve(self, ready: list[Sequence], jobs: int) -> bool:

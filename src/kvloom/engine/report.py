@@ -53,6 +53,7 @@ def model_load(queue: ModelQueue, levels: Sequence[Level], weights: WeightLoad |
     begun = (sequence for sequence in queue.running if not sequence.decodes)
     return ModelLoad(
         waiting=len(queue.waiting),
+        oldest_wait=queue.oldest_wait,
         running=len(queue.running),
         used_blocks=cache.used_blocks,
         cached_blocks=cache.cached_blocks,
@@ -81,6 +82,7 @@ def model_load(queue: ModelQueue, levels: Sequence[Level], weights: WeightLoad |
         prefill_speed=queue.prefill_speed.tokens_a_second,
         mixed_jobs_total=queue.stats.mixed,
         weights=weights,
+        slo=queue.deadlines.slo,
         levels=_running(queue, levels) if levels else (),
     )
 

@@ -132,6 +132,8 @@ class Sequence:
     with its job."""
     waiting_since: int = 0
     """Jobs that the unit had started when the sequence began to wait."""
+    queued_at: float = 0.0
+    """The clock's time when the sequence began to wait."""
     preempted_at: int = -1
     """Jobs that the unit had started when the sequence was last preempted."""
     came: float | None = None

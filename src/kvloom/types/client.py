@@ -80,6 +80,10 @@ class ModelServer(Generator, Protocol):
         """How often K and V were copied, or computed again, by what was to be moved and by the reason."""
 
     @property
+    def waiting(self) -> Mapping[str, int]:
+        """The number of requests that no unit can answer yet, by model."""
+
+    @property
     def awaited(self) -> Collection[str]:
         """The units that take no requests now, but will, so that requests wait for them."""
 

@@ -7,6 +7,7 @@ from typing import Final
 from msgspec import Struct
 
 from kvloom.types.request import Level
+from kvloom.types.spec import Slo
 
 STEP_WINDOW: Final = 16  # decode steps of which `step_seconds` is the median
 
@@ -62,6 +63,8 @@ class ModelLoad(Struct, frozen=True, kw_only=True):
     mixed_jobs_total: int = 0  # that count both as prefill jobs and as decode jobs
     restored_tokens_total: int = 0  # tokens whose K and V came back from the folder of `cache_dir`
     weights: WeightLoad | None = None  # None if they never sleep
+    oldest_wait: float = 0.0  # seconds for which the sequence that waits longest has waited
+    slo: Slo = Slo()
 
     @property
     def busy(self) -> bool:

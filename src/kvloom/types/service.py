@@ -13,6 +13,7 @@ LONGEST_DRAIN: Final = 3600  # seconds
 PATIENCE: Final = 120.0  # seconds for which a request waits for who is about to serve it, if nobody says
 
 Service = Literal["up", "down", "draining", "drained", "restarting", "starting", "away"]
+NodeService = Literal["there", "draining", "drained", "silent", "lost", "gone"]
 NO_PROCESS: Final[tuple[Service, ...]] = ("down", "restarting", "starting", "away")  # or none that answers
 IN_SERVICE: Final[tuple[Service, ...]] = ("up", "down")  # others give away what they have
 
@@ -37,7 +38,7 @@ class NodeState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One node as those who run a fleet see it."""
 
     name: str
-    state: Literal["there", "draining", "drained", "silent", "lost", "gone"]
+    state: NodeService
     """there: units start on it. draining: none does, and something still runs there. drained: nothing runs
     there. silent: it does not answer, and what runs there may serve until its lease is over. lost: its lease
     is over, or it is known that nothing runs there any more. gone: it has left by itself."""
