@@ -44,7 +44,7 @@ def test_a_model_comes_and_goes_and_a_config_is_applied(tmp_path: Path) -> None:
         (tmp_path / "none").mkdir()
         (tmp_path / "none" / "config.json").write_text("{}")
         refused = say("model", "add", f"wrong={tmp_path}/none")
-        assert refused.startswith("1: kvloom: unit-0: models.wrong: ")
+        assert refused.startswith(f"1: kvloom: {url}: unit-0: models.wrong: its files lack ")
         assert running.children() == serving
         assert refused.count("\n") == 1
         assert [ask(url, model) for model in ("stories", "sums")] == [200, 200]
