@@ -39,8 +39,8 @@ api_key_file: {folder}/kvloom.key
 keys: {folder}/keys.yaml
 rescheduling: {{period: 50ms}}
 models: {{stories: {demo}/stories, guide: {demo}/guide, sums: {demo}/sums}}
-units: [{{models: [stories], replicas: 2}}, {{models: [guide]}}, {{models: [sums]}}]
-weave: [{{hot: unit-2, cold: unit-3, share: 0.7}}]
+units: [{{models: [stories], replicas: 2}}, {{models: [guide, sums]}}]
+weave: [{{hot: unit-0, cold: unit-2, share: 0.7}}]
 """
 
 
