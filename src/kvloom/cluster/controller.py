@@ -60,6 +60,8 @@ from kvloom.cluster.state import (
     is_gateway,
 )
 from kvloom.cluster.store import SpecStore
+from kvloom.journal.log import Journal
+from kvloom.journal.records import Killed
 from kvloom.types.clock import Clock
 from kvloom.types.errors import KvloomError, Unavailable
 from kvloom.types.service import RestartStep
@@ -88,9 +90,10 @@ class Controller:
         store: SpecStore | None = None,
         timing: Timing = TIMING,
         watch: Watch = lambda *_: None,
+        journal: Journal | None = None,
     ) -> None:
         """`spec` is what the fleet is to be if `store` keeps nothing yet. Raises ConfigError if the store's
-        content cannot be used; then nothing is started or ended."""
+        content cannot be used; then nothing is started or ended. journal: takes what becomes of the fleet."""
         kept = store.load() if store is not None else None
         self.spec, life = kept or (spec, 0)
         self._life = life + 1
@@ -99,6 +102,7 @@ class Controller:
         self._store = store
         self._timing = timing
         self._watch = watch
+        self._journal = journal or Journal(clock)
         self._wake = asyncio.Event()
         self._seq = self._life * _LIFE
         self._counts: dict[str, Counted] = {}  # What each gateway has said last.
@@ -315,6 +319,8 @@ class Controller:
             case StopProcess():
                 launcher.stop(name)
             case Kill():
+                why = lifecycle.why_killed(self.status.processes[name], self._timing)
+                self._journal.add(name, Killed(reason=why))
                 launcher.kill(name)
             case Forget():
                 if (unit := self.spec.units.get(name)) is not None and unit.removed:
@@ -380,6 +386,8 @@ class Controller:
 
     def _take_over(self, spec: FleetSpec) -> None:
         before, self.spec = self.spec, spec
+        for component, event in lifecycle.told_of_edit(before, spec):
+            self._journal.add(component, event)
         if spec.units is not before.units:
             changed: dict[str, UnitSpec | None] = {
                 name: unit for name, unit in spec.units.items() if before.units.get(name) is not unit
@@ -406,9 +414,14 @@ class Controller:
             self._fresh.processes[name] = process
         if (process or ABSENT).phase != before.phase:
             self._ask(name)
+            event = lifecycle.told(name, before, process or ABSENT, self.spec, self._clock.now())
+            if event is not None:
+                self._journal.add(name, event)
             self._watch(name, before, process or ABSENT)
 
     def _put_node(self, name: str, node: NodeStatus | None) -> None:
+        if (event := lifecycle.told_of_node(self.status.nodes.get(name), node)) is not None:
+            self._journal.add(name, event)
         if node is None:
             self.status.nodes.pop(name, None)
         else:

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from kvloom.cluster.policies.moving import LONGEST_PAUSE, MoveCounts, MoveTerms
 from kvloom.cluster.prefixes import PrefixCopies
+from kvloom.journal.records import Recorder, nobody
 from kvloom.kv.prefix_index import PrefixIndex
 from kvloom.router.candidates import WaitingRoom
 from kvloom.router.migration import Migration
@@ -39,12 +40,14 @@ class Router:
         clock: Clock,
         *,
         patience: float = PATIENCE,
+        record: Recorder = nobody,
     ) -> None:
         """engines: the units and their clients, or a link to the controller that says which units there are;
-        patience: seconds that a request waits if no unit that serves its model is up, but one will be."""
+        patience: seconds that a request waits if no unit that serves its model is up, but one will be;
+        record: takes quarantines to the journal."""
         self._index = PrefixIndex()
         self._waiting = WaitingRoom(patience)
-        self._quarantine = Quarantine(clock)
+        self._quarantine = Quarantine(clock, record)
         link = engines if isinstance(engines, FleetLink) else None
         self._units = Units(
             {} if isinstance(engines, FleetLink) else engines,

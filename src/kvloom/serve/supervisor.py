@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from kvloom.cluster.controller import Controller
 from kvloom.cluster.edits import Edit
-from kvloom.cluster.launcher import Counted, Ended, Launcher, NodeReport
+from kvloom.cluster.launcher import Counted, Ended, Launcher, News, NodeReport
 from kvloom.cluster.reconcile import TIMING, Timing
 from kvloom.cluster.state import (
     GATEWAY,
@@ -29,6 +30,8 @@ from kvloom.cluster.state import (
 )
 from kvloom.cluster.store import SpecStore
 from kvloom.config.config import Config
+from kvloom.journal.log import Copies, Journal
+from kvloom.journal.records import Journaled, Noted, Record
 from kvloom.serve.local import ENGINE_MODULE, Doors, Heard, LocalLauncher, Roles, doors, shown_url
 from kvloom.serve.machine import private_folder
 from kvloom.serve.processes.forkserver import ForkServer
@@ -51,13 +54,19 @@ class Outcome:
     why: str
 
 
+class FleetLauncher(Launcher, Protocol):
+    """A launcher that tells gateways of the journal, too."""
+
+    def tell(self, component: str, news: News | Journaled) -> None: ...
+
+
 class Hosts(Protocol):
     """The hosts on which a fleet's processes run."""
 
     url: str
     """The gateway's address for people."""
 
-    def launcher(self, tasks: asyncio.TaskGroup, hearing: Hearing) -> Launcher:
+    def launcher(self, tasks: asyncio.TaskGroup, hearing: Hearing) -> FleetLauncher:
         """Returns the launcher of the fleet's processes. It is asked for once."""
 
     async def answered(self) -> None:
@@ -158,6 +167,8 @@ class Supervisor:
         """What is still to be shown; who shows it returns why the fleet ends, if it does."""
         self._announced = False
         self._refused: set[str] = set()  # Components that could not use their orders.
+        self._journal = Journal(clock, epoch=time.time() - clock.now())
+        self._copies: Copies
         self._controller: Controller
 
     async def run(self) -> Outcome:
@@ -180,14 +191,18 @@ class Supervisor:
         )
         async with asyncio.TaskGroup() as group:
             watched = group.create_task(self._manager.keep_told(self._clock))
+            launcher = self._hosts.launcher(group, hearing)
+            self._copies = Copies(self._journal, launcher.tell)
             self._controller = Controller(
                 self._spec,
-                self._hosts.launcher(group, hearing),
+                launcher,
                 self._clock,
                 store=self._store,
                 timing=timing,
                 watch=lambda *change: self._events.put_nowait(partial(self._show, *change)),
+                journal=self._journal,
             )
+            self._journal.follow(self._copy_journal)
             controlling = group.create_task(self._control())
             try:
                 return await self._follow()
@@ -196,6 +211,13 @@ class Supervisor:
                 controlling.cancel()
                 await self._hosts.end()
                 watched.cancel()
+
+    def _copy_journal(self, _: Sequence[Record]) -> None:
+        """Tells the gateways that serve what is new."""
+        there = self._controller.status.processes
+        self._copies.update(
+            {name: one.serial for name, one in there.items() if is_gateway(name) and one.phase == "ready"}
+        )
 
     async def _control(self) -> None:
         await self._hosts.answered()
@@ -220,6 +242,8 @@ class Supervisor:
                 self._controller.answer(component, heard)
             case Counted():
                 self._controller.count(component, heard)
+            case Noted():
+                self._journal.note(component, heard)
             case _:
                 if isinstance(heard, Ended) and heard.refused:
                     self._refused.add(component)
