@@ -63,12 +63,9 @@ def test_a_journal_tells_what_happens_and_why(tmp_path: Path) -> None:
 
         os.kill(fleet.children()["unit-1"], signal.SIGKILL)
         told = followed(url, of("ready", "unit-1"), last)
-        assert [(one["component"], one["event"]["type"]) for one in told] == [
-            ("unit-1", "died"),
-            ("unit-1", "starting"),
-            ("unit-1", "ready"),
-        ]
-        assert "SIGKILL" in told[0]["event"]["reason"]
+        events = [one["event"] for one in told if one["component"] == "unit-1"]
+        assert [event["type"] for event in events] == ["died", "starting", "ready"]
+        assert "SIGKILL" in events[0]["reason"]
 
         call(url, "/admin/units/unit-0/drain", {"seconds": 5}, KEY)
         drained = followed(url, of("draining", "unit-0"), last)[-1]

@@ -60,6 +60,8 @@ class Router:
         self._copies = PrefixCopies(self._index, self._units.replicas, clock, self._choices)
         self._program = program
         self._clock = clock
+        self.begun = 0
+        """Requests so far."""
         self.sessions: dict[str, Session] = {}
         """The requests that are under way, by the ids that their callers gave them."""
 
@@ -102,6 +104,7 @@ class Router:
     def start_generate(self, body: StartGenerate) -> Frames:
         """Returns what the current program makes of the request, however often engines fail it: see
         `Session.frames`."""
+        self.begun += 1
         serving = partial(self._serving, body)
         session = Session(body, serving, self._waiting, self._clock, self._tasks, self._quarantine)
         return session.frames(self._program, self.sessions)
@@ -111,6 +114,11 @@ class Router:
         if session is not None:
             await session.abort(choice)
             self._waiting.tell_one(session.model, request)
+
+    @property
+    def busy(self) -> bool:
+        """True while a request is under way."""
+        return bool(self.sessions)
 
     async def abort_all(self) -> None:
         async with asyncio.TaskGroup() as group:

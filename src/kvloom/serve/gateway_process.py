@@ -40,7 +40,7 @@ from kvloom.serve.connections import OpenConnections
 from kvloom.serve.machine import listen
 from kvloom.serve.processes.gateways import FleetClient
 from kvloom.serve.processes.identity import calling_context, serving_context
-from kvloom.serve.processes.log import AppendedFile, Background
+from kvloom.serve.processes.log import ACCESS, AppendedFile, Background
 from kvloom.serve.processes.messages import (
     ChildReport,
     GatewayOrder,
@@ -51,6 +51,7 @@ from kvloom.serve.processes.messages import (
     kept_cards,
 )
 from kvloom.serve.processes.parent import Parent, run_child
+from kvloom.serve.processes.pulse import tell_pulse
 from kvloom.serve.processes.texts import TextProcesses
 from kvloom.serve.server import ClientConnection, HttpServer
 from kvloom.serve.tls import Certificates, FixedCertificate, FleetDoor, TlsServer
@@ -141,13 +142,13 @@ async def gateway(
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         mirror.follow(cut)
         texts = await stack.enter_async_context(TextProcesses())
-        following = None
+        beside: list[asyncio.Task[None]] = []
         ring: KeyRing | None = None
         if order.keys:
             file = KeyFile(Path(order.keys), Path(order.sockets, "keys.kept"))
             ring = file.open()
             changed = partial(trail.keys_changed, order.keys)
-            following = tasks.create_task(file.follow(ring, clock, changed))
+            beside.append(tasks.create_task(file.follow(ring, clock, changed)))
         app = create_app(
             router,
             keys=Keys(order.api_keys, order.admin_keys, order.secret, ring, order.share_prefixes),
@@ -159,6 +160,7 @@ async def gateway(
             origins=order.allow_origins,
             certified=order.tls is not None and order.tls.client_ca is not None,
             request_seconds=order.request_timeout,
+            access_log=logging.getLogger(ACCESS).info if order.access_log else None,
         )
         make: Callable[..., HttpServer] = HttpServer
         certificates = None if order.tls is None else Certificates(order.tls, Path(order.sockets), clock)
@@ -177,11 +179,11 @@ async def gateway(
             ready=lambda: report(Ready(endpoint=endpoint)),
         )
         ending = asyncio.Event()
-        last = tasks.create_task(end_streams(router, ending, clock))
+        beside.append(tasks.create_task(end_streams(router, ending, clock)))
+        beside.append(tasks.create_task(tell_pulse(router, clock, _log.info)))
         yield GatewayServer(mirror, journal, server, order.drain, ending)
-        last.cancel()
-        if following is not None:
-            following.cancel()
+        for task in beside:
+            task.cancel()
 
 
 def address_of(mirror: Mirror, unit: str, order: GatewayOrder) -> str:

@@ -93,6 +93,7 @@ def gateway_spec(config: Config) -> GatewaySpec:
         admin_keys=config.admin_keys(),
         keys=str(config.keys or ""),
         share_prefixes=config.share_prefixes,
+        access_log=config.access_log,
         audit_file=str(config.audit_file or ""),
         max_body=config.max_body,
         max_connections=config.max_connections,
