@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from pathlib import Path
 
+from kvloom.cli.__main__ import main
 from kvloom.engine.engine import Engine
-from kvloom.journal.records import Moved, Preempted, Record, Stayed
+from kvloom.journal.records import Moved, Preempted, Record, Slept, Stayed, Woken
 from kvloom.lab.faults.host import FaultyHost
 from kvloom.lab.faults.journal import Journal
 from kvloom.lab.faults.scenario import draw_scenario
 from kvloom.lab.faults.simulation import FaultSimulation, Parts
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
+from kvloom.lab.workload.results import read_results
+from kvloom.plan.plan import write_plan
+from tests.lab.sim.test_sleeping import WORKLOAD, budgeted
 
 SEEDS = (3, 5, 21, 33, 48, 60)
 
@@ -58,3 +63,35 @@ async def played(seed: int) -> tuple[Counter[str], list[Record]]:
     counted["stayed"] = refused
     assert simulation.records.first == 0
     return counted, records
+
+
+def test_the_journal_of_a_simulation_tells_each_wake_and_sleep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("traffic.yaml").write_text(WORKLOAD)
+    write_plan(Path("plan.json"), budgeted(24 * 10**9))
+    given = ["--workload", "traffic.yaml", "--json", "out.json", "--journal", "journal.jsonl"]
+    assert main(["simulate", "plan.json", *given]) == 0
+    results = read_results(Path("out.json"))
+    assert results.upheaval is not None
+    assert results.upheaval.slept is not None
+    records = [
+        msgspec.json.decode(line, type=Record) for line in Path("journal.jsonl").read_bytes().splitlines()
+    ]
+    assert [record.number for record in records] == list(range(1, len(records) + 1))
+    woken = [record for record in records if isinstance(record.event, Woken)]
+    slept = [record.event for record in records if isinstance(record.event, Slept)]
+    assert len(woken) == results.upheaval.slept.wakes
+    assert sum(event.reason != "the unit stops" for event in slept) == results.upheaval.slept.sleeps
+    assert all("blocks" in record.event.reason for record in woken if isinstance(record.event, Woken))
+
+
+def test_a_journal_that_cannot_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["chaos", "--replay", "1", "--journal", "nowhere/journal.jsonl"]) == 2
+    assert "--journal: nowhere/journal.jsonl" in capsys.readouterr().err
+    assert main(["chaos", "--replay", "1", "--journal", "journal.jsonl"]) == 0
+    assert Path("journal.jsonl").read_bytes().startswith(b'{"journal":0,"number":1,')
