@@ -6,6 +6,9 @@ import asyncio
 from collections import Counter
 from pathlib import Path
 
+import msgspec
+import pytest
+
 from kvloom.cli.__main__ import main
 from kvloom.engine.engine import Engine
 from kvloom.journal.records import Moved, Preempted, Record, Slept, Stayed, Woken
