@@ -83,6 +83,7 @@ async def _run(scenario: FaultScenario, verdict: Verdict, journal: bool, parts: 
     verdict.counts, verdict.lines = told.counts, told.lines
     simulation = FaultSimulation(scenario, clock, told, parts)
     if journal:
+        verdict.records.extend(simulation.records.since(0))
         simulation.records.follow(verdict.records.extend)
     trial = asyncio.get_running_loop().create_task(_try(simulation, clock))
     both: list[asyncio.Future[Any]] = [trial, simulation.crash]
