@@ -51,7 +51,7 @@ from kvloom.serve.processes.messages import (
     kept_cards,
 )
 from kvloom.serve.processes.parent import Parent, run_child
-from kvloom.serve.processes.pulse import tell_pulse
+from kvloom.serve.processes.pulse import PULSE, tell_pulse
 from kvloom.serve.processes.texts import TextProcesses
 from kvloom.serve.server import ClientConnection, HttpServer
 from kvloom.serve.tls import Certificates, FixedCertificate, FleetDoor, TlsServer
@@ -180,7 +180,7 @@ async def gateway(
         )
         ending = asyncio.Event()
         beside.append(tasks.create_task(end_streams(router, ending, clock)))
-        beside.append(tasks.create_task(tell_pulse(router, clock, _log.info)))
+        beside.append(tasks.create_task(tell_pulse(router, clock, logging.getLogger(PULSE).info)))
         yield GatewayServer(mirror, journal, server, order.drain, ending)
         for task in beside:
             task.cancel()

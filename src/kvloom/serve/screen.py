@@ -77,7 +77,7 @@ class Screen:
             self._object(level, component, said, {"logger": logger} | fields if logger else fields)
             return
         if fields:
-            line = " ".join(f"{key}={value}" for key, value in fields.items())
+            line = " ".join(f"{key}={_plain(value)}" for key, value in fields.items())
         self._print(f"{time.strftime('%H:%M:%S')} {component:>7} | {line}", style="dim")
 
     def warn(self, component: str, line: str) -> None:
@@ -158,6 +158,12 @@ def _fields(said: str) -> dict[str, Any]:
     except msgspec.DecodeError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _plain(value: object) -> str:
+    """Returns a value of the access log, on one line: a path may hold what moves a terminal's cursor."""
+    text = str(value)
+    return text if text.isascii() and text.isprintable() and " " not in text else repr(text)
 
 
 def curl(

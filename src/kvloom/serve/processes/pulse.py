@@ -10,6 +10,8 @@ from kvloom.types.clock import Clock
 from kvloom.types.errors import KvloomError
 from kvloom.types.load import UnitLoad
 
+PULSE: Final = "kvloom.pulse"
+"""The logger of the line."""
 PULSE_SECONDS: Final = 10.0
 
 
