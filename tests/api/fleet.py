@@ -20,6 +20,7 @@ from kvloom.cluster.mirror import Mirror
 from kvloom.cluster.orders import FleetOrders
 from kvloom.cluster.reconcile import Timing
 from kvloom.cluster.state import FleetSpec, UnitSpec, gateway_name
+from kvloom.journal.log import RecordLog
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
 from kvloom.router.units import FleetLink
@@ -166,7 +167,9 @@ class Anew:
         async with Router(link, load_program(given.name, given.options), clock) as router:
             orders = FleetOrders(mirror, router.units, seconds=0.01, memory=1 << 30, cores=2)
             engine = ScriptedEngine(says("hello world", "the quick fox"), cards=[card(), card("plain", None)])
-            admin = Admin(router, orders, self._told, self._audit)
+            journal = RecordLog()
+            journal.close()  # a test client waits for an answer's end
+            admin = Admin(router, orders, self._told, self._audit, journal)
             for one in self._engines.values():
                 one.well = False
             yield create_app(engine, keys=self._keys, admin=admin, **self._options)

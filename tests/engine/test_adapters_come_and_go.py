@@ -25,6 +25,7 @@ from kvloom.types.spec import AdapterSpec, EngineSpec
 from kvloom.types.verbs import LoadAdapter, UnloadAdapter
 from tests.adapters import make_adapter, merge
 from tests.checkpoints import make_checkpoint
+from tests.engine.plays import until
 from tests.engines import ask, body, running, running_over, spec_of
 from tests.oracle import Oracle
 
@@ -266,6 +267,7 @@ def test_other_weights_in_the_same_folder_are_another_adapter(made: Path, folder
             with pytest.raises(Conflict, match="whose folder had other weights; load it again once they"):
                 await engine.load_adapter(loading("x", folder / "one"))
             await stream.aclose()
+            await until(lambda: engine.pool.available == engine.pool.total)  # the job under way has ended
             await engine.load_adapter(loading("x", folder / "one"))
             assert await check(engine, "x", made, "two", LONG) == 0
             shutil.rmtree(folder / "one")

@@ -140,7 +140,7 @@ def test_who_waits_longest_is_told_since_it_came_or_was_put_back() -> None:
     assert oldest() == 3.0
     queue.admit(second)
     assert oldest() == 0.0
-    queue.put_back(first, 1)
+    queue.put_back(first, 1, "a test")
     clock.time = 6.0
     assert oldest() == 1.0
     assert model_load(queue, ()).slo == Slo(ttft=3.0, tpot=0.5)

@@ -194,9 +194,9 @@ def gone(monkeypatch: pytest.MonkeyPatch) -> Gone:
     """Who was put back, and whether from home."""
     seen, real = Gone(), ModelQueue.put_back
 
-    def put_back(self: ModelQueue, sequence: Sequence, now: int) -> None:
+    def put_back(self: ModelQueue, sequence: Sequence, now: int, reason: str) -> None:
         seen.append((sequence, self.planner.is_home(sequence)))
-        real(self, sequence, now)
+        real(self, sequence, now, reason)
 
     monkeypatch.setattr(ModelQueue, "put_back", put_back)
     return seen

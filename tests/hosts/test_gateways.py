@@ -25,6 +25,7 @@ from kvloom.cluster.launcher import Counted
 from kvloom.cluster.state import ALIVE, ComponentStatus, FleetSpec, UnitSpec
 from kvloom.config.config import DEMO
 from kvloom.config.tls import TlsFiles
+from kvloom.journal.records import Noted
 from kvloom.serve.local import SCHEDULER_MODULE, Heard, LocalLauncher, Role
 from kvloom.serve.nodes.agent import KeeperOrder
 from kvloom.serve.nodes.launcher import NodesLauncher
@@ -159,7 +160,7 @@ async def controlled(kept: Kept, spec: FleetSpec, *, goes: bool = False) -> Asyn
 
     def hear(component: str, heard: Heard) -> None:
         match heard:
-            case StartProgress():
+            case StartProgress() | Noted():
                 pass
             case Edit() if made.deaf:
                 made.unanswered.append(heard)

@@ -52,7 +52,7 @@ async def serve(parent: Parent, life: str) -> None:
     told = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
     async with asyncio.TaskGroup() as tasks:
-        beating = [tasks.create_task(parent.beat(BEAT_SECONDS))] if life != "mute" else []
+        beating = [tasks.create_task(parent.beat(seconds=BEAT_SECONDS))] if life != "mute" else []
         parent.report(Ready(("chatty",)))
         if life == "stuck":
             stand_still()

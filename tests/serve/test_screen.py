@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from kvloom.config.config import DEMO
-from kvloom.serve.screen import curl
+from kvloom.serve.screen import Screen, curl
+from kvloom.types.clock import WallClock
 
 
 @pytest.mark.parametrize("chat", [["guide", "sums"], []])
@@ -31,3 +34,23 @@ def test_another_fleet_is_greeted() -> None:
         "messages": [{"role": "user", "content": "Hello"}],
     }
     assert "Authorization: Bearer $KVLOOM_API_KEY" in command
+
+
+def test_the_access_log_moves_no_cursor() -> None:
+    written = StringIO()
+    screen = Screen(Console(file=written, width=400), WallClock())
+    screen.log("gateway", 'INFO kvloom.access: {"id":"a","path":"/x\\u001b[2J\\ny z","status":404}')
+    screen.show_as("error", "text")
+    screen.log("gateway", "INFO kvloom.pulse: nobody sees this")
+    screen.show_as("info", "json")
+    screen.log("gateway", 'INFO kvloom.access: {"id":"b","path":"/x\\ny","status":404}')
+    assert screen.close()
+    first, second = written.getvalue().splitlines()
+    assert first.endswith("gateway | id=a path='/x\\x1b[2J\\ny z' status=404")
+    found = json.loads(second)
+    assert (found["component"], found["id"], found["path"], found["level"]) == (
+        "gateway",
+        "b",
+        "/x\ny",
+        "info",
+    )

@@ -20,11 +20,13 @@ from kvloom.api.access.tenants import access_of
 from kvloom.api.bodies import decode, read_body
 from kvloom.api.errors import JSON, VERBS_PATH, NoSuchRoute
 from kvloom.api.routes import ADMIN, LINES, TEXT, Handler, RouteRow, asgi_routes
+from kvloom.api.stream import JournalStream
 from kvloom.api.verbs import verb_routes
 from kvloom.cluster.models import Applied, Apply
 from kvloom.cluster.orders import FleetOrders
 from kvloom.cluster.scheduler import FleetControl
 from kvloom.config.models import check_name
+from kvloom.journal.log import RecordLog
 from kvloom.router.program import Program, load_program
 from kvloom.router.router import Router as Routing
 from kvloom.types.errors import BadRequest, ConfigError
@@ -46,6 +48,8 @@ class Admin:
     fleet: FleetControl
     """What the fleet scheduler speaks to."""
     audit: Audit = field(default_factory=Audit)
+    journal: RecordLog = field(default_factory=RecordLog)
+    """A copy of the fleet's."""
     _verbs: dict[str, Router] = field(default_factory=dict)
 
     @property
@@ -83,7 +87,8 @@ class Admin:
             "load_lora_adapter": self._load_lora,
             "unload_lora_adapter": self._unload_lora,
         }
-        served = {row.name: self._serve(row, handlers[row.name]) for row in ADMIN}
+        served = {row.name: self._serve(row, handlers[row.name]) for row in ADMIN if row.name in handlers}
+        served["events"] = self._events
         return [*asgi_routes(ADMIN, served), Mount(VERBS_PATH + "/{unit}", app=self._verb)]
 
     def _serve(self, row: RouteRow, handler: Callable[..., object]) -> Handler:
@@ -156,6 +161,9 @@ class Admin:
     async def _scale(self, steps: Steps) -> Steps:
         await self.fleet.scale(steps)
         return steps
+
+    async def _events(self, request: Request) -> Response:
+        return JournalStream(self.journal, request.headers.get("last-event-id", ""))
 
     def _cards(self, unit: str) -> list[ModelCard]:
         return [replica.card for replica in self.router.units[unit].replicas.values()]

@@ -15,6 +15,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 
+from kvloom.api.access.log import LogRequests
 from kvloom.api.access.origins import RequireJson, cors
 from kvloom.api.access.proxies import TrustProxies
 from kvloom.api.access.tenants import MeterRequests, access_of
@@ -56,6 +57,7 @@ def create_app(
     origins: Sequence[str] = (),
     certified: bool = False,
     request_seconds: float | None = None,
+    access_log: Callable[[str], object] | None = None,
 ) -> Starlette:
     """Returns the application. Whoever makes the client closes it.
 
@@ -63,7 +65,8 @@ def create_app(
     given. `texts` renders and encodes prompts; without it that is done in this process, and without limits.
     proxies: the addresses and networks of those that speak for others; origins: those whose pages may ask
     from a browser; certified: an admin needs a certificate that the listener has verified; request_seconds:
-    what a completion may take, None for as long as it likes.
+    what a completion may take, None for as long as it likes; access_log: takes a line of JSON for
+    each request, without its content.
     """
     gateway = EndpointContext(client, Catalog(client, texts), Metrics(), request_seconds)
     keys, documents = keys or Keys(), Documents(lambda: admin.units if admin else ())
@@ -85,6 +88,7 @@ def create_app(
     app = Starlette(
         routes=[*asgi_routes(PUBLIC, handlers), *(admin.routes() if admin else ())],
         middleware=[
+            Middleware(LogRequests, write=access_log),
             # first, because it ends the connection of whoever is refused before the body has come
             Middleware(
                 LimitBody,

@@ -15,6 +15,9 @@ from kvloom.types.errors import BadRequest, KvloomError, Unauthorized
 
 log = logging.getLogger(__name__)
 
+REQUEST_ID: Final = "x-request-id"
+ID_STATE: Final = "kvloom.id"
+"""Where a request's scope has the id."""
 MSGPACK, JSON = "application/msgpack", "application/json"
 VERBS_PATH: Final = "/verbs"
 
@@ -148,7 +151,11 @@ async def on_disconnect(_: Request, __: Exception) -> Response:
 
 
 async def on_unexpected(request: Request, error: Exception) -> Response:
-    return error_response(request.scope, internal_error(error))
+    response = error_response(request.scope, internal_error(error))
+    # this answer passes no middleware, which would name the request
+    if name := request.scope.get("state", {}).get(ID_STATE):
+        response.headers[REQUEST_ID] = name
+    return response
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:

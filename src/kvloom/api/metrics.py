@@ -99,9 +99,18 @@ class Watch:
 
     def __init__(self, metrics: Metrics) -> None:
         self.model = UNKNOWN
+        self.status = 0
+        """Of the answer, once it is over."""
+        self.tokens = (0, 0)
+        """Of the prompts and of the answer, once that is over."""
         self._metrics = metrics
         self._arrived = monotonic()
         self._first: float | None = None
+
+    @property
+    def first_seconds(self) -> float | None:
+        """Seconds until a stream's first token."""
+        return None if self._first is None else self._first - self._arrived
 
     def made_tokens(self) -> None:
         """Notes the time of a stream's first token. A whole answer's large frames tell nothing of it."""
@@ -140,11 +149,13 @@ class Watch:
             status = 499
             raise
         finally:
+            self.tokens = counts()
             self._count(status)
             if status == 200:
-                self._observe(*counts())
+                self._observe(*self.tokens)
 
     def _count(self, status: int) -> None:
+        self.status = status
         self._metrics.requests.labels(self.model, str(status)).inc()
 
     def _observe(self, prompt_tokens: int, output_tokens: int) -> None:

@@ -41,6 +41,7 @@ from kvloom.types.verbs import VERBS, Done
 Handler = Callable[[Request], Awaitable[Response]]
 
 LINES, TEXT, HTML = "application/x-ndjson", "text/plain", "text/html"
+EVENTS: Final = "text/event-stream"
 
 
 class Caller(Enum):
@@ -159,6 +160,14 @@ ADMIN: Final[tuple[RouteRow, ...]] = (
     _get("fleet", "/admin/fleet", "Tells what the fleet scheduler decides by.", FleetState),
     _post("pair", "/admin/pairs", "Lets requests move between these units, and no others.", Pairs, Pairs),
     _post("scale", "/admin/scale", "Lets these units come, and those go.", Steps, Steps, 409),
+    _get(
+        "events",
+        "/admin/events",
+        "Tells what has happened to the fleet in the last hour, and then what happens.",
+        None,
+        media=EVENTS,
+        note="Server-sent events, each a record of the journal. `Last-Event-ID` leaves out what came before.",
+    ),
     _get("placement", "/admin/placement", "Tells which units there are and may be.", Placement),
     _get("units", "/admin/units", "Tells whether each unit takes requests.", list[UnitState]),
     _post("add", "/admin/units", "Starts a unit that was not there.", EngineSpec, UnitState, 409, 503),

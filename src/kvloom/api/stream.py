@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
@@ -13,11 +13,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvloom.api.errors import RequestTimeout, error_object, internal_error
+from kvloom.journal.log import RecordLog
+from kvloom.journal.records import Record
 from kvloom.types.errors import KvloomError
 
 T = TypeVar("T")
 Write = Callable[[bytes], Awaitable[None]]
 
+SILENT_SECONDS: Final = 15.0  # after which a comment says that the stream lives
+PIECE: Final = 200  # records that are sent at once
 DONE = b"data: [DONE]\n\n"
 
 
@@ -113,3 +117,62 @@ class EventStream(Response):
 
 def _error_event(error: KvloomError) -> bytes:
     return b"data: " + msgspec.json.encode(error_object(error)) + b"\n\n"
+
+
+class JournalStream(Response):
+    """The journal as server-sent events: what is kept of it, and then what comes."""
+
+    def __init__(self, log: RecordLog, last: str) -> None:
+        """last: the id of the last record that the client has; empty for none."""
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._log = log
+        self._place = log.after(last) if last else log.first
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        news = asyncio.Event()
+
+        def ring(_: Sequence[Record]) -> None:
+            news.set()
+
+        self._log.follow(ring)
+        try:
+            await while_connected(receive, self._send_all(send, news))
+        except ClientDisconnect:
+            return
+        finally:
+            self._log.unfollow(ring)
+
+    async def _send_all(self, send: Send, news: asyncio.Event) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        body = b": the journal\n\n"  # so that a client sees at once that it is let in
+        while True:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            news.clear()
+            body = self._next()
+            if body:
+                continue
+            if self._log.over:
+                break
+            try:
+                async with asyncio.timeout(SILENT_SECONDS):
+                    await news.wait()
+                body = self._next()
+            except TimeoutError:
+                body = b": nothing new\n\n"
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _next(self) -> bytes:
+        """Returns the events of the next records; nothing if there are none. What is not kept any more is
+        left out, and a comment says so."""
+        missed = self._log.first - self._place
+        said = b": %d records are not kept any more\n\n" % missed if missed > 0 else b""
+        self._place = max(self._place, self._log.first)
+        records = self._log.since(self._place, PIECE)
+        self._place += len(records)
+        return said + b"".join(map(_record_event, records))
+
+
+def _record_event(record: Record) -> bytes:
+    kind = record.event.__struct_config__.tag
+    return f"id: {record.id}\nevent: {kind}\ndata: ".encode() + msgspec.json.encode(record) + b"\n\n"

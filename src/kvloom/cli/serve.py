@@ -61,6 +61,10 @@ CONFIG.yaml, with the defaults:
   keys: keys.yaml        # keys with names and limits: see `kvloom key --help`
   share_prefixes: auto   # or all, key: who finds whose prompts cached
   audit_file: audit.jsonl # what administrators did; left out, the log has it
+  journal: journal.jsonl # what happens to the fleet, and why; also at /admin/events
+  access_log: false      # a line for each request, without its content
+  log_level: info        # or warning, error
+  log_format: text       # or json: each line is an object
   cache_dir: /var/cache/kvloom # prefixes that give way, also for later; none by default
   cache_size: 10GiB      # of its files
   models:
@@ -102,6 +106,14 @@ def serve(
     admin_key_file: Annotated[
         Path | None, Parameter(help="the keys of those who may administer, one a line")
     ] = None,
+    journal: Annotated[
+        Path | None, Parameter(help="write what happens to the fleet, and why, to this file")
+    ] = None,
+    access_log: Annotated[
+        bool | None, Parameter(negative=(), help="show a line for each request, without its content")
+    ] = None,
+    log_level: Annotated[str | None, Parameter(help="info, warning, error (info)")] = None,
+    log_format: Annotated[str | None, Parameter(help="text, json: an object for each line (text)")] = None,
     cluster: Annotated[
         str | None,
         Parameter(metavar="auto|HOST:PORT", help="the Ray cluster on whose hosts it runs (this host)"),
@@ -112,8 +124,13 @@ def serve(
     With neither CONFIG nor --model it serves the demo fleet: three tiny models that came with kvloom. Flags
     override what CONFIG says."""
     given = {"host": host, "port": port, "kv_memory": kv_memory, "memory": memory, "policy": policy}
+    given |= {"access_log": access_log, "log_level": log_level, "log_format": log_format}
     flags: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    for key, file in (("api_key_file", api_key_file), ("admin_key_file", admin_key_file)):
+    for key, file in (
+        ("api_key_file", api_key_file),
+        ("admin_key_file", admin_key_file),
+        ("journal", journal),
+    ):
         if file is not None:
             flags[key] = str(file.expanduser().absolute())
     raise_open_files()  # before the first process starts, for all of them

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -26,6 +26,8 @@ from kvloom.cli.tables import console_for
 from kvloom.config.file import load_config, named_nodes, read_yaml
 from kvloom.config.machine import Machine
 from kvloom.config.units import ReschedulingConfig, refuse_moves
+from kvloom.journal.file import JournalFile
+from kvloom.journal.records import Record
 from kvloom.lab.faults import chaos as faults
 from kvloom.lab.sim.fleet import Rescheduling, rescheduling
 from kvloom.lab.sim.run import check_models, scaled
@@ -42,6 +44,10 @@ from kvloom.router.program import load_program
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import PATIENCE
 from kvloom.types.spec import Policy, ProgramSpec
+
+JournalFlag = Annotated[
+    Path | None, Parameter(metavar="FILE", help="write what happens, and why, as lines of JSON")
+]
 
 app = App(name="simulate")
 
@@ -81,6 +87,7 @@ def simulate(
     ] = None,
     json: JsonFile = None,
     html: HtmlFile = None,
+    journal: JournalFlag = None,
 ) -> int:
     """Play a workload to a fleet in virtual time.
 
@@ -89,6 +96,7 @@ def simulate(
     whose cores by what `kvloom profile` has measured, or a config, for the machine that was measured."""
     check_scales(rate_scale, slo_scale)
     check_outputs(json, html)
+    keep = _kept_in(journal)
     sys.path.append(str(fleet.absolute().parent))  # where a program of one's own is looked for
     if fleet.suffix.lower() == ".json":
         found = _planned(fleet, policy, profile, client_here)
@@ -135,8 +143,23 @@ def simulate(
                 rescheduling=found.rescheduling,
                 patience=found.patience,
                 homes=found.homes,
+                keep=keep,
             )
     return write_results(results, console, json, html)
+
+
+def _kept_in(path: Path | None) -> Callable[[Sequence[Record]], None]:
+    """Returns what writes records to a file, which is emptied. Raises ConfigError if it cannot be written."""
+    if path is None:
+        return lambda _: None
+    file = JournalFile(path, most=None)
+    try:
+        file.begin()
+    except OSError as error:
+        raise ConfigError(
+            f"--journal: {path}: {error.strerror}; a file that can be written is right"
+        ) from error
+    return file.write
 
 
 def _only_simulated(units: Sequence[SimulatedUnit]) -> Iterator[str]:
@@ -214,11 +237,13 @@ def run_faults(
     replay: Annotated[
         Whole | None, Parameter(help="tell one run event by event, whether it fails or not")
     ] = None,
+    journal: JournalFlag = None,
 ) -> int:
     """Run kvloom's own engines and router in virtual time while things go wrong.
 
     Engines die, gateways are lost, calls are lost, late or doubled, streams break, links are slow, jobs fail,
     clients hang up, pools are tiny. Each seed is one run, after which the laws are checked: no block is lost,
     no token is another, no stream is silently short, nothing leaks, nobody waits for ever. The first that
-    breaks one is replayed event by event."""
-    return faults.chaos(seeds=seeds, first=first, jobs=jobs, replay=replay)
+    breaks one is replayed event by event. --journal has that of a replayed run."""
+    keep = _kept_in(journal)
+    return faults.chaos(seeds=seeds, first=first, jobs=jobs, replay=replay, keep=keep)

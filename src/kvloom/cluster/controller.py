@@ -49,7 +49,6 @@ from kvloom.cluster.lifecycle import Deed
 from kvloom.cluster.reconcile import TIMING, Timing, reconcile
 from kvloom.cluster.state import (
     ABSENT,
-    GATEWAY,
     ComponentStatus,
     FleetSpec,
     FleetStatus,
@@ -58,12 +57,14 @@ from kvloom.cluster.state import (
     UnitSpec,
     is_counted,
     is_gateway,
+    program_name,
 )
 from kvloom.cluster.store import SpecStore
+from kvloom.journal.log import Journal
+from kvloom.journal.records import Killed
 from kvloom.types.clock import Clock
 from kvloom.types.errors import KvloomError, Unavailable
 from kvloom.types.service import RestartStep
-from kvloom.types.spec import ProgramSpec
 
 _LIFE: Final = 1 << 32  # Changes that a controller can number.
 
@@ -88,9 +89,10 @@ class Controller:
         store: SpecStore | None = None,
         timing: Timing = TIMING,
         watch: Watch = lambda *_: None,
+        journal: Journal | None = None,
     ) -> None:
         """`spec` is what the fleet is to be if `store` keeps nothing yet. Raises ConfigError if the store's
-        content cannot be used; then nothing is started or ended."""
+        content cannot be used; then nothing is started or ended. journal: takes what becomes of the fleet."""
         kept = store.load() if store is not None else None
         self.spec, life = kept or (spec, 0)
         self._life = life + 1
@@ -99,6 +101,7 @@ class Controller:
         self._store = store
         self._timing = timing
         self._watch = watch
+        self._journal = journal or Journal(clock)
         self._wake = asyncio.Event()
         self._seq = self._life * _LIFE
         self._counts: dict[str, Counted] = {}  # What each gateway has said last.
@@ -307,6 +310,8 @@ class Controller:
             case StopProcess():
                 launcher.stop(name)
             case Kill():
+                why = lifecycle.why_killed(self.status.processes[name], self._timing)
+                self._journal.add(name, Killed(reason=why))
                 launcher.kill(name)
             case Forget():
                 if (unit := self.spec.units.get(name)) is not None and unit.removed:
@@ -325,14 +330,12 @@ class Controller:
         """Goes back to the last program that has passed its probation. A gateway that serves with the other
         one all the same, because it was about to take the dead one's place, is replaced."""
         failed = self.spec.program
-        gateways = [one for name, one in self.status.processes.items() if is_gateway(name)]
-        beside = any(one.begun and one.phase in ("starting", "ready") for one in gateways)
-        self._become(reverted(self.spec, problem, beside=beside))
+        self._become(reverted(self.spec, problem, beside=lifecycle.has_gateway(self.status)))
         _log.warning(
             "the gateway %s less than a minute after the program %s was set: %s runs again",
             problem,
-            _named(failed),
-            _named(self.spec.program),
+            program_name(failed),
+            program_name(self.spec.program),
         )
 
     # -- rolling restarts -------------------------------------------------------------------------------
@@ -344,10 +347,7 @@ class Controller:
 
     def _end_turn(self, component: str, problem: str) -> None:
         if problem:
-            told = problem if problem.startswith(component) else f"{component} {problem}"
-            if component == GATEWAY:
-                told = f"the new gateway {problem} as it started; the present one serves on"
-            self._tell_step(RestartStep(component=component, state="failed", problem=told))
+            self._tell_step(lifecycle.failed_turn(component, problem))
             self._become(replace(self.spec, rolling=None))
             return
         now = self._clock.now()
@@ -372,6 +372,8 @@ class Controller:
 
     def _take_over(self, spec: FleetSpec) -> None:
         before, self.spec = self.spec, spec
+        for component, event in lifecycle.told_of_edit(before, spec):
+            self._journal.add(component, event)
         if spec.units is not before.units:
             changed: dict[str, UnitSpec | None] = {
                 name: unit for name, unit in spec.units.items() if before.units.get(name) is not unit
@@ -398,9 +400,12 @@ class Controller:
             self._fresh.processes[name] = process
         if (process or ABSENT).phase != before.phase:
             self._ask(name)
+            now = self._clock.now()
+            self._journal.add(name, lifecycle.told(name, before, process or ABSENT, self.spec, now))
             self._watch(name, before, process or ABSENT)
 
     def _put_node(self, name: str, node: NodeStatus | None) -> None:
+        self._journal.add(name, lifecycle.told_of_node(self.status.nodes.get(name), node))
         if node is None:
             self.status.nodes.pop(name, None)
         else:
@@ -443,7 +448,3 @@ class Controller:
         for name, process in self.status.processes.items():
             if is_gateway(name) and process.begun and name not in self._adopted:
                 self._launcher.tell(name, change)
-
-
-def _named(program: ProgramSpec | None) -> str:
-    return program.name if program is not None else "the config's"

@@ -3,7 +3,7 @@ by what is reported of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from msgspec.structs import replace
 
@@ -38,6 +38,7 @@ from kvloom.cluster.reconcile import TIMING, Timing
 from kvloom.cluster.state import (
     ABSENT,
     ALIVE,
+    GATEWAY,
     NEXT,
     NODE_NEXT,
     SCHEDULER,
@@ -47,9 +48,27 @@ from kvloom.cluster.state import (
     NodePhase,
     NodeStatus,
     Phase,
+    UnitSpec,
     generation_of,
+    is_drained,
     is_gateway,
+    program_name,
 )
+from kvloom.journal.records import (
+    Added,
+    Admitted,
+    Died,
+    Draining,
+    Event,
+    HostChanged,
+    ProgramSet,
+    Ready,
+    Removed,
+    Starting,
+    short,
+)
+from kvloom.journal.records import Ended as HasEnded
+from kvloom.types.service import RestartStep
 
 Deed = (
     StartProcess
@@ -306,3 +325,122 @@ def _enter_node(node: NodeStatus, phase: NodePhase, now: float, **changes: objec
         return replace(node, **changes)
     assert phase in NODE_NEXT[node.phase], f"a node that is {node.phase} cannot become {phase}"
     return replace(node, phase=phase, since=now, **({"lease": None, "problem": ""} | changes))
+
+
+# -- what the journal is told of it -----------------------------------------------------------------------
+
+
+def told(  # noqa: PLR0911 - a table
+    name: str, before: ComponentStatus, process: ComponentStatus, spec: FleetSpec, now: float
+) -> Event | None:
+    """Returns what the journal is told of a component that has entered another phase; None if nothing is."""
+    models = _models(spec.units.get(name))
+    problem = short(process.problem)
+    match process.phase:
+        case "starting":
+            if before.phase == "waiting":
+                why = f"again, after {before.pause:g} s; its last process {short(before.problem)}"
+            elif process.replaces:
+                why = f"generation {process.generation} takes the place of its last process, as ordered"
+            else:
+                why = f"generation {process.generation} is to have a process"
+            return Starting(reason=why, models=models, node=process.node)
+        case "ready" if before.phase == "draining":
+            return Admitted(reason="it is to stay after all")
+        case "ready":
+            seconds = round(now - before.since, 3) if before.phase == "starting" else 0.0
+            return Ready(reason=f"generation {process.generation} answers", seconds=seconds, models=models)
+        case "draining" | "retiring":
+            return Draining(reason=_why_ending(name, process, spec) + _most(process, now))
+        case "waiting":
+            return Died(reason=problem, again=process.pause)
+        case "failed":
+            return Died(reason=f"{problem}; no other one is tried", again=None)
+        case "absent":
+            if before.phase == "ending":
+                return HasEnded(reason=_why_ending(name, before, spec), models=models)
+            if before.phase in ALIVE:
+                return Died(reason=problem or f"ended while it was {before.phase}", again=None)
+    return None
+
+
+def _why_ending(name: str, process: ComponentStatus, spec: FleetSpec) -> str:
+    wanted = generation_of(name, spec)
+    if process.phase == "retiring":
+        return f"gateway {spec.gateway} serves in its place"
+    if not wanted:
+        return "it is to have no process"
+    if wanted == process.generation:
+        return "as ordered"
+    rolls = ", a rolling restart" if spec.rolling is not None and name in spec.rolling.active else ""
+    return f"generation {wanted} is to replace {process.generation}{rolls}"
+
+
+def _most(process: ComponentStatus, now: float) -> str:
+    return "" if process.until is None else f"; what runs has {process.until - now:g} s at most"
+
+
+def failed_turn(component: str, problem: str) -> RestartStep:
+    """Returns what is told of a turn of a rolling restart that has failed, and the restart with it."""
+    told = problem if problem.startswith(component) else f"{component} {problem}"
+    if component == GATEWAY:
+        told = f"the new gateway {problem} as it started; the present one serves on"
+    return RestartStep(component=component, state="failed", problem=told)
+
+
+def has_gateway(status: FleetStatus) -> bool:
+    """Returns whether a gateway serves, or is about to."""
+    gateways = [one for name, one in status.processes.items() if is_gateway(name)]
+    return any(one.begun and one.phase in ("starting", "ready") for one in gateways)
+
+
+def why_killed(process: ComponentStatus, timing: Timing = TIMING) -> str:
+    """Returns why a component's process is about to be killed."""
+    if process.phase in ("draining", "retiring", "ending"):
+        return f"it was {process.phase} and had not ended in time"
+    if process.misses:
+        seconds = process.misses * timing.check
+        return f"it gave no sign of life at {process.misses} looks, for {seconds:g} s"
+    return "it did not answer in time"
+
+
+def told_of_node(before: NodeStatus | None, node: NodeStatus | None) -> HostChanged | None:
+    """Returns what the journal is told of a node's change; None if nothing is."""
+    if node is None or (before is not None and before.phase == node.phase):
+        return None
+    why = short(node.problem)
+    if node.phase == "there":
+        why = f"{node.cores} cores, {node.gpus} GPUs"
+    return HostChanged(state=node.phase, reason=why or "it was told so")
+
+
+def told_of_edit(before: FleetSpec, spec: FleetSpec) -> Iterator[tuple[str, Event]]:
+    """Yields what the journal is told of a specification that takes another's place, with its components."""
+    for name, unit in spec.units.items() if spec.units is not before.units else ():
+        was = before.units.get(name)
+        if was is unit:
+            continue
+        if was is None:
+            yield name, Added(reason="a unit was added", models=_models(unit))
+            continue
+        if unit.removed and not was.removed:
+            yield name, Removed(reason="the unit was removed", models=_models(was))
+        elif _models(unit) != _models(was):
+            yield name, Added(reason="it is to serve other models", models=_models(unit))
+        if unit.drained and not was.drained:
+            yield name, Draining(reason="ordered; it keeps its process")
+        elif was.drained and not unit.drained:
+            yield name, Admitted(reason="ordered")
+    for name, node in spec.nodes.items() if spec.nodes is not before.nodes else ():
+        if node.drained != is_drained(name, before):
+            state, why = ("drained", "ordered; its units move") if node.drained else ("admitted", "ordered")
+            yield name, HostChanged(state=state, reason=why)
+    if spec.program != before.program:
+        reverted = spec.reverted
+        back = reverted is not None and reverted != before.reverted
+        why = f"back: the gateway {reverted.problem}" if reverted is not None and back else "ordered"
+        yield "fleet", ProgramSet(name=program_name(spec.program), reason=short(why))
+
+
+def _models(unit: UnitSpec | None) -> tuple[str, ...]:
+    return () if unit is None else tuple(model.name for model in unit.engine.models)

@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Final, Protocol, TypeVar
 
 from msgspec.structs import replace
@@ -204,7 +205,9 @@ class FleetScheduler:
             state.loads, last, now, thresholds, state.groups, state.waiting, usage=self._usage
         )
         pairs, floor = self._last.pairs, self._thresholds.kept
-        await self._fleet.pair(Pairs(pairs=pairs, seconds=STANDS * self._period, floor=floor))
+        paired = {unit for one in pairs for unit in (one.source, one.destination)}
+        free = {unit: one if isfinite(one := freeness(state.loads[unit])) else None for unit in paired}
+        await self._fleet.pair(Pairs(pairs=pairs, seconds=STANDS * self._period, floor=floor, freeness=free))
         steps = carried_out(self._last.steps, state.groups)
         if steps.start or steps.stop:
             await self._fleet.scale(steps)

@@ -289,6 +289,11 @@ def gateway_node(component: str) -> str:
     return component.partition("@")[2]
 
 
+def program_name(program: ProgramSpec | None) -> str:
+    """Returns what people call a fleet's program."""
+    return "the config's" if program is None else program.name
+
+
 def is_drained(node: str, spec: FleetSpec) -> bool:
     return node in spec.nodes and spec.nodes[node].drained
 

@@ -18,6 +18,7 @@ from kvloom.engine.residency.adapters import AdapterResidency
 from kvloom.engine.residency.weights import WeightResidency
 from kvloom.engine.scheduler import Scheduler
 from kvloom.engine.transfers import Transfers
+from kvloom.journal.records import Recorder, nobody
 from kvloom.kv.kept import KeptPrefixes
 from kvloom.offload.loans import Borrower, Lender
 from kvloom.offload.terms import Borrow, Loan, OffloadBackend
@@ -67,13 +68,15 @@ class Engine:
         trial: GuideTrial = no_trial,
         store: PrefixStore | None = None,
         check: Callable[[ModelSpec], None] = lambda _: None,
+        record: Recorder = nobody,
     ) -> None:
-        """check: raises ConfigError for a model whose files cannot be served; called in a thread."""
+        """check: raises ConfigError for a model whose files cannot be served; called in a thread. record:
+        takes what the unit decides to the journal."""
         self._spec = spec
         self._check = check
         self._stopping = False
         self._wake = asyncio.Event()
-        self.pool, queues = fit(executor, spec, clock, reserved=MAX_RESERVED)
+        self.pool, queues = fit(executor, spec, clock, reserved=MAX_RESERVED, record=record)
         self._queues = queues
 
         # The requests, and what is kept for them.
@@ -101,6 +104,7 @@ class Engine:
             weights=sizes,
             jobs=self._jobs,
             notify=self._wake.set,
+            record=record,
         )
         self._residency: WeightResidency | None = None
         if weights is not None:
@@ -108,6 +112,7 @@ class Engine:
                 *(weights, queues, pool, self._scheduler, requests, self._tuner, spec, clock),
                 adapters=self._adapters,
                 notify=self._wake.set,
+                record=record,
             )
 
         # What leaves the unit, and what it lends and borrows.
@@ -116,7 +121,7 @@ class Engine:
         self._pauses = Pauses(queues, requests, clock, spec.lease, jobs=self._jobs)
         self._llumlet = Llumlet(queues, pool, requests, spec.priorities)
         first = next(iter(queues.values()))
-        self.lender = Lender(first, pool, promises, offload, clock, wake=self._interrupt)
+        self.lender = Lender(first, pool, promises, offload, clock, wake=self._interrupt, record=record)
         self.borrower = Borrower(queues, pool.total, offload, wake=self._interrupt)
         leased = (self._reservations, self._pins, self._pauses, self.lender, self._arrivals)
         self._leases = Leases(leased, clock)

@@ -197,7 +197,7 @@ class OutputProcessor:
                     self._requests.release(queue, sequence)
         for sequence in lost:
             if not sequence.over:
-                queue.put_back(sequence, jobs)
+                queue.put_back(sequence, jobs, "the unit that attended for it is gone, and its K and V")
 
     def fail(self, inflight: InflightBatch, error: BaseException, jobs: int) -> None:
         """Ends the requests of a job that has failed; all other requests go on, and so do those that decoded
@@ -210,7 +210,7 @@ class OutputProcessor:
                 self._requests.release(queue, sequence)
         for sequence, _ in inflight.batch[: len(inflight.batch) - len(blamed)]:
             if not sequence.over:
-                queue.put_back(sequence, jobs)
+                queue.put_back(sequence, jobs, f"a job failed that it shared ({type(error).__name__})")
         message = f"the job failed ({type(error).__name__}); the engine's log has more"
         for sequence, _ in blamed:
             if not sequence.over:

@@ -15,6 +15,7 @@ from kvloom.engine.batching.fair_queue import INPUT_COST, OUTPUT_COST, FairQueue
 from kvloom.engine.batching.job_times import ArrivalRate, PrefillSpeed, StepTime
 from kvloom.engine.batching.view import ModelView
 from kvloom.engine.sequence import Sequence, Status, StreamId
+from kvloom.journal.records import Preempted, Recorder, nobody
 from kvloom.kv.cache import ModelCache
 from kvloom.offload.planner import DecodePlanner
 from kvloom.types.address import KVForm
@@ -90,11 +91,13 @@ class ModelQueue:
         slo: Slo = Slo(),  # noqa: B008  (frozen)
         clock: Clock | None = None,
         rate: float = 0.0,
+        record: Recorder = nobody,
     ) -> None:
         """shares: of a prefill and of a decode job, in units of compute; 0 if the policy is to say. rate:
-        requests a second, as planned."""
+        requests a second, as planned; record: takes preemptions to the journal."""
         self._clock = clock = clock or WallClock()
         self.form = KVForm.of(cache.geometry, card.kv_dtype or card.dtype)
+        self._record = record
         self.card = structs.replace(card, form=self.form)
         self.watchers: list[set[ModelQueue]] = []
         """Sets that the queue joins when something has changed that a policy sees."""
@@ -274,17 +277,18 @@ class ModelQueue:
         self.running.append(sequence)
         self._run_of[sequence.tenant] += 1
 
-    def preempt(self, jobs: int) -> bool:
+    def preempt(self, jobs: int, reason: str) -> bool:
         """Takes the blocks of one sequence. It waits again and is computed again later, unless it can move to
-        a loan and others give way instead. Returns False if all are in jobs."""
+        a loan and others give way instead. Returns False if all are in jobs. reason: for the journal."""
         victim = self.victim()
         for sequence in [] if victim is None else self.planner.givers(victim):
-            self.put_back(sequence, jobs)
+            self.put_back(sequence, jobs, reason)
         return victim is not None
 
-    def put_back(self, sequence: Sequence, jobs: int) -> None:
-        """Lets a running sequence wait again, without K and V."""
+    def put_back(self, sequence: Sequence, jobs: int, reason: str) -> None:
+        """Lets a running sequence wait again, without K and V. reason: for the journal."""
         self.stats.preemptions += 1
+        self._record(Preempted(model=sequence.model, request=str(sequence.request), reason=reason))
         sequence.preempted_at = jobs
         self.release(sequence, Status.WAITING)
         sequence.waiting_since, sequence.queued_at = jobs, self._clock.now()
@@ -296,7 +300,10 @@ class ModelQueue:
         crowded = self.planner.crowded(ready)
         if crowded:
             last, victim = crowded[-1], max((s for s in self.running if not s.in_job), key=_ORDER)
-            self.put_back(victim if victim.order[0] > last.order[0] else last, jobs)
+            giver = victim if victim.order[0] > last.order[0] else last
+            self.put_back(
+                giver, jobs, f"the lender has no room for the next token of {len(crowded)} sequences"
+            )
         return bool(crowded)
 
     def decodable(self) -> list[Sequence]:

@@ -10,6 +10,7 @@ from typing import Final, Protocol, TypeVar
 import msgspec
 
 from kvloom.engine.model_queue import ModelQueue
+from kvloom.journal.records import Recorder, nobody
 from kvloom.kv.pool import Pool
 from kvloom.kv.prefix_feed import adapter_salt
 from kvloom.kv.quota import QuotaUsage, adapt_quotas, initial_quotas
@@ -176,9 +177,11 @@ _MUCH_WASTE = 0.05
 ADAPTED: Final = 4  # one part in so many of the pool is kept for adapters, if all need so much
 
 
-def fit(executor: Executor, spec: EngineSpec, clock: Clock, *, reserved: int) -> tuple[Pool, ModelQueues]:
+def fit(
+    executor: Executor, spec: EngineSpec, clock: Clock, *, reserved: int, record: Recorder = nobody
+) -> tuple[Pool, ModelQueues]:
     """Returns a pool over the executor's blocks, and a queue for each model. reserved: a cache's rows beyond
-    those of sequences that run."""
+    those of sequences that run; record: takes preemptions to the journal."""
     _tell_waste(executor.geometries)
     weights = {} if executor.weights is None else executor.weights.blocks
     proven = {} if executor.adapters is None else executor.adapters.proven
@@ -206,6 +209,7 @@ def fit(executor: Executor, spec: EngineSpec, clock: Clock, *, reserved: int) ->
             slos.get(name, Slo()),
             clock,
             rates.get(name, 0.0),
+            record,
         )
         for name, card in cards.items()
     }

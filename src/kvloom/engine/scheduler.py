@@ -135,7 +135,7 @@ class Scheduler:
             return False
         queue = self._queues[action.model]
         if isinstance(action, Preempt):
-            return queue.preempt(self.jobs)
+            return queue.preempt(self.jobs, action.reason)
         if isinstance(action, Prefill | Mixed):
             return self._start_prompts(queue, action)
         ready = queue.decodable()
@@ -233,7 +233,7 @@ class Scheduler:
                 failed = {sequence.id for sequence, _ in inflight.batch}
                 for sequence in gone:
                     if sequence.id not in failed:
-                        queue.put_back(sequence, self.jobs)
+                        queue.put_back(sequence, self.jobs, "its K and V were lost with a job that failed")
                 _log.error("a %s job of %s failed", inflight.job.phase, inflight.job.model, exc_info=error)
                 self._outputs.fail(inflight, error, self.jobs)
                 self.cut()

@@ -272,7 +272,7 @@ def check_model(spec: ModelSpec) -> None:
     with _named(spec):
         checkpoint = open_checkpoint(spec.path, spec.revision)
         described = describe(checkpoint)
-        described.outline(torch.float32)  # the default format, which is all threads'
+        described.outline(torch.float32, apart=False)  # the default format, which is all threads'
         check_tokenizer(described.tokenizer())
         checkpoint.require_digest(spec.sha256)
 
@@ -282,7 +282,7 @@ def least_bytes(spec: ModelSpec, target: LoadTarget) -> int:
     those of large matrices that are not quantised. Raises ConfigError."""
     with _named(spec):
         described = describe(open_checkpoint(spec.path, spec.revision))
-        outlined, dtype = _outlined(spec, described, target, lambda _: None)
+        outlined, dtype = _outlined(spec, described, target, True, lambda _: None)
         sizes = (one.numel() * dtype.itemsize for one in outlined.parameters() if one.dim() > 1)
         return sum(size - _EDGES for size in sizes if size >= _LARGE)
 

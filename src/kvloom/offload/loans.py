@@ -13,6 +13,7 @@ from typing import Final, Generic, Protocol
 
 from msgspec import structs
 
+from kvloom.journal.records import Lent, Recorder, Returned, nobody, short
 from kvloom.kv.cache import ModelCache
 from kvloom.kv.pool import Pool
 from kvloom.offload.planner import DecodePlanner, OffloadingPlanner
@@ -54,7 +55,7 @@ class Queue(Protocol[S]):
     def changed(self) -> None:
         """Tells that what the policy is to see of the queue has changed."""
 
-    def put_back(self, sequence: S, jobs: int) -> None:
+    def put_back(self, sequence: S, jobs: int, reason: str) -> None:
         """Lets a running sequence wait again, without K and V. jobs: how many the unit has started."""
 
 
@@ -82,8 +83,12 @@ class Lender(Generic[S]):
         clock: Clock,
         *,
         wake: Callable[[], None],
+        record: Recorder = nobody,
     ) -> None:
-        """queue: of any model of the unit. wake: called when there is something to decide."""
+        """queue: of any model of the unit. wake: called when there is something to decide. record: takes
+        loans to the journal."""
+        self._record = record
+        self._why = ""  # the loan ends, or is to
         self._queue = queue
         self._pool = pool
         self._promises = promises
@@ -119,6 +124,7 @@ class Lender(Generic[S]):
         if self._lacking:
             _log.info("own models need the blocks that are lent: they come back")
             self._lacking, self._quiet = False, self._clock.now() + _QUIET
+            self._why = f"own models have needed the {self._promises.lent} blocks"
             self.recall()
 
     def lend(self, borrow: Borrow) -> Loan:
@@ -148,6 +154,8 @@ class Lender(Generic[S]):
             raise
         self._lent, self._terms = blocks, (borrow, loan)
         self._promises.lent = count
+        why = f"asked for; {self._pool.available} blocks of {self._pool.total} are still available"
+        self._record(Lent(model=borrow.model, blocks=count, reason=why))
         return loan
 
     def waits(self) -> Waits | None:
@@ -160,6 +168,10 @@ class Lender(Generic[S]):
             return
         if _able(self._backend).recall():
             self._pool.take_back(self._lent)
+            if self._terms is not None:
+                model, why = self._terms[0].model, self._why or "the unit stops"
+                self._record(Returned(model=model, blocks=len(self._lent), reason=why))
+            self._why = ""
             self._lent, self._promises.lent, self.due = None, 0, None
             self._terms = None
         else:
@@ -173,6 +185,7 @@ class Lender(Generic[S]):
 
     def _ended(self, why: str) -> None:
         _log.info("what this unit lent comes back: %s", why)
+        self._why = self._why or short(why)
         self.recall()
 
 
@@ -261,7 +274,7 @@ class Borrower(Generic[S]):
         queue = self._queues[model]
         if self.loan(model) is not None:
             for sequence in [s for s in queue.running if not queue.planner.is_home(s)]:
-                queue.put_back(sequence, jobs)
+                queue.put_back(sequence, jobs, "the loan that has its K and V is over")
             self._drop(model)
 
     def give_back_all(self) -> None:

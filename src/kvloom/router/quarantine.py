@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
+from kvloom.journal.records import Quarantined, Recorder, nobody, short
 from kvloom.router.progress import RequestProgress
 from kvloom.types.clock import Clock
 from kvloom.types.errors import EngineDied, KvloomError, RequestQuarantined, Unavailable
@@ -34,7 +35,9 @@ _log = logging.getLogger(__name__)
 class Quarantine:
     """The digests of the requests that were quarantined lately."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, record: Recorder = nobody) -> None:
+        """record: takes quarantines to the journal."""
+        self.record = record
         self._clock = clock
         self._until: OrderedDict[str, float] = OrderedDict()
 
@@ -96,6 +99,8 @@ class Deaths:
             deaths,
             error.message,
         )
+        why = short(f"{deaths} ({digest})")
+        self._quarantine.record(Quarantined(request=self._body.request, model=self._body.model, reason=why))
         return RequestQuarantined(f"the request is quarantined ({digest}): {deaths}")
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Final, Self
 
 from msgspec.structs import replace
 
 from kvloom.cluster.orders import FleetOrders
+from kvloom.journal.records import Moved, Recorder, Stayed, nobody, short
 from kvloom.router.router import Router
 from kvloom.router.unit import Unit
 from kvloom.types.clock import Clock
@@ -28,8 +30,10 @@ class Rescheduler:
     and its source has one to offer. It is an async context manager: moves that are under way are given up
     with it."""
 
-    def __init__(self, router: Router, clock: Clock, orders: FleetOrders | None = None) -> None:
-        """`orders` starts and stops units."""
+    def __init__(
+        self, router: Router, clock: Clock, orders: FleetOrders | None = None, record: Recorder = nobody
+    ) -> None:
+        """`orders` starts and stops units. record: takes moves to the journal."""
         self.moved = 0
         """Requests that went over, so far."""
         self.stayed = 0
@@ -37,9 +41,11 @@ class Rescheduler:
         self._router = router
         self._clock = clock
         self._orders = orders
+        self._record = record
         self._pairs: frozenset[Pair] = frozenset()
         self._until = 0.0
         self._floor = 0.0
+        self._freeness: Mapping[str, float | None] = {}
         self._passed: dict[str, list[str]] = {}  # by source, who could not go: until nobody else is there
         self._moving: dict[Pair, asyncio.Task[None]] = {}
 
@@ -104,6 +110,7 @@ class Rescheduler:
         )
         self._until = self._clock.now() + pairs.seconds
         self._floor = pairs.floor
+        self._freeness = pairs.freeness
         for gone in self._passed.keys() - {one.source for one in self._pairs}:
             del self._passed[gone]
         for one in sorted(self._pairs - self._moving.keys()):
@@ -142,14 +149,31 @@ class Rescheduler:
         return (await source.client.offer(body)).request
 
     async def _moves(self, request: str, pair: Pair) -> bool:
+        session, why = self._router.sessions.get(request), self._why(pair)
+        told = {
+            "request": request,
+            "model": session.model if session else "",
+            "source": pair.source,
+            "destination": pair.destination,
+        }
         try:
             await self._router.move(request, pair.destination)
         except KvloomError as error:
             self.stayed += 1
             _log.info("request %s stays at %s: %s", request, pair.source, error.message)
+            self._record(Stayed(**told, reason=short(f"{why}; {error.message}")))
             return False
         self.moved += 1
+        self._record(Moved(**told, reason=why))
         return True
+
+    def _why(self, pair: Pair) -> str:
+        """Returns why requests move along a pair."""
+        if not self._freeness.keys() >= {pair.source, pair.destination}:
+            return "ordered"
+        here, there = self._freeness[pair.source], self._freeness[pair.destination]
+        source = "it drains" if here is None else f"freeness {here:.4g}"
+        return f"{source} against " + ("an idle unit" if there is None else f"{there:.4g}")
 
 
 def _alike(load: UnitLoad, source: Unit, destination: Unit) -> UnitLoad:

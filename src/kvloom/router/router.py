@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from kvloom.cluster.policies.moving import LONGEST_PAUSE, MoveCounts, MoveTerms
 from kvloom.cluster.prefixes import PrefixCopies
+from kvloom.journal.records import Recorder, nobody
 from kvloom.kv.prefix_index import PrefixIndex
 from kvloom.router.candidates import WaitingRoom
 from kvloom.router.migration import Migration
@@ -39,12 +40,14 @@ class Router:
         clock: Clock,
         *,
         patience: float = PATIENCE,
+        record: Recorder = nobody,
     ) -> None:
         """engines: the units and their clients, or a link to the controller that says which units there are;
-        patience: seconds that a request waits if no unit that serves its model is up, but one will be."""
+        patience: seconds that a request waits if no unit that serves its model is up, but one will be;
+        record: takes quarantines to the journal."""
         self._index = PrefixIndex()
         self._waiting = WaitingRoom(patience)
-        self._quarantine = Quarantine(clock)
+        self._quarantine = Quarantine(clock, record)
         link = engines if isinstance(engines, FleetLink) else None
         self._units = Units(
             {} if isinstance(engines, FleetLink) else engines,
@@ -57,6 +60,8 @@ class Router:
         self._copies = PrefixCopies(self._index, self._units.replicas, clock, self._choices)
         self._program = program
         self._clock = clock
+        self.begun = 0
+        """Requests so far."""
         self.sessions: dict[str, Session] = {}
         """The requests that are under way, by the ids that their callers gave them."""
 
@@ -99,6 +104,7 @@ class Router:
     def start_generate(self, body: StartGenerate) -> Frames:
         """Returns what the current program makes of the request, however often engines fail it: see
         `Session.frames`."""
+        self.begun += 1
         serving = partial(self._serving, body)
         session = Session(body, serving, self._waiting, self._clock, self._tasks, self._quarantine)
         return session.frames(self._program, self.sessions)
@@ -108,6 +114,11 @@ class Router:
         if session is not None:
             await session.abort(choice)
             self._waiting.tell_one(session.model, request)
+
+    @property
+    def busy(self) -> bool:
+        """True while a request is under way."""
+        return bool(self.sessions)
 
     async def abort_all(self) -> None:
         async with asyncio.TaskGroup() as group:

@@ -22,6 +22,7 @@ from kvloom.engine.engine import Engine
 from kvloom.exec.cpu.executor import TorchExecutor, load_executor
 from kvloom.exec.huggingface import hide_progress
 from kvloom.exec.loader import check_model
+from kvloom.journal.log import Outbox
 from kvloom.kernels.cpu.warm import kernels
 from kvloom.kv.arena import Arena, ArenaMemory
 from kvloom.offload.cpu.attention import CpuOffloadBackend
@@ -83,7 +84,9 @@ async def serve(parent: Parent, order: EngineOrder, lease: HeldLease | None = No
     sandbox = Sandbox("grammars", TRIALS, TRIAL_LIMITS)
     offload = open_offload(spec, executor, transport)
     store = open_store(spec, executor)
-    engine = Engine(executor, transport, spec, clock, offload, grammar_trial(sandbox), store, check_files)
+    outbox = Outbox(clock)
+    trial, record = grammar_trial(sandbox), outbox.record
+    engine = Engine(executor, transport, spec, clock, offload, trial, store, check_files, record)
     cards = await engine.models()
     keep_cards(folder, spec.unit, cards)
     chat = tuple(card.name for card in cards if card.chat_template is not None)
@@ -97,7 +100,7 @@ async def serve(parent: Parent, order: EngineOrder, lease: HeldLease | None = No
                 end = functools.partial(_end, engine, server)
                 asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
                 group.create_task(engine.run())
-                beside = [group.create_task(parent.beat()), group.create_task(_end_when_lost(executor))]
+                beside = [group.create_task(parent.beat(outbox)), group.create_task(_end_when_lost(executor))]
                 if lease is not None:
                     beside.append(group.create_task(_end_when_over(lease, engine)))
                 if spec.weave is not None:

@@ -29,6 +29,8 @@ from kvloom.cluster.launcher import Change, Edited, Snapshot
 from kvloom.cluster.mirror import Mirror
 from kvloom.cluster.orders import FleetOrders
 from kvloom.cluster.state import ALIVE, is_gateway
+from kvloom.journal.log import Outbox, RecordLog
+from kvloom.journal.records import Journaled, Recorder, nobody
 from kvloom.router.client import UNIX, HttpEngineClient, UnitClient
 from kvloom.router.program import Program, load_program
 from kvloom.router.rescheduling import Rescheduler
@@ -38,7 +40,7 @@ from kvloom.serve.connections import OpenConnections
 from kvloom.serve.machine import listen
 from kvloom.serve.processes.gateways import FleetClient
 from kvloom.serve.processes.identity import calling_context, serving_context
-from kvloom.serve.processes.log import AppendedFile, Background
+from kvloom.serve.processes.log import ACCESS, AppendedFile, Background
 from kvloom.serve.processes.messages import (
     ChildReport,
     GatewayOrder,
@@ -49,6 +51,7 @@ from kvloom.serve.processes.messages import (
     kept_cards,
 )
 from kvloom.serve.processes.parent import Parent, run_child
+from kvloom.serve.processes.pulse import PULSE, tell_pulse
 from kvloom.serve.processes.texts import TextProcesses
 from kvloom.serve.server import ClientConnection, HttpServer
 from kvloom.serve.tls import Certificates, FixedCertificate, FleetDoor, TlsServer
@@ -65,6 +68,7 @@ class GatewayServer:
     """Heeds its supervisor while it serves."""
 
     mirror: Mirror
+    journal: RecordLog
     server: HttpServer
     drain: float
     """Seconds for streams when another gateway takes its place."""
@@ -73,23 +77,31 @@ class GatewayServer:
 
     def heed(self, news: Told) -> None:
         if isinstance(news, RetireOrder):
+            self.journal.close()  # those who follow it would hold the process up
             self.server.retire(self.drain)
         elif isinstance(news, Snapshot | Change | Edited):
             self.mirror.heed(news)
+        elif isinstance(news, Journaled):
+            self.journal.take(news.records)
 
     def end(self) -> None:
         self.mirror.give_up()
+        self.journal.close()
         self.server.end()
         self.ending.set()
 
 
 @asynccontextmanager
 async def gateway(
-    order: GatewayOrder, program: Program, snapshot: Snapshot, report: Callable[[ChildReport], None]
+    order: GatewayOrder,
+    program: Program,
+    snapshot: Snapshot,
+    report: Callable[[ChildReport], None],
+    record: Recorder = nobody,
 ) -> AsyncIterator[GatewayServer]:
     """Puts a gateway together. snapshot: the fleet that it is to serve; report: takes reports to the
-    supervisor."""
-    mirror, clock = Mirror(snapshot, report), WallClock()
+    supervisor; record: takes what the gateway decides to the journal."""
+    mirror, clock, journal = Mirror(snapshot, report), WallClock(), RecordLog()
     async with AsyncExitStack() as stack:
         clients = await stack.enter_async_context(AsyncExitStack())  # closed last: those below call engines
 
@@ -119,33 +131,36 @@ async def gateway(
         if tls is not None:
             await cards.fetch(lambda url: FleetClient(url, secret=order.secret, tls=tls))
         link = FleetLink(mirror, connect, cards.of, cards.keep)
-        router = await stack.enter_async_context(Router(link, program, clock, patience=order.patience))
+        router = await stack.enter_async_context(
+            Router(link, program, clock, patience=order.patience, record=record)
+        )
         orders = FleetOrders(
             mirror, router.units, seconds=order.drain, memory=order.memory, cores=order.cores
         )
-        rescheduler = await stack.enter_async_context(Rescheduler(router, clock, orders))
+        rescheduler = await stack.enter_async_context(Rescheduler(router, clock, orders, record))
         trail = stack.enter_context(audit(order.audit_file))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         mirror.follow(cut)
         texts = await stack.enter_async_context(TextProcesses())
-        following = None
+        beside: list[asyncio.Task[None]] = []
         ring: KeyRing | None = None
         if order.keys:
             file = KeyFile(Path(order.keys), Path(order.sockets, "keys.kept"))
             ring = file.open()
             changed = partial(trail.keys_changed, order.keys)
-            following = tasks.create_task(file.follow(ring, clock, changed))
+            beside.append(tasks.create_task(file.follow(ring, clock, changed)))
         app = create_app(
             router,
             keys=Keys(order.api_keys, order.admin_keys, order.secret, ring, order.share_prefixes),
             max_body=order.max_body,
-            admin=Admin(router, orders, rescheduler, trail),
+            admin=Admin(router, orders, rescheduler, trail, journal),
             moves=lambda: rescheduler.moves,
             texts=texts,
             proxies=order.proxies,
             origins=order.allow_origins,
             certified=order.tls is not None and order.tls.client_ca is not None,
             request_seconds=order.request_timeout,
+            access_log=logging.getLogger(ACCESS).info if order.access_log else None,
         )
         make: Callable[..., HttpServer] = HttpServer
         certificates = None if order.tls is None else Certificates(order.tls, Path(order.sockets), clock)
@@ -164,11 +179,11 @@ async def gateway(
             ready=lambda: report(Ready(endpoint=endpoint)),
         )
         ending = asyncio.Event()
-        last = tasks.create_task(end_streams(router, ending, clock))
-        yield GatewayServer(mirror, server, order.drain, ending)
-        last.cancel()
-        if following is not None:
-            following.cancel()
+        beside.append(tasks.create_task(end_streams(router, ending, clock)))
+        beside.append(tasks.create_task(tell_pulse(router, clock, logging.getLogger(PULSE).info)))
+        yield GatewayServer(mirror, journal, server, order.drain, ending)
+        for task in beside:
+            task.cancel()
 
 
 def address_of(mirror: Mirror, unit: str, order: GatewayOrder) -> str:
@@ -302,8 +317,12 @@ async def serve(parent: Parent, order: GatewayOrder, program: Program, snapshot:
             serving.heed(news)
 
     parent.watch(Path(order.sockets), lambda news: soon(loop, heed, news))
-    async with gateway(order, program, snapshot, parent.report) as made, together() as tasks:
-        beating = tasks.create_task(parent.beat())
+    outbox = Outbox(WallClock())
+    async with (
+        gateway(order, program, snapshot, parent.report, outbox.record) as made,
+        together() as tasks,
+    ):
+        beating = tasks.create_task(parent.beat(outbox))
         serving = made
         for news in early:
             heed(news)

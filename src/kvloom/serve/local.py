@@ -18,6 +18,7 @@ from kvloom.cluster.reconcile import TIMING, Timing
 from kvloom.cluster.state import GATEWAY, SCHEDULER, Phase, gateway_node, is_gateway
 from kvloom.config.config import Config
 from kvloom.config.tls import TlsFiles
+from kvloom.journal.records import Journaled, Noted
 from kvloom.serve.machine import listen, listen_inside
 from kvloom.serve.processes.child import ChildProcess
 from kvloom.serve.processes.messages import (
@@ -92,6 +93,7 @@ def gateway_spec(config: Config) -> GatewaySpec:
         admin_keys=config.admin_keys(),
         keys=str(config.keys or ""),
         share_prefixes=config.share_prefixes,
+        access_log=config.access_log,
         audit_file=str(config.audit_file or ""),
         max_body=config.max_body,
         max_connections=config.max_connections,
@@ -211,7 +213,7 @@ class Roles:
         return Role(SCHEDULER, SCHEDULER_MODULE, order)
 
 
-Heard = Started | Answered | Ended | Missed | StartProgress | Said
+Heard = Started | Answered | Ended | Missed | StartProgress | Said | Noted
 """What a process is reported to do, or says."""
 
 
@@ -292,7 +294,7 @@ class LocalLauncher:
             child.phase = "retiring"
             child.news.put_nowait(RetireOrder())
 
-    def tell(self, component: str, news: News | Lease | Gateways) -> None:
+    def tell(self, component: str, news: News | Journaled | Lease | Gateways) -> None:
         if child := self._children.get(component):
             child.news.put_nowait(news)
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Any, Final, Literal
 
 import msgspec
 from rich.console import Console
@@ -13,8 +18,11 @@ from rich.status import Status
 from rich.text import Text
 
 from kvloom.config.config import DEMO
-from kvloom.serve.processes.log import Background
+from kvloom.serve.processes.log import ACCESS, Background
 from kvloom.types.clock import Clock
+
+_LOGGED: Final = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.]+): (.*)", re.DOTALL)
+"""A line of a component's log."""
 
 
 class Screen:
@@ -31,13 +39,20 @@ class Screen:
         self._status: Status | None = None
         self._steps: dict[str, tuple[str, float]] = {}  # by who is at it
         self._background = Background("screen", self._tell_lost)
+        self._level = logging.INFO
+        self._json = False
+
+    def show_as(self, level: str, form: Literal["text", "json"]) -> None:
+        """Shows lines of the log from a level on only, and each line in a form: `json` for an object each."""
+        self._level = logging.getLevelNamesMapping()[level.upper()]
+        self._json = form == "json"
 
     def step(self, text: str, of: str = "") -> None:
         """Shows `text` as the present step of `of`, whose step before is done."""
         self.done(of)
         text = f"{of}: {text}" if of else text
         self._steps[of] = text, self._clock.now()
-        if self._console.is_terminal:
+        if self._moves:
             self._show_steps()
         else:
             self._print(f"{self._clock.now() - self._started:6.1f} s  {text} …")
@@ -47,17 +62,30 @@ class Screen:
         if of not in self._steps:
             return
         text, begun = self._steps.pop(of)
-        if self._console.is_terminal:
+        if self._moves:
             self._show_steps()
             self._print(f"{self._clock.now() - begun:6.1f} s  {text}", style="green")
 
     def log(self, component: str, line: str) -> None:
         """Shows a line of a component's output."""
-        self._print(f"{component:>7} | {line}", style="dim")
+        found = _LOGGED.match(line)
+        level, logger, said = found.groups() if found else ("INFO", "", line)
+        if found and logging.getLevelNamesMapping()[level] < self._level:
+            return
+        fields = _fields(said) if logger == ACCESS else {}
+        if self._json:
+            self._object(level, component, said, {"logger": logger} | fields if logger else fields)
+            return
+        if fields:
+            line = " ".join(f"{key}={_plain(value)}" for key, value in fields.items())
+        self._print(f"{time.strftime('%H:%M:%S')} {component:>7} | {line}", style="dim")
 
     def warn(self, component: str, line: str) -> None:
         """Shows what went wrong with a component."""
-        self._print(f"{component:>7} | {line}", style="yellow")
+        if self._json:
+            self._object("WARNING", component, line)
+        else:
+            self._print(f"{time.strftime('%H:%M:%S')} {component:>7} | {line}", style="yellow")
 
     def ready(
         self, url: str, models: Mapping[str, str], chat: Sequence[str], *, locked: bool, authority: str = ""
@@ -96,11 +124,46 @@ class Screen:
             self._status = self._console.status(Text(f"{texts} …"))
             self._status.start()
 
+    @property
+    def _moves(self) -> bool:
+        """True if current steps move, on a terminal."""
+        return self._console.is_terminal and not self._json
+
+    def _object(
+        self, level: str, component: str, message: str, fields: Mapping[str, object] | None = None
+    ) -> None:
+        """Shows a line as an object of JSON. fields: what else is known; they may stand for the message."""
+        at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        line: dict[str, object] = {"at": at, "level": level.lower(), "component": component}
+        line |= fields or {}
+        if not fields or "id" not in fields:
+            line["message"] = message
+        text = msgspec.json.encode(line).decode()
+        self._background.post(lambda: self._console.print(Text(text), soft_wrap=True))
+
     def _print(self, text: str, style: str = "") -> None:
+        if self._json:
+            self._object("INFO", "fleet", text.strip())
+            return
         self._background.post(lambda: self._console.print(Text(text, style=style), soft_wrap=True))
 
     def _tell_lost(self, lines: int) -> None:
         self._console.print(Text(f"{lines} lines could not be shown in time and were lost", style="yellow"))
+
+
+def _fields(said: str) -> dict[str, Any]:
+    """Returns what a line of the access log says."""
+    try:
+        found = msgspec.json.decode(said)
+    except msgspec.DecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _plain(value: object) -> str:
+    """Returns a value of the access log, on one line: a path may hold what moves a terminal's cursor."""
+    text = str(value)
+    return text if text.isascii() and text.isprintable() and " " not in text else repr(text)
 
 
 def curl(

@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,7 @@ from rich.console import Console
 
 from kvloom.cluster.controller import Controller
 from kvloom.cluster.edits import Edit
-from kvloom.cluster.launcher import Counted, Ended, Launcher, NodeReport
+from kvloom.cluster.launcher import Counted, Ended, Launcher, News, NodeReport
 from kvloom.cluster.reconcile import TIMING, Timing
 from kvloom.cluster.state import (
     GATEWAY,
@@ -29,11 +31,14 @@ from kvloom.cluster.state import (
 )
 from kvloom.cluster.store import SpecStore
 from kvloom.config.config import Config
+from kvloom.journal.file import JournalFile
+from kvloom.journal.log import Copies, Journal
+from kvloom.journal.records import Journaled, Noted, Record
 from kvloom.serve.local import ENGINE_MODULE, Doors, Heard, LocalLauncher, Roles, doors, shown_url
 from kvloom.serve.machine import private_folder
 from kvloom.serve.processes.forkserver import ForkServer
 from kvloom.serve.processes.lease import MARGIN_SECONDS
-from kvloom.serve.processes.log import log_to
+from kvloom.serve.processes.log import Background, log_to
 from kvloom.serve.processes.messages import StartProgress
 from kvloom.serve.processes.prefork import LaunchedForkServer
 from kvloom.serve.screen import Screen
@@ -51,13 +56,19 @@ class Outcome:
     why: str
 
 
+class FleetLauncher(Launcher, Protocol):
+    """A launcher that tells gateways of the journal, too."""
+
+    def tell(self, component: str, news: News | Journaled) -> None: ...
+
+
 class Hosts(Protocol):
     """The hosts on which a fleet's processes run."""
 
     url: str
     """The gateway's address for people."""
 
-    def launcher(self, tasks: asyncio.TaskGroup, hearing: Hearing) -> Launcher:
+    def launcher(self, tasks: asyncio.TaskGroup, hearing: Hearing) -> FleetLauncher:
         """Returns the launcher of the fleet's processes. It is asked for once."""
 
     async def answered(self) -> None:
@@ -152,12 +163,15 @@ class Supervisor:
         self._spec = spec
         self._hosts = hosts
         self._screen = screen
+        screen.show_as(config.log_level, config.log_format)
         self._clock = clock
         self._store = store
         self._events: asyncio.Queue[Callable[[], Outcome | None]] = asyncio.Queue()
         """What is still to be shown; who shows it returns why the fleet ends, if it does."""
         self._announced = False
         self._refused: set[str] = set()  # Components that could not use their orders.
+        self._journal = Journal(clock, epoch=time.time() - clock.now())
+        self._copies: Copies
         self._controller: Controller
 
     async def run(self) -> Outcome:
@@ -178,16 +192,26 @@ class Supervisor:
             log=self._screen.log,
             timing=timing,
         )
+        with ExitStack() as stack:
+            return await self._serve(hearing, stack)
+
+    async def _serve(self, hearing: Hearing, stack: ExitStack) -> Outcome:
         async with asyncio.TaskGroup() as group:
             watched = group.create_task(self._manager.keep_told(self._clock))
+            launcher = self._hosts.launcher(group, hearing)
+            self._copies = Copies(self._journal, launcher.tell)
             self._controller = Controller(
                 self._spec,
-                self._hosts.launcher(group, hearing),
+                launcher,
                 self._clock,
                 store=self._store,
-                timing=timing,
+                timing=hearing.timing,
                 watch=lambda *change: self._events.put_nowait(partial(self._show, *change)),
+                journal=self._journal,
             )
+            self._journal.follow(self._copy_journal)
+            kept = stack.enter_context(kept_in(self._config.journal, self._screen))
+            self._journal.follow(kept)
             controlling = group.create_task(self._control())
             try:
                 return await self._follow()
@@ -196,6 +220,13 @@ class Supervisor:
                 controlling.cancel()
                 await self._hosts.end()
                 watched.cancel()
+
+    def _copy_journal(self, _: Sequence[Record]) -> None:
+        """Tells the gateways that serve what is new."""
+        there = self._controller.status.processes
+        self._copies.update(
+            {name: one.serial for name, one in there.items() if is_gateway(name) and one.phase == "ready"}
+        )
 
     async def _control(self) -> None:
         await self._hosts.answered()
@@ -220,6 +251,8 @@ class Supervisor:
                 self._controller.answer(component, heard)
             case Counted():
                 self._controller.count(component, heard)
+            case Noted():
+                self._journal.note(component, heard)
             case _:
                 if isinstance(heard, Ended) and heard.refused:
                     self._refused.add(component)
@@ -310,6 +343,34 @@ class Supervisor:
     def _label(self, component: str) -> str:
         """Returns the component whose step it is, if there are several to tell apart."""
         return _shown(component) if len(self._controller.spec.units) > 1 else ""
+
+
+@contextmanager
+def kept_in(path: Path | None, screen: Screen) -> Iterator[Callable[[Sequence[Record]], None]]:
+    """Gives a function that writes records to a file, in the background. A file that cannot be written is
+    told of once, until it can be again, and costs what it would have been told. path: None for no file."""
+    if path is None:
+        yield lambda _: None
+        return
+    file, failing = JournalFile(path), False
+    lines = Background("journal", lambda lost: screen.warn("journal", f"{path}: {lost} records are lost"))
+
+    def write(records: Sequence[Record]) -> None:
+        nonlocal failing
+        try:
+            file.write(records)
+        except OSError as error:
+            if not failing:
+                why = error.strerror or str(error)
+                screen.warn("journal", f"{path}: {why}; the fleet serves on without its journal's file")
+            failing = True
+        else:
+            failing = False
+
+    try:
+        yield lambda records: lines.post(partial(write, tuple(records)))
+    finally:
+        lines.close()
 
 
 def serve_fleet(config: Config, forks: LaunchedForkServer | None) -> Outcome:

@@ -185,6 +185,9 @@ class Pairs(Struct, frozen=True, omit_defaults=True, kw_only=True):
     floor: float = 0.0
     """Freeness, in decode steps, that a destination keeps: a request that would leave it less does not move
     there."""
+    freeness: dict[str, float | None] = {}
+    """That of the units of the pairs, by which they were made, None for one that is infinite: a source that
+    drains, a destination where nothing runs. Empty if somebody else has made the pairs."""
 
 
 class FleetState(Struct, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ from msgspec.structs import replace as with_fields
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvloom.api.access.log import measured_by
 from kvloom.api.access.tenants import NOBODY, Access, access_of
 from kvloom.api.access.turns import LARGE, Pace
 from kvloom.api.auth import priority
@@ -192,6 +193,7 @@ class EndpointContext:
     ) -> Response:
         """Answers a request whose body has this form with what `prepare` makes of it for a tenant."""
         watch, held, limit = self.metrics.watch(), account(request), TimeLimit(self.seconds)
+        measured_by(request.scope, watch)
         access = access_of(request.scope)
         with watch.preparing():
             async with limit.kept():

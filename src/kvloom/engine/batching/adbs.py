@@ -22,6 +22,8 @@ from kvloom.engine.batching.view import (
     Preempt,
     Prefill,
     UnitView,
+    gives_way,
+    outnumbered,
 )
 
 LONGER: Final = 3  # times that a mixed job may take as long as its decode step alone, if one prompt waits
@@ -32,7 +34,7 @@ def adbs(view: UnitView) -> Action | None:
     """Returns the next action of adaptive batch scheduling, the default policy."""
     crowded = next((m for m in view.models if m.awake and m.full and m.outnumbered and not m.partial), None)
     if crowded:
-        return Preempt(crowded.name)
+        return outnumbered(crowded)
     prompts = [model for model in view.models if model.wants_prefill]
     if not view.prefill_runs:
         action, hold = _next_prefill(view, prompts)
@@ -105,8 +107,10 @@ def room_for(view: UnitView, model: ModelView) -> tuple[int, Preempt | None]:
     budget = _budget(view, model)
     if model.head_blocks <= budget:
         return budget, None
-    victim = model.name if model.outnumbered else _victim(view, model)
-    return budget, Preempt(victim) if victim else None
+    if model.outnumbered:
+        return budget, outnumbered(model)
+    giver = _victim(view, model)
+    return budget, gives_way(view, giver, model, model.head_blocks) if giver else None
 
 
 def _budget(view: UnitView, model: ModelView) -> int:
@@ -128,7 +132,7 @@ def _budget(view: UnitView, model: ModelView) -> int:
     return max(budget, min(free, model.head_blocks)) if model.outnumbered else budget
 
 
-def _victim(view: UnitView, model: ModelView) -> str | None:
+def _victim(view: UnitView, model: ModelView) -> ModelView | None:
     """Returns the model that gives way to `model`'s next prompt. Within its quota `model` may take back what
     others hold beyond theirs; the urgent model takes from whatever came after it."""
     others = [other for other in view.givers(model) if other is not model]
@@ -138,7 +142,7 @@ def _victim(view: UnitView, model: ModelView) -> str | None:
         others = [other for other in others if other.excess > 0 and _yields(view, other, model.head)]
     else:
         return None
-    return max(others, key=lambda m: (m.excess, m.used)).name if others else None
+    return max(others, key=lambda m: (m.excess, m.used), default=None)
 
 
 def _yields(view: UnitView, other: ModelView, order: Order) -> bool:
@@ -163,7 +167,7 @@ def _next_decode(view: UnitView, *, prefills: bool) -> Action | None:
             return Decode(model.name, min(room, beside) if together else view.compute)
         giver = step_giver(view, model)
         if giver.held:
-            return Preempt(giver.name)
+            return gives_way(view, giver, model, model.decode_blocks)
         # All that it runs is in a job, whose end is near.
     return None
 

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from kvloom.engine.batching.view import Action, Decode, Preempt, Prefill, UnitView, turn, waiting_turns
+from kvloom.engine.batching.view import (
+    Action,
+    Decode,
+    Preempt,
+    Prefill,
+    UnitView,
+    gives_way,
+    turn,
+    waiting_turns,
+)
 
 
 def fcfs(view: UnitView) -> Action | None:
@@ -19,7 +28,8 @@ def fcfs(view: UnitView) -> Action | None:
     if not ready:
         return None
     if ready[0].decode_blocks > view.free(ready[0]):
-        return Preempt(max(view.givers(ready[0]), key=lambda m: m.victim).name)
+        giver = max(view.givers(ready[0]), key=lambda m: m.victim)
+        return gives_way(view, giver, ready[0], ready[0].decode_blocks)
     return Decode(ready[0].name, view.compute)
 
 

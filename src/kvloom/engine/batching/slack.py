@@ -24,9 +24,10 @@ from kvloom.engine.batching.view import (
     Decode,
     Mixed,
     ModelView,
-    Preempt,
     Prefill,
     UnitView,
+    gives_way,
+    outnumbered,
 )
 
 RESTED: Final = 16  # jobs that may start elsewhere before streams that are late are stepped
@@ -38,7 +39,7 @@ def slack(view: UnitView) -> Action | None:
     """Returns the action for what has the least slack of all that can be in time."""
     crowded = next((m for m in view.models if m.awake and m.full and m.outnumbered and not m.partial), None)
     if crowded:
-        return Preempt(crowded.name)
+        return outnumbered(crowded)
     steps = sorted((m for m in view.models if m.wants_decode), key=lambda m: _step_rank(view, m))
     if not view.prefill_runs:
         for model in sorted((m for m in view.models if m.wants_prefill), key=lambda m: _rank(view, m)):
@@ -133,5 +134,5 @@ def _step(view: UnitView, steps: Sequence[ModelView]) -> Action | None:
             return Decode(model.name, min(room, share))
         giver = step_giver(view, model)
         if giver.held:
-            return Preempt(giver.name)
+            return gives_way(view, giver, model, model.decode_blocks)
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 GROWING = 8  # sequences that run for each page that stays free for them when a prompt is let in
@@ -155,6 +155,8 @@ class Preempt:
     then the latest."""
 
     model: str
+    reason: str = field(default="", compare=False)
+    """In words, for the journal."""
 
 
 Action = Prefill | Decode | Mixed | Preempt
@@ -169,6 +171,22 @@ def same_turn(one: Action | None, other: Action | None) -> bool:
     return (prompts or type(one) is type(other)) and one.model == other.model
 
 
+def outnumbered(model: ModelView) -> Preempt:
+    """Returns the preemption of a sequence for one of a tenant of whom less runs."""
+    why = f"gave way to a request of another tenant; {model.running} sequences of {model.name} run"
+    return Preempt(model.name, why)
+
+
+def gives_way(view: UnitView, giver: ModelView, taker: ModelView, need: int) -> Preempt:
+    """Returns the preemption of a sequence of `giver` for one of `taker`, which needs so many blocks."""
+    whom = "an earlier sequence of it" if giver is taker else taker.name
+    return Preempt(
+        giver.name,
+        f"gave way to {whom}, which needs {need} blocks of {view.free_blocks} free and has "
+        f"{taker.used} of a quota of {taker.quota}; {giver.name} had {giver.used} of {giver.quota}",
+    )
+
+
 def last_resort(view: UnitView) -> Action | None:
     """Returns what goes on if a policy says nothing and nothing runs, so that no request waits for ever."""
     if view.idle < view.compute:
@@ -179,7 +197,9 @@ def last_resort(view: UnitView) -> Action | None:
     if first.head_blocks <= view.free_blocks:
         return Prefill(first.name, view.compute, view.free_blocks)
     later = [m for m in view.models if m.held and m.victim > first.head]
-    return Preempt(max(later, key=lambda m: m.victim).name) if later else None
+    if not later:
+        return None
+    return gives_way(view, max(later, key=lambda m: m.victim), first, first.head_blocks)
 
 
 def turn(view: UnitView, model: ModelView, prefill_share: int, decode_share: int) -> Action | None:
@@ -192,7 +212,8 @@ def turn(view: UnitView, model: ModelView, prefill_share: int, decode_share: int
     if not model.wants_decode:
         return None
     if model.decode_blocks > view.free(model):
-        return Preempt(max(view.givers(model), key=lambda m: m.victim).name)
+        giver = max(view.givers(model), key=lambda m: m.victim)
+        return gives_way(view, giver, model, model.decode_blocks)
     return Decode(model.name, decode_share)
 
 

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from kvloom.engine.quotas import ModelQueues, QuotaTuner, ServedAdapter
 from kvloom.engine.residency.policy import AGED
+from kvloom.journal.records import AdapterIn, AdapterOut, Recorder, nobody
 from kvloom.kv.pool import Pool
 from kvloom.kv.prefix_feed import adapter_salt
 from kvloom.types.clock import Clock
@@ -82,10 +83,13 @@ class AdapterResidency:
         weights: Mapping[str, int],
         jobs: Callable[[], int],
         notify: Callable[[], None],
+        record: Recorder = nobody,
     ) -> None:
         """memory: None if the unit serves none. whole: the pool keeps all its memory, because peers know it
         by its pages, so that adapters lie beside it. weights: the blocks of the models whose weights can
-        sleep. jobs: says how many the unit has started. notify: called when `review` is due."""
+        sleep. jobs: says how many the unit has started. notify: called when `review` is due. record: takes
+        to the journal which adapters come into memory and leave it."""
+        self._record = record
         self._memory = memory
         self._queues = queues
         self._pool = pool
@@ -239,7 +243,7 @@ class AdapterResidency:
             waiting.room.set_result(None)
             return True
         if self._is_late(waiting):
-            self._preempt(size)
+            self._preempt(one, size)
         if self._pool.available < size:
             return False
         one.entered = True
@@ -275,26 +279,29 @@ class AdapterResidency:
         used = sum(other.served.blocks for other in self._held.values() if other.entered)
         return used + one.served.blocks <= self.most
 
-    def _preempt(self, size: int) -> None:
+    def _preempt(self, one: _Held, size: int) -> None:
         """Preempts K and V until there is room, if there can be."""
         if self._pool.available + sum(queue.cache.used_blocks for queue in self._queues.values()) < size:
             return
         queues = sorted(self._queues.values(), key=lambda queue: -queue.cache.used_blocks)
+        why = f"gave way to the adapter {one.served.spec.name}, which has waited for its {size} blocks"
         for queue in queues:
-            while self._pool.available < size and queue.preempt(self._jobs()):
+            while self._pool.available < size and queue.preempt(self._jobs(), why):
                 pass
 
     def reclaim(self, count: int) -> None:
         """Gives back at least `count` blocks of adapters that nobody uses, or all of them."""
         left = max(0, self.blocks - count)
         while self.blocks > left:
-            self._drop(next(iter(self._idle.values())))
+            self._drop(next(iter(self._idle.values())), f"nobody uses it, and {count} blocks are needed")
 
     def _take_place(self, one: _Held, blocks: I32) -> None:
         assert self._memory is not None
         one.blocks = blocks
         if not self._whole:
             self._memory.make_room(blocks)
+        served, why = one.served, f"{blocks.size} blocks; {self._pool.available} are still available"
+        self._record(AdapterIn(model=served.spec.name, base=served.base, reason=why))
 
     def _begin_use(self, one: _Held) -> None:
         """Lets an adapter that is in memory be used."""
@@ -326,7 +333,7 @@ class AdapterResidency:
         queue = self._queues[one.served.base]
         return bool(one.users) or one.coming is not None or queue.has_any_of(one.served.spec.name)
 
-    def _drop(self, one: _Held) -> None:
+    def _drop(self, one: _Held, reason: str) -> None:
         """Lets go of the weights of an adapter that nobody uses."""
         self._leave_idle(one)
         blocks, one.blocks = one.blocks, None
@@ -334,6 +341,7 @@ class AdapterResidency:
             assert self._memory is not None
             self._memory.drop(one.served.spec.name)
             self._give_back(blocks)
+            self._record(AdapterOut(model=one.served.spec.name, base=one.served.base, reason=reason))
 
     def _give_back(self, blocks: I32) -> None:
         self._pool.take_from_weights(blocks)
@@ -419,7 +427,7 @@ class AdapterResidency:
     def _forget(self, one: _Held) -> None:
         served = one.served
         name = served.spec.name
-        self._drop(one)
+        self._drop(one, "it was unloaded")
         del self._held[name], self._queues.adapters[name]
         self._queues[served.base].cache.prefixes.evict([], adapter_salt(name, served.digest, ""))
 

@@ -15,7 +15,7 @@ into idle blocks follows WarmServe (Lou et al., 2025).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Final
 
@@ -73,6 +73,8 @@ class Wake:
     """Wake a model, for which there is room."""
 
     model: str
+    reason: str = field(default="", compare=False)
+    """In words, for the journal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ class Sleep:
 
     model: str
     heir: str | None = None
+    reason: str = field(default="", compare=False)
+    """In words, for the journal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,8 @@ class GiveWay:
 
     model: str
     heir: str
+    reason: str = field(default="", compare=False)
+    """In words, for the journal."""
 
 
 Move = Wake | Sleep | GiveWay
@@ -109,7 +115,9 @@ def next_move(view: ResidencyView) -> Move | None:
     first = _first(view)
     if first is None or protected(view):
         return _move_without_waiters(view)
-    return Wake(first.name) if first.blocks - first.gathered <= view.available else _room_for(view, first)
+    if first.blocks - first.gathered > view.available:
+        return _room_for(view, first)
+    return Wake(first.name, f"requests wait; {_lacks(view, first)}")
 
 
 def _room_for(view: ResidencyView, first: Residency) -> Move | None:
@@ -117,18 +125,34 @@ def _room_for(view: ResidencyView, first: Residency) -> Move | None:
     awake = [model for model in view.models if model.awake]
     unwanted = [model for model in awake if not model.wanted]
     if unwanted:
-        return Sleep(min(unwanted, key=_demand).name, first.name)
+        return Sleep(min(unwanted, key=_demand).name, first.name, f"nobody wants it; {_lacks(view, first)}")
     beyond = [model for model in view.models if model.excess > 0 and model is not first]
     there = view.available + first.gathered + sum(model.excess for model in beyond)
     if beyond and there >= first.blocks:
-        return GiveWay(max(beyond, key=lambda model: model.excess).name, first.name)
+        giver = max(beyond, key=lambda model: model.excess)
+        why = f"{giver.excess} blocks beyond its quota; {_lacks(view, first)}"
+        return GiveWay(giver.name, first.name, why)
     if awake:
         over = [model for model in awake if _must_yield(view, model, first)]
-        return Sleep(min(over, key=lambda model: model.since).name, first.name) if over else None
+        if not over:
+            return None
+        giver = min(over, key=lambda model: model.since)
+        return Sleep(giver.name, first.name, f"{_had(view, giver)}; {_lacks(view, first)}")
     holding = [model for model in view.models if model.held > 0]
     if not holding:
         return None
-    return GiveWay(max(holding, key=lambda model: (model is not first, model.held)).name, first.name)
+    giver = max(holding, key=lambda model: (model is not first, model.held))
+    return GiveWay(giver.name, first.name, f"no model is awake; {_lacks(view, first)}")
+
+
+def _lacks(view: ResidencyView, first: Residency) -> str:
+    """Says what the weights of a model need."""
+    here = view.available + first.gathered
+    return f"the weights of {first.name} take {first.blocks} blocks, {here} of {view.total} are available"
+
+
+def _had(view: ResidencyView, model: Residency) -> str:
+    return f"it has had {view.now - model.since:.3g} s of its turn of {model.turn:.3g} s"
 
 
 def protected(view: ResidencyView) -> bool:
@@ -191,12 +215,17 @@ def _move_without_waiters(view: ResidencyView) -> Move | None:
     awake = [model for model in view.models if model.awake]
     unwanted = [model for model in awake if not model.wanted]
     if view.short and unwanted:
-        return Sleep(min(unwanted, key=_demand).name)
+        why = f"nobody wants it, and K and V lack blocks: {view.available} of {view.total} are available"
+        return Sleep(min(unwanted, key=_demand).name, reason=why)
     if view.starving is not None:
         over = [m for m in awake if m.name != view.starving and view.is_over(m)]
-        return Sleep(min(over, key=lambda model: model.since).name) if over else None
+        if not over:
+            return None
+        giver = min(over, key=lambda model: model.since)
+        return Sleep(giver.name, reason=f"gave way to {view.starving}, which starves; {_had(view, giver)}")
     spare = min(view.free, view.available) - view.total // MARGIN
     ahead = [m for m in view.models if not (m.awake or m.unreadable) and m.blocks <= spare]
     if view.short or not ahead:
         return None
-    return Wake(max(ahead, key=_demand).name)
+    first = max(ahead, key=_demand)
+    return Wake(first.name, f"ahead of requests; {_lacks(view, first)}")

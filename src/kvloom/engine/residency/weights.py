@@ -32,6 +32,7 @@ from kvloom.engine.residency.policy import (
     turn_of,
 )
 from kvloom.engine.scheduler import Scheduler
+from kvloom.journal.records import Awake, Recorder, Slept, Woken, nobody, short
 from kvloom.kv.pool import Pool
 from kvloom.types.clock import Clock
 from kvloom.types.geometry import I32
@@ -80,6 +81,8 @@ class _ModelState:
     """The model for whose weights the blocks are kept, if they are leaving."""
     reading: bool = False
     """A part of them is being read."""
+    why: str = ""
+    """Why they are leaving."""
 
     @property
     def gathered(self) -> int:
@@ -102,9 +105,11 @@ class WeightResidency:
         *,
         adapters: AdapterResidency,
         notify: Callable[[], None],
+        record: Recorder = nobody,
     ) -> None:
         """adapters: one of them may lack blocks, too. notify: called when a part has been read, so that
-        `review` is due."""
+        `review` is due. record: takes wakes and sleeps to the journal."""
+        self._record = record
         self._memory = memory
         self._models = {name: _ModelState(queue, memory.blocks[name]) for name, queue in queues.items()}
         self._by_deadlines = spec.policy in BY_DEADLINES
@@ -170,15 +175,15 @@ class WeightResidency:
         one = self._models[move.model]
         if isinstance(move, Wake):
             self._gather(one)
-            self._begin_to_wake(one)
+            self._begin_to_wake(one, move.reason)
             return True
         if isinstance(move, Sleep):
-            one.phase, one.heir = Phase.LEAVING, move.heir
+            one.phase, one.heir, one.why = Phase.LEAVING, move.heir, move.reason
             one.queue.sleep()
             self._scheduler.cut()
             self._let_leave(one)
             return True
-        given = one.queue.preempt(self._scheduler.jobs)
+        given = one.queue.preempt(self._scheduler.jobs, move.reason)
         if given and one.yields_to != move.heir:
             one.lost, one.yields_to = one.lost + 1, move.heir
         self._gather(self._models[move.heir])
@@ -192,9 +197,10 @@ class WeightResidency:
             self._memory.make_room(one.blocks[-1])
             self._tuner.resize()
 
-    def _begin_to_wake(self, one: _ModelState) -> None:
+    def _begin_to_wake(self, one: _ModelState, reason: str) -> None:
         one.phase, one.woken_at, one.waiting = Phase.WAKING, self._clock.now(), False
         one.wakes += 1
+        self._record(Woken(model=one.queue.card.name, reason=reason))
         for other in self._models.values():
             if other.yields_to == one.queue.card.name:
                 other.yields_to = ""
@@ -216,6 +222,7 @@ class WeightResidency:
         if future.result():
             one.wake_seconds = self._clock.now() - one.woken_at
             self._pace = one.wake_seconds / max(1, one.size)
+            self._record(Awake(model=one.queue.card.name, seconds=round(one.wake_seconds, 6)))
         elif one.phase is Phase.AWAKE:
             self._read(one)
         self._notify()
@@ -226,6 +233,7 @@ class WeightResidency:
         _log.error("the weights of %s cannot be read: %s", name, reason)
         one.queue.sleep()
         one.phase, one.unreadable = Phase.LEAVING, True
+        one.why = short(f"they cannot be read: {reason}")
         for request in one.queue.requests():
             self._requests.cancel(request, "error", f"the weights of {name} cannot be read: {reason}")
         self._notify()
@@ -254,6 +262,8 @@ class WeightResidency:
     def _fall_asleep(self, one: _ModelState) -> None:
         if one.phase is not Phase.ASLEEP:
             self._memory.sleep(one.queue.card.name)
+            self._record(Slept(model=one.queue.card.name, reason=one.why or "the unit stops"))
+            one.why = ""
         one.phase = Phase.ASLEEP
         if one.blocks:
             blocks = np.concatenate(one.blocks)

@@ -8,7 +8,7 @@ import signal
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvloom.journal.records import Record
 from kvloom.lab.faults.faults import Client, FaultScenario
 from kvloom.lab.faults.host import FaultyHost
 from kvloom.lab.faults.journal import ClientAnswer, Journal
@@ -55,7 +56,9 @@ class Verdict:
     counts: Counter[str] = field(default_factory=Counter)
     """Events by kind."""
     lines: list[str] = field(default_factory=list)
-    """The journal, if it was wanted."""
+    """The run's own journal, if it was wanted."""
+    records: list[Record] = field(default_factory=list)
+    """The fleet's journal, if it was wanted."""
 
 
 def run_seed(seed: int, *, journal: bool = False) -> Verdict:
@@ -79,6 +82,9 @@ async def _run(scenario: FaultScenario, verdict: Verdict, journal: bool, parts: 
     told = Journal(clock, kept=journal)
     verdict.counts, verdict.lines = told.counts, told.lines
     simulation = FaultSimulation(scenario, clock, told, parts)
+    if journal:
+        verdict.records.extend(simulation.records.since(0))
+        simulation.records.follow(verdict.records.extend)
     trial = asyncio.get_running_loop().create_task(_try(simulation, clock))
     both: list[asyncio.Future[Any]] = [trial, simulation.crash]
     await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -201,19 +207,31 @@ _AHEAD: Final = 10  # runs that a process is given at once
 _WINDOW: Final = 5000  # that all are; so there may be any number
 
 
-def chaos(*, seeds: int, first: int, jobs: int, replay: int | None) -> int:
-    """Returns the command's exit code. Raises ConfigError."""
+def chaos(
+    *,
+    seeds: int,
+    first: int,
+    jobs: int,
+    replay: int | None,
+    keep: Callable[[Sequence[Record]], None] = lambda _: None,
+) -> int:
+    """Returns the command's exit code. keep: takes the fleet's own journal of a replayed run. Raises
+    ConfigError."""
     _check(seeds, first, jobs, replay)
     console = Console() if sys.stdout.isatty() else Console(width=160)
     if replay is not None:
-        return tell(run_quietly(replay, journal=True))
+        verdict = run_quietly(replay, journal=True)
+        keep(verdict.records)
+        return tell(verdict)
     try:
         counts, broken = _run_all(range(first, first + seeds), jobs, console)
     except KeyboardInterrupt:
         print("kvloom: interrupted", file=sys.stderr)
         return INTERRUPTED
     if broken is not None:
-        return tell(run_quietly(broken.seed, journal=True))
+        verdict = run_quietly(broken.seed, journal=True)
+        keep(verdict.records)
+        return tell(verdict)
     console.print(_summary(seeds, counts))
     return 0
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from kvloom.cluster.launcher import News, Snapshot
 from kvloom.cluster.mirror import Mirror, Said
 from kvloom.cluster.orders import FleetOrders
+from kvloom.journal.records import Recorder
 from kvloom.lab.faults.faults import FaultSource, text_of
 from kvloom.lab.faults.faulty_wire import FaultyCalls, FaultyWire, outcome, tried
 from kvloom.lab.faults.journal import ClientAnswer, Journal
@@ -41,13 +42,16 @@ class FaultyGateway:
         crashed: Crashed,
         snapshot: Snapshot,
         tell: Callable[[Said], None],
+        record: Recorder,
     ) -> None:
-        """crashed: called with what is no error of ours. tell: takes what it says to the controller."""
+        """crashed: called with what is no error of ours. tell: takes what it says to the controller. record:
+        takes what it decides to the fleet's journal."""
         self.wires = wires
         self.mirror = Mirror(snapshot, self._send)
-        self.router = Router(FleetLink(self.mirror, wires.__getitem__), program, clock)
+        link = FleetLink(self.mirror, wires.__getitem__)
+        self.router = Router(link, program, clock, record=record)
         orders = FleetOrders(self.mirror, self.router.units, seconds=inf)
-        self.rescheduler = Rescheduler(self.router, clock, orders)
+        self.rescheduler = Rescheduler(self.router, clock, orders, record)
         self._tell = tell
         self._gone = False
         self._clock = clock

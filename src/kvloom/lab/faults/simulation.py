@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from kvloom.cluster.controller import Controller
@@ -12,6 +13,7 @@ from kvloom.cluster.edits import Edit, UnitEdit
 from kvloom.cluster.launcher import News, NodeReport, Report, Snapshot
 from kvloom.cluster.mirror import Said
 from kvloom.cluster.state import ABSENT, FleetSpec, Rolling, gateway_name
+from kvloom.journal.log import Journal as FleetJournal
 from kvloom.lab.faults.faults import (
     ControllerLoss,
     Death,
@@ -81,7 +83,11 @@ class FaultSimulation:
         self._faults: list[FaultSource] = []
         self._calm = False  # Nothing goes wrong any more, at gateways that open later neither.
         specs = [unit.spec for unit in scenario.all_units]
-        self._around = Surroundings(clock, OffloadingUnits(specs), self._crashed, LATENCY, _link)
+        self.records = FleetJournal(clock)
+        """The fleet's own journal, as the product writes it."""
+        self._around = Surroundings(
+            clock, OffloadingUnits(specs), self._crashed, LATENCY, _link, journal=self.records
+        )
         joining = [fault.unit for fault in scenario.faults if isinstance(fault, UnitAdded)]
         self.hosts = {unit.spec.unit: self._host(unit) for unit in (*scenario.units, *joining)}
         self._around.hosts.update(self.hosts)
@@ -97,6 +103,7 @@ class FaultSimulation:
             self._timing,
             on_nodes=bool(scenario.nodes),
             store=self._store,
+            journal=self.records,
         )
         self._launcher.hear = self._hear
         self._controlling: asyncio.Task[None] | None = None
@@ -221,6 +228,7 @@ class FaultSimulation:
             self._crashed,
             self.controller.snapshot,
             lambda said: self._say(name, said),
+            partial(self.records.add, name),
         )
         await gateway.start()
         self.gateway = gateway
@@ -309,7 +317,12 @@ class FaultSimulation:
         await self._clock.sleep(loss.down)
         self._journal("fleet", "", "controller starts")
         self.controller = Controller(
-            FleetSpec(), self._launcher, self._clock, store=self._store, timing=self._timing
+            FleetSpec(),
+            self._launcher,
+            self._clock,
+            store=self._store,
+            timing=self._timing,
+            journal=self.records,
         )
         self._control()
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from types import MappingProxyType
 from typing import Final
@@ -21,6 +22,7 @@ from kvloom.cluster.state import FleetSpec, UnitSpec
 from kvloom.cluster.store import SpecStore
 from kvloom.engine.engine import Engine
 from kvloom.engine.freeness import Thresholds
+from kvloom.journal.log import Journal
 from kvloom.lab.sim.hosting import HostedMachine, HostedServer
 from kvloom.lab.sim.links import Link
 from kvloom.lab.sim.nodes import NodesLauncher, NodesWire, SimulatedNode, between
@@ -79,6 +81,7 @@ class SimulatedFleet:
     server: Generator
     """What clients ask: the router, or the gateway that it works in."""
     controller: Controller
+    journal: Journal
     rescheduler: Rescheduler | None = None
     """None if no fleet scheduler runs."""
     nodes: NodesLauncher | None = None
@@ -105,13 +108,15 @@ async def simulated(
     patience: float = PATIENCE,
     nodes: Sequence[SimulatedNode] = (),
     homes: Mapping[str, str] = _NOWHERE,
+    journal: Journal | None = None,
 ) -> AsyncIterator[SimulatedFleet]:
     """Yields the fleet while it runs, on a virtual loop.
 
     delay: of the wire, in seconds, one way. link: returns a unit's way out. machine: what all units run on,
     if its own work counts. rescheduling: of the fleet scheduler; None if there is none. patience: the
     router's. nodes: the machines on which the units are placed as they start; none if all have a process from
-    the beginning, each on the machine that `homes` names, or all on one."""
+    the beginning, each on the machine that `homes` names, or all on one. journal: takes what
+    happens; None for one that nobody else has."""
     clock = LoopClock(asyncio.get_running_loop())
     async with asyncio.TaskGroup() as group, AsyncExitStack() as stack:
 
@@ -119,12 +124,13 @@ async def simulated(
             group.create_task(_fail(error))
 
         offloading = OffloadingUnits(unit.spec for unit in units)
-        around = Surroundings(clock, offloading, crashed, delay, link, machine)
+        journal = journal or Journal(clock)
+        around = Surroundings(clock, offloading, crashed, delay, link, machine, journal=journal)
         around.plane.between = between(homes)
         around.hosts.update((unit.spec.unit, UnitHost(unit, around)) for unit in units)
         machines = NodesLauncher(around.hosts, clock, ProcessTasks(crashed), nodes) if nodes else None
         processes = machines or ModelledLauncher(around.hosts, clock, ProcessTasks(crashed))
-        controller = begin(processes, units, rescheduling, clock, on_nodes=bool(nodes))
+        controller = begin(processes, units, rescheduling, clock, on_nodes=bool(nodes), journal=journal)
         if machines is not None:
             around.plane.between = machines.link
             machines.join()
@@ -139,16 +145,17 @@ async def simulated(
                 return NodesWire(around.hosts[unit], clock, delay)
             return ModelledWire(around.hosts[unit], clock, delay, hosted=machine is not None)
 
-        router = Router(FleetLink(mirror, client), program, clock, patience=patience)
+        record = partial(journal.add, GATEWAY_NAME)
+        router = Router(FleetLink(mirror, client), program, clock, patience=patience, record=record)
         await stack.enter_async_context(router)
         rescheduler = None
         if rescheduling:
             orders = FleetOrders(mirror, router.units, seconds=inf)
-            rescheduler = await stack.enter_async_context(Rescheduler(router, clock, orders))
+            rescheduler = await stack.enter_async_context(Rescheduler(router, clock, orders, record))
             scheduling = group.create_task(rescheduling.scheduler(rescheduler, clock).run())
             stack.callback(scheduling.cancel)
         server = HostedServer(router, machine) if machine else router
-        yield SimulatedFleet(router, processes, server, controller, rescheduler, machines)
+        yield SimulatedFleet(router, processes, server, controller, journal, rescheduler, machines)
 
 
 async def _fail(error: BaseException) -> None:
@@ -164,6 +171,7 @@ def begin(
     *,
     on_nodes: bool = False,
     store: SpecStore | None = None,
+    journal: Journal | None = None,
 ) -> Controller:
     """Gives the units their processes, and returns the controller of the fleet, which has yet to run.
     on_nodes: whether they get them later, on nodes. store: keeps the specification for another controller."""
@@ -174,7 +182,7 @@ def begin(
     if not on_nodes:
         launcher.begin([name for name, unit in wanted.items() if unit.wanted])
     spec = FleetSpec(units=wanted, groups=dict(given.groups), on_nodes=on_nodes)
-    controller = Controller(spec, launcher, clock, store=store, timing=timing)
+    controller = Controller(spec, launcher, clock, store=store, timing=timing, journal=journal)
     launcher.hear = controller.hear
     return controller
 

@@ -7,11 +7,14 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from kvloom.cluster.launcher import Answered, Ended, FoundProcess, News, NodeReport, Report
 from kvloom.cluster.state import gateway_name
 from kvloom.engine.engine import Engine
+from kvloom.journal.log import Journal
+from kvloom.journal.records import nobody
 from kvloom.lab.sim.executor import ModelledExecutor, ModelledWeights
 from kvloom.lab.sim.hosting import HostedMachine, HostedUnit
 from kvloom.lab.sim.links import Link, ModelledPlane, ModelledTransport
@@ -107,6 +110,8 @@ class Surroundings:
     machine: HostedMachine | None = None
     """What all units run on, if its own work counts."""
     plane: ModelledPlane = field(default_factory=ModelledPlane)
+    journal: Journal | None = None
+    """Takes what units decide."""
     hosts: dict[str, UnitHost] = field(default_factory=dict)
     """The units by name, which borrow of each other."""
 
@@ -140,7 +145,8 @@ class UnitHost:
         transport = around.plane.join(self.name, executor.blocks, around.link(unit))
         backend = around.offloading.backend(unit, executor, transport)
         plane = transport if spec.abilities.moves else NoTransport(self.name)
-        engine = Engine(executor, plane, spec, around.clock, backend)
+        record = nobody if around.journal is None else partial(around.journal.add, self.name)
+        engine = Engine(executor, plane, spec, around.clock, backend, record=record)
         tasks, over = ProcessTasks(around.crashed), asyncio.get_running_loop().create_future()
         running = tasks.spawn(engine.run())
         self.process = EngineProcess(engine, executor, transport, backend, hosted, tasks, running, over)

@@ -9,6 +9,8 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from kvloom.journal.log import Journal
+from kvloom.journal.records import Record
 from kvloom.lab.sim.fleet import Rescheduling, SimulatedFleet, simulated
 from kvloom.lab.sim.hosting import HostedMachine
 from kvloom.lab.sim.unit import SimulatedUnit
@@ -104,12 +106,14 @@ def simulate(
     rescheduling: Rescheduling | None = None,
     patience: float = PATIENCE,
     homes: Mapping[str, str] | None = None,
+    keep: Callable[[Sequence[Record]], None] = lambda _: None,
 ) -> Results:
     """Adds all results to `summary`, and tells each.
 
     seed: of the order of what happens at one moment. hosting: the work besides jobs of the one machine that
     all units are on. client_here: whether the client is there too. rescheduling: of the fleet scheduler; None
-    if there is none. patience: the router's. homes: the machine of each unit, if there are several."""
+    if there is none. patience: the router's. homes: the machine of each unit, if there are several. keep:
+    takes the records of the fleet's journal."""
 
     def add(outcome: RequestResult) -> None:
         summary.add(outcome)
@@ -117,6 +121,8 @@ def simulate(
 
     async def main() -> Upheaval:
         clock = LoopClock(asyncio.get_running_loop())
+        journal = Journal(clock)
+        journal.follow(keep)
         machine = HostedMachine(hosting, client_here=client_here) if hosting else None
         frames = MOVING_FRAMES if rescheduling else FEW_FRAMES
         async with simulated(
@@ -126,6 +132,7 @@ def simulate(
             rescheduling=rescheduling,
             patience=patience,
             homes=homes or {},
+            journal=journal,
         ) as fleet:
             await play(fleet.server, asks, prompts, clock, add, interval=frames)
             return await upheaval(fleet)

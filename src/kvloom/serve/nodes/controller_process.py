@@ -18,7 +18,6 @@ from typing import Final
 import msgspec
 from rich.console import Console
 
-from kvloom.cluster.launcher import Launcher
 from kvloom.cluster.state import ABSENT, ALIVE, FleetSpec, FleetStatus
 from kvloom.cluster.store import SpecFile
 from kvloom.config.config import Config
@@ -54,7 +53,7 @@ from kvloom.serve.nodes.wire import Wire
 from kvloom.serve.processes.identity import calling_context
 from kvloom.serve.processes.log import log_to
 from kvloom.serve.screen import Screen
-from kvloom.serve.supervisor import END_SECONDS, Hearing, Outcome, Supervisor, shown, specified
+from kvloom.serve.supervisor import END_SECONDS, FleetLauncher, Hearing, Outcome, Supervisor, shown, specified
 from kvloom.serve.systemd import ServiceManager
 from kvloom.types.clock import Clock, WallClock
 from kvloom.types.errors import ConfigError, Unavailable
@@ -168,7 +167,7 @@ class ClusterHosts:
         self._looked = asyncio.Event()  # once an actor has told of the nodes that there are
         self._launcher: NodesLauncher
 
-    def launcher(self, tasks: asyncio.TaskGroup, hearing: Hearing) -> Launcher:
+    def launcher(self, tasks: asyncio.TaskGroup, hearing: Hearing) -> FleetLauncher:
         local = LocalLauncher(
             self._roles.of,
             tasks,

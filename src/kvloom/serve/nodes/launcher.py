@@ -25,6 +25,7 @@ from kvloom.cluster.launcher import (
     Started,
 )
 from kvloom.cluster.state import SCHEDULER, is_gateway
+from kvloom.journal.records import Journaled
 from kvloom.serve.local import Heard, LocalLauncher
 from kvloom.serve.nodes.wire import (
     VERSION,
@@ -325,7 +326,7 @@ class NodesLauncher:
         else:
             self._local.retire(component)
 
-    def tell(self, component: str, news: News) -> None:
+    def tell(self, component: str, news: News | Journaled) -> None:
         if component in self._where:
             self._send(component, Tell(component, news))
         else:

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from kvloom.cluster.launcher import Answered, Ended, FoundProcess, Missed, Started
+from kvloom.journal.records import Noted
 from kvloom.serve.processes.messages import GatewayNews, GatewaySpec, Said, StartProgress
 from kvloom.types.errors import Unavailable
 from kvloom.types.spec import EngineSpec
@@ -112,7 +113,7 @@ class HeardAt(Struct, frozen=True, tag="heard"):
     """Passes on what a component's process is reported to do, or says."""
 
     component: str
-    heard: Started | Answered | Ended | Missed | StartProgress | Said
+    heard: Started | Answered | Ended | Missed | StartProgress | Said | Noted
 
 
 class Logged(Struct, frozen=True, tag="logged"):

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, TextIO
 
+ACCESS: Final = "kvloom.access"
+"""The logger of a line for each request, of which all are wanted."""
 FORMAT: Final = "%(levelname)s %(name)s: %(message)s"
 MOST_WAITING: Final = 10_000  # lines
 WINDOW_SECONDS: Final = 60.0
@@ -96,6 +98,9 @@ class LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         now = self._clock()
         self._end_windows(now)
+        if record.name == ACCESS:
+            self._post(self.format(record))
+            return
         place = record.pathname, record.lineno
         alike = self._alike.setdefault(place, _Alike(now, record))
         alike.count += 1

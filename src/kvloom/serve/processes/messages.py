@@ -17,6 +17,7 @@ from msgspec import Struct
 from kvloom.cluster.edits import Edit
 from kvloom.cluster.launcher import Change, Counted, Edited, Snapshot, UnitSeen
 from kvloom.config.tls import TlsFiles
+from kvloom.journal.records import Journaled, Noted
 from kvloom.types.files import replacing
 from kvloom.types.request import ModelCard
 from kvloom.types.service import PATIENCE
@@ -61,6 +62,8 @@ class GatewaySpec(Struct, frozen=True, kw_only=True):
     keys: str = ""
     """The file of keys with names; empty if there is none."""
     share_prefixes: Literal["auto", "all", "key"] = "auto"
+    access_log: bool = False
+    """Whether a line is logged for each request."""
     audit_file: str = ""
     """Where the audit trail is written; empty for the log."""
     memory: int = 0
@@ -161,12 +164,12 @@ class OrderRefused(Struct, frozen=True, tag="refused"):
 
 Said = Edit | UnitSeen | Counted
 """What a gateway says to the fleet's controller."""
-GatewayNews = Snapshot | Change | Edited | RetireOrder
+GatewayNews = Snapshot | Change | Edited | Journaled | RetireOrder
 """What a gateway is told while it serves."""
 Told = GatewayNews | Lease | Gateways
 """What a process is told after its order."""
 Order = EngineOrder | GatewayOrder | SchedulerOrder | Told
-ChildReport = StartProgress | Ready | Alive | OrderRefused | Said
+ChildReport = StartProgress | Ready | Alive | OrderRefused | Said | Noted
 
 
 def keep_cards(folder: Path, unit: str, cards: Sequence[ModelCard]) -> None:

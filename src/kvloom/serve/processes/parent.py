@@ -17,6 +17,7 @@ from typing import Final, NoReturn, TypeVar
 
 import msgspec
 
+from kvloom.journal.log import Outbox
 from kvloom.serve.processes.log import log_to_stderr
 from kvloom.serve.processes.messages import Alive, ChildReport, Order, OrderRefused, Told
 from kvloom.serve.processes.prefork import ORDERS
@@ -59,15 +60,24 @@ class Parent:
         with suppress(BrokenPipeError):  # it is gone, which `watch` sees
             os.write(self._reports, msgspec.json.encode(report) + b"\n")
 
-    async def beat(self, seconds: float = BEAT_SECONDS) -> None:
-        """Reports again and again that the event loop turns, until it is cancelled. A report for which the
-        pipe has no room is left out, because it would hold up the loop: the supervisor reads nothing now."""
+    async def beat(self, outbox: Outbox | None = None, seconds: float = BEAT_SECONDS) -> None:
+        """Reports again and again that the event loop turns, and what the outbox has for the journal, until
+        it is cancelled. A report for which the pipe has no room is left out, or waits in the outbox, because
+        it would hold up the loop: the supervisor reads nothing now."""
         room = select.poll()
         room.register(self._reports, select.POLLOUT)
-        while True:
-            if room.poll(0):
-                self.report(Alive())
-            await asyncio.sleep(seconds)
+        try:
+            while True:
+                if room.poll(0):
+                    self.report(Alive())
+                self._note(outbox, room)
+                await asyncio.sleep(seconds)
+        finally:
+            self._note(outbox, room)
+
+    def _note(self, outbox: Outbox | None, room: select.poll) -> None:
+        while outbox is not None and room.poll(0) and (noted := outbox.next()) is not None:
+            self.report(noted)
 
 
 def _end_with_parent(folder: Path, heed: Callable[[Told], None], rest: bytes) -> None:

@@ -1,0 +1,1 @@
+"""The journal: what has happened to a fleet, and why. Those who decide write it where they decide."""

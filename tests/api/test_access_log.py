@@ -1,0 +1,55 @@
+"""A request's id, which every answer has, and the line that is logged of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from kvloom.api.app import create_app
+from tests.api.scripted import ScriptedEngine, says, serving
+
+SECRET = "tell nobody of this"
+
+
+def asked(path: str, body: object = None, **headers: str) -> tuple[httpx.Response, dict[str, Any]]:
+    """The answer, and the line that was logged."""
+    lines: list[str] = []
+    app = create_app(ScriptedEngine(says(SECRET)), access_log=lines.append)
+    with serving(app) as address, httpx.Client(base_url=address) as client:
+        answer = client.request("POST" if body else "GET", path, json=body, headers=headers)
+    (line,) = lines
+    assert SECRET not in line
+    return answer, json.loads(line)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_line_tells_of_a_request_but_not_what_was_said(stream: bool) -> None:
+    body = {"model": "tiny", "prompt": SECRET, "max_tokens": 8, "stream": stream}
+    answer, line = asked("/v1/completions", body, **{"x-request-id": "mine-1"})
+    assert answer.headers["x-request-id"] == line["id"] == "mine-1"
+    assert (line["method"], line["path"], line["status"]) == ("POST", "/v1/completions", 200)
+    assert line["model"] == "tiny"
+    assert line["prompt_tokens"] > 0
+    assert line["output_tokens"] > 0
+    assert ("ttft" in line) is stream
+    assert line["seconds"] >= line.get("ttft", 0.0)
+
+
+def test_errors_have_an_id_too() -> None:
+    for path, body, status in (
+        ("/nowhere", None, 404),
+        ("/v1/completions", {"model": "other", "prompt": "x"}, 404),
+    ):
+        answer, line = asked(path, body, **{"x-request-id": "mine"})
+        assert (answer.status_code, line["status"]) == (status, status)
+        assert answer.headers["x-request-id"] == "mine"
+
+
+@pytest.mark.parametrize("given", ["", "two words", "x" * 129, "t\tb"])
+def test_an_id_that_is_none_is_replaced(given: str) -> None:
+    answer, line = asked("/health", **{"x-request-id": given})
+    assert answer.headers["x-request-id"] == line["id"] != given
+    assert len(line["id"]) == 24

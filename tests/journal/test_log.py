@@ -1,0 +1,137 @@
+"""The journal's keeping: what is bounded, what is lost and counted, and what copies and files have of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvloom.journal.file import JournalFile
+from kvloom.journal.log import PIECE, Copies, Journal, Outbox, RecordLog
+from kvloom.journal.records import Journaled, Lost, Preempted, Record, short
+from tests.modelled_units import ManualClock
+
+
+def event(request: str, reason: str = "gave way to chat") -> Preempted:
+    return Preempted(model="m", request=request, reason=reason)
+
+
+def requests(records: list[Record]) -> list[str]:
+    return [record.event.request for record in records if isinstance(record.event, Preempted)]
+
+
+def test_a_record_has_its_place_and_its_time() -> None:
+    clock = ManualClock()
+    journal = Journal(clock, epoch=1_000_000.0)
+    journal.add("unit-0", event("a"))
+    clock.time += 2.5
+    journal.add("unit-1", event("b"))
+    assert [one.component for one in journal.since(0)] == ["unit-0", "unit-1"]
+    first, second = journal.since(0)
+    assert (first.number, second.number) == (1, 2)
+    assert second.at - first.at == 2.5
+    assert first.id.split("-")[0] == second.id.split("-")[0] != "0"
+
+
+def test_it_keeps_so_many_records_and_no_longer_than_an_hour() -> None:
+    clock = ManualClock()
+    journal = Journal(clock, most=3)
+    for name in "abcd":
+        journal.add("unit-0", event(name))
+    assert requests(journal.since(0)) == ["b", "c", "d"]
+    assert (journal.total, journal.first) == (4, 1)
+    clock.time += 3601
+    journal.add("unit-0", event("e"))
+    assert requests(journal.since(0)) == ["e"]
+
+
+def test_a_reader_goes_on_behind_what_it_has_and_begins_anew_if_that_is_gone() -> None:
+    journal = Journal(ManualClock())
+    for name in "abc":
+        journal.add("unit-0", event(name))
+    second = journal.since(1)[0]
+    assert requests(journal.since(journal.after(second.id))) == ["c"]
+    assert requests(journal.since(journal.after("7-3"))) == ["a", "b", "c"]
+    assert requests(journal.since(journal.after("nonsense"))) == ["a", "b", "c"]
+
+
+def test_an_outbox_tells_how_old_events_are_and_how_many_were_lost() -> None:
+    clock, there = ManualClock(), ManualClock()
+    outbox = Outbox(clock, most=2)
+    for name in "abc":
+        outbox.record(event(name))
+    clock.time += 1.5
+    noted = outbox.next()
+    assert noted is not None
+    assert outbox.next() is None
+    there.time = 100.0
+    journal = Journal(there)
+    journal.note("unit-0", noted)
+    lost, first, _ = journal.since(0)
+    assert isinstance(lost.event, Lost)
+    assert lost.event.count == 1
+    assert first.at == 98.5
+
+
+def test_a_message_of_an_outbox_fits_into_a_pipe_with_room() -> None:
+    outbox = Outbox(ManualClock())
+    for n in range(100):
+        outbox.record(event(f"r{n}", short("why " * 1000)))
+    told, names = 0, list[str]()
+    while (noted := outbox.next()) is not None:
+        assert len(msgspec.json.encode(noted)) < PIECE + 600
+        told += 1
+        names += [one.event.request for one in noted.events if isinstance(one.event, Preempted)]
+    assert names == [f"r{n}" for n in range(100)]
+    assert told > 1
+
+
+def test_copies_have_all_and_a_new_process_has_it_anew() -> None:
+    journal = Journal(ManualClock())
+    got: dict[str, RecordLog] = {"one": RecordLog(), "two": RecordLog()}
+
+    def tell(name: str, news: Journaled) -> None:
+        got[name].take(news.records)
+
+    copies = Copies(journal, tell)
+    for n in range(450):
+        journal.add("unit-0", event(str(n)))
+    copies.update({"one": 1})
+    journal.add("unit-0", event("last"))
+    copies.update({"one": 1, "two": 1})
+    assert got["one"].since(0) == got["two"].since(0) == journal.since(0)
+    got["two"] = RecordLog()
+    copies.update({"one": 1, "two": 2})
+    assert got["two"].since(0) == journal.since(0)
+    assert got["one"].total == 451
+
+
+def test_a_file_is_rotated_and_there_are_so_many(tmp_path: Path) -> None:
+    path, journal = tmp_path / "journal.jsonl", Journal(ManualClock())
+    file = JournalFile(path, most=400, files=3)
+    journal.follow(file.write)
+    for n in range(60):
+        journal.add("unit-0", event(str(n)))
+    names = {one.name for one in tmp_path.iterdir()}
+    assert names - {"journal.jsonl"} == {"journal.jsonl.1", "journal.jsonl.2"}
+    kept = [json.loads(line) for name in sorted(names, reverse=True) for line in (tmp_path / name).open()]
+    numbers = [one["number"] for one in kept]
+    assert numbers == list(range(numbers[0], 61))
+    assert kept[-1]["event"] == {
+        "type": "preempted",
+        "model": "m",
+        "request": "59",
+        "reason": "gave way to chat",
+    }
+    assert (tmp_path / "journal.jsonl.1").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full disk to write to")
+def test_a_full_disk_is_an_error_of_the_file() -> None:
+    journal = Journal(ManualClock())
+    journal.add("unit-0", event("a"))
+    with pytest.raises(OSError, match="space"):
+        JournalFile(Path("/dev/full")).write(journal.since(0))
