@@ -19,6 +19,7 @@ from kvloom.api.access.audit import FLEET, Audit, note
 from kvloom.api.access.tenants import access_of
 from kvloom.api.bodies import decode, read_body
 from kvloom.api.errors import JSON, VERBS_PATH, NoSuchRoute
+from kvloom.api.live.samples import LiveSamples, SampleStream
 from kvloom.api.routes import ADMIN, LINES, TEXT, Handler, RouteRow, asgi_routes
 from kvloom.api.stream import JournalStream
 from kvloom.api.verbs import verb_routes
@@ -50,6 +51,7 @@ class Admin:
     audit: Audit = field(default_factory=Audit)
     journal: RecordLog = field(default_factory=RecordLog)
     """A copy of the fleet's."""
+    samples: LiveSamples = field(default_factory=LiveSamples)
     _verbs: dict[str, Router] = field(default_factory=dict)
 
     @property
@@ -88,7 +90,7 @@ class Admin:
             "unload_lora_adapter": self._unload_lora,
         }
         served = {row.name: self._serve(row, handlers[row.name]) for row in ADMIN if row.name in handlers}
-        served["events"] = self._events
+        served |= {"events": self._events, "live": self._live}
         return [*asgi_routes(ADMIN, served), Mount(VERBS_PATH + "/{unit}", app=self._verb)]
 
     def _serve(self, row: RouteRow, handler: Callable[..., object]) -> Handler:
@@ -164,6 +166,9 @@ class Admin:
 
     async def _events(self, request: Request) -> Response:
         return JournalStream(self.journal, request.headers.get("last-event-id", ""))
+
+    async def _live(self, request: Request) -> Response:
+        return SampleStream(self.samples, request.headers.get("last-event-id", ""))
 
     def _cards(self, unit: str) -> list[ModelCard]:
         return [replica.card for replica in self.router.units[unit].replicas.values()]

@@ -168,6 +168,15 @@ ADMIN: Final[tuple[RouteRow, ...]] = (
         media=EVENTS,
         note="Server-sent events, each a record of the journal. `Last-Event-ID` leaves out what came before.",
     ),
+    _get(
+        "live",
+        "/admin/live",
+        "Tells what each unit and model had in the last hour, and then what they have, each second.",
+        None,
+        media=EVENTS,
+        note="Server-sent events: one `history` of samples, and then each `sample`. `Last-Event-ID` leaves "
+        "out those up to it.",
+    ),
     _get("placement", "/admin/placement", "Tells which units there are and may be.", Placement),
     _get("units", "/admin/units", "Tells whether each unit takes requests.", list[UnitState]),
     _post("add", "/admin/units", "Starts a unit that was not there.", EngineSpec, UnitState, 409, 503),
