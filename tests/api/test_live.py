@@ -17,7 +17,8 @@ from kvloom.api.metrics import Metrics
 from kvloom.journal.samples import Sample, SampleHistory, encode_sample, make_sample
 from kvloom.types.load import ModelLoad, UnitLoad, Waits, WeightLoad
 from kvloom.types.service import Service
-from tests.modelled_units import ManualClock, turns
+from tests.modelled import turns
+from tests.modelled_units import ManualClock
 
 MODEL = ModelLoad(
     waiting=3,
