@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
 from inspect import isawaitable
+from typing import Final
 
 import msgspec
 from msgspec.structs import replace
@@ -27,6 +28,7 @@ from kvloom.cluster.models import Applied, Apply
 from kvloom.cluster.orders import FleetOrders
 from kvloom.cluster.scheduler import FleetControl
 from kvloom.config.models import check_name
+from kvloom.journal.lives import KEPT, Life, Lives
 from kvloom.journal.log import RecordLog
 from kvloom.router.program import Program, load_program
 from kvloom.router.router import Router as Routing
@@ -34,6 +36,8 @@ from kvloom.types.errors import BadRequest, ConfigError
 from kvloom.types.request import ModelCard
 from kvloom.types.service import Admit, Drain, LoadLora, Pairs, ProgramState, Steps, UnitState, UnloadLora
 from kvloom.types.spec import ProgramSpec
+
+MOST_NAME: Final = 200  # characters of a name that an error repeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class Admin:
     journal: RecordLog = field(default_factory=RecordLog)
     """A copy of the fleet's."""
     samples: LiveSamples = field(default_factory=LiveSamples)
+    lives: Lives = field(default_factory=Lives)
+    """Of the requests that this gateway was asked."""
     _verbs: dict[str, Router] = field(default_factory=dict)
 
     @property
@@ -68,6 +74,8 @@ class Admin:
             "fleet": fleet.state,
             "pair": self._pair,
             "scale": self._scale,
+            "requests": self.lives.last,
+            "request": self._request,
             "placement": lambda: orders.placement,
             "units": lambda: orders.states,
             "add": orders.add,
@@ -169,6 +177,15 @@ class Admin:
 
     async def _live(self, request: Request) -> Response:
         return SampleStream(self.samples, request.headers.get("last-event-id", ""))
+
+    def _request(self, name: str) -> Life:
+        story = self.lives.find(name)
+        if story is None:
+            raise NoSuchRoute(
+                f"no request {name[:MOST_NAME]!r} is kept; the last {KEPT} of this gateway are, by their "
+                "x-request-id or the id of their answer"
+            )
+        return story.life(self.journal.since(self.journal.first))
 
     def _cards(self, unit: str) -> list[ModelCard]:
         return [replica.card for replica in self.router.units[unit].replicas.values()]

@@ -142,7 +142,7 @@ async def gateway(
             await cards.fetch(lambda url: FleetClient(url, secret=order.secret, tls=tls))
         link = FleetLink(mirror, connect, cards.of, cards.keep)
         router = await stack.enter_async_context(
-            Router(link, program, clock, patience=order.patience, record=record)
+            Router(link, program, clock, patience=order.patience, record=record, tell=metrics.lives.tell)
         )
         orders = FleetOrders(
             mirror, router.units, seconds=order.drain, memory=order.memory, cores=order.cores
@@ -164,7 +164,7 @@ async def gateway(
             router,
             keys=Keys(order.api_keys, order.admin_keys, order.secret, ring, order.share_prefixes),
             max_body=order.max_body,
-            admin=Admin(router, orders, rescheduler, trail, journal, samples),
+            admin=Admin(router, orders, rescheduler, trail, journal, samples, metrics.lives),
             moves=lambda: rescheduler.moves,
             texts=texts,
             proxies=order.proxies,
