@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
 from inspect import isawaitable
+from typing import Final
 
 import msgspec
 from msgspec.structs import replace
@@ -19,6 +20,7 @@ from kvloom.api.access.audit import FLEET, Audit, note
 from kvloom.api.access.tenants import access_of
 from kvloom.api.bodies import decode, read_body
 from kvloom.api.errors import JSON, VERBS_PATH, NoSuchRoute
+from kvloom.api.live.samples import LiveSamples, SampleStream
 from kvloom.api.routes import ADMIN, LINES, TEXT, Handler, RouteRow, asgi_routes
 from kvloom.api.stream import JournalStream
 from kvloom.api.verbs import verb_routes
@@ -26,6 +28,7 @@ from kvloom.cluster.models import Applied, Apply
 from kvloom.cluster.orders import FleetOrders
 from kvloom.cluster.scheduler import FleetControl
 from kvloom.config.models import check_name
+from kvloom.journal.lives import KEPT, Life, Lives
 from kvloom.journal.log import RecordLog
 from kvloom.router.program import Program, load_program
 from kvloom.router.router import Router as Routing
@@ -33,6 +36,8 @@ from kvloom.types.errors import BadRequest, ConfigError
 from kvloom.types.request import ModelCard
 from kvloom.types.service import Admit, Drain, LoadLora, Pairs, ProgramState, Steps, UnitState, UnloadLora
 from kvloom.types.spec import ProgramSpec
+
+MOST_NAME: Final = 200  # characters of a name that an error repeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,9 @@ class Admin:
     audit: Audit = field(default_factory=Audit)
     journal: RecordLog = field(default_factory=RecordLog)
     """A copy of the fleet's."""
+    samples: LiveSamples = field(default_factory=LiveSamples)
+    lives: Lives = field(default_factory=Lives)
+    """Of the requests that this gateway was asked."""
     _verbs: dict[str, Router] = field(default_factory=dict)
 
     @property
@@ -66,6 +74,8 @@ class Admin:
             "fleet": fleet.state,
             "pair": self._pair,
             "scale": self._scale,
+            "requests": self.lives.last,
+            "request": self._request,
             "placement": lambda: orders.placement,
             "units": lambda: orders.states,
             "add": orders.add,
@@ -88,7 +98,7 @@ class Admin:
             "unload_lora_adapter": self._unload_lora,
         }
         served = {row.name: self._serve(row, handlers[row.name]) for row in ADMIN if row.name in handlers}
-        served["events"] = self._events
+        served |= {"events": self._events, "live": self._live}
         return [*asgi_routes(ADMIN, served), Mount(VERBS_PATH + "/{unit}", app=self._verb)]
 
     def _serve(self, row: RouteRow, handler: Callable[..., object]) -> Handler:
@@ -164,6 +174,18 @@ class Admin:
 
     async def _events(self, request: Request) -> Response:
         return JournalStream(self.journal, request.headers.get("last-event-id", ""))
+
+    async def _live(self, request: Request) -> Response:
+        return SampleStream(self.samples, request.headers.get("last-event-id", ""))
+
+    def _request(self, name: str) -> Life:
+        story = self.lives.find(name)
+        if story is None:
+            raise NoSuchRoute(
+                f"no request {name[:MOST_NAME]!r} is kept; the last {KEPT} of this gateway are, by their "
+                "x-request-id or the id of their answer"
+            )
+        return story.life(self.journal.since(self.journal.first))
 
     def _cards(self, unit: str) -> list[ModelCard]:
         return [replica.card for replica in self.router.units[unit].replicas.values()]

@@ -58,6 +58,7 @@ def create_app(
     certified: bool = False,
     request_seconds: float | None = None,
     access_log: Callable[[str], object] | None = None,
+    metrics: Metrics | None = None,
 ) -> Starlette:
     """Returns the application. Whoever makes the client closes it.
 
@@ -66,9 +67,9 @@ def create_app(
     proxies: the addresses and networks of those that speak for others; origins: those whose pages may ask
     from a browser; certified: an admin needs a certificate that the listener has verified; request_seconds:
     what a completion may take, None for as long as it likes; access_log: takes a line of JSON for
-    each request, without its content.
+    each request, without its content; metrics: those to which the application counts, its own by default.
     """
-    gateway = EndpointContext(client, Catalog(client, texts), Metrics(), request_seconds)
+    gateway = EndpointContext(client, Catalog(client, texts), metrics or Metrics(), request_seconds)
     keys, documents = keys or Keys(), Documents(lambda: admin.units if admin else ())
 
     def nodes() -> dict[str, NodeService]:

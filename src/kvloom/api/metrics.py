@@ -15,6 +15,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvloom.engine.freeness import freeness
+from kvloom.journal.lives import Lives, Story
+from kvloom.journal.samples import ModelTotals
 from kvloom.types.errors import KvloomError, RequestQuarantined
 from kvloom.types.load import ModelLoad, UnitLoad, WeightLoad
 from kvloom.types.service import IN_SERVICE, NodeService, Service
@@ -43,6 +45,8 @@ class Metrics:
     """The metrics of one gateway. Its registry is its own, so that two gateways can live in one process."""
 
     def __init__(self) -> None:
+        self.lives = Lives()
+        """Of the last requests that were measured."""
         self._registry = CollectorRegistry()
         by = ["model"]
         self.requests = self._counter("requests", "Requests by model and status.", ["model", "status"])
@@ -59,8 +63,9 @@ class Metrics:
         )
         self.latency = self._histogram("request_seconds", "From the request's arrival to its end.", _SECONDS)
 
-    def watch(self) -> Watch:
-        return Watch(self)
+    def watch(self, request: str = "") -> Watch:
+        """Returns what measures a request that has come. request: its id."""
+        return Watch(self, self.lives.begin(request))
 
     def render(
         self,
@@ -87,6 +92,23 @@ class Metrics:
         whole.register(_Keys(keys))
         return generate_latest(whole)
 
+    def totals(self) -> tuple[ModelTotals, ...]:
+        """Returns the counts of requests by model, and the sums of their times."""
+        requests = _by_model(self.requests, "_total")
+        sums = [_by_model(one, "_sum") for one in (self.first_token, self.per_token)]
+        counts = [_by_model(one, "_count") for one in (self.first_token, self.per_token)]
+        return tuple(
+            ModelTotals(
+                model=model,
+                requests=int(number),
+                ttft_sum=sums[0].get(model, 0.0),
+                ttft_count=int(counts[0].get(model, 0)),
+                tpot_sum=sums[1].get(model, 0.0),
+                tpot_count=int(counts[1].get(model, 0)),
+            )
+            for model, number in requests.items()
+        )
+
     def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
         return Counter(f"kvloom_{name}", text, labels, registry=self._registry)
 
@@ -94,10 +116,22 @@ class Metrics:
         return Histogram(f"kvloom_{name}", text, ["model"], buckets=buckets, registry=self._registry)
 
 
+def _by_model(metric: Counter | Histogram, end: str) -> dict[str, float]:
+    """Returns the values of the series whose names end so, by model."""
+    values: dict[str, float] = {}
+    for family in metric.collect():
+        for sample in family.samples:
+            if sample.name.endswith(end):
+                model = sample.labels["model"]
+                values[model] = values.get(model, 0.0) + sample.value
+    return values
+
+
 class Watch:
     """Measures one request, which is counted once, however it ends."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, life: Story) -> None:
+        self.life = life
         self.model = UNKNOWN
         self.status = 0
         """Of the answer, once it is over."""
@@ -124,7 +158,7 @@ class Watch:
         try:
             yield
         except KvloomError as error:
-            self._count(error.status)
+            self._count(error.status, error.code)
             raise
         except asyncio.CancelledError:
             self._count(499)
@@ -136,26 +170,27 @@ class Watch:
 
         `counts` returns the numbers of prompt tokens and output tokens.
         """
-        status = 500
+        status, code = 500, KvloomError.code
         try:
             yield
-            status = 200
+            status, code = 200, ""
         except KvloomError as error:
-            status = error.status
+            status, code = error.status, error.code
             if isinstance(error, RequestQuarantined):
                 self._metrics.quarantined.labels(self.model).inc()
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            status = 499
+            status, code = 499, ""
             raise
         finally:
             self.tokens = counts()
-            self._count(status)
+            self._count(status, code)
             if status == 200:
                 self._observe(*self.tokens)
 
-    def _count(self, status: int) -> None:
+    def _count(self, status: int, code: str = "") -> None:
         self.status = status
+        self.life.end(status, code)
         self._metrics.requests.labels(self.model, str(status)).inc()
 
     def _observe(self, prompt_tokens: int, output_tokens: int) -> None:

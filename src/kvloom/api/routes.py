@@ -19,6 +19,7 @@ from kvloom.api.errors import JSON
 from kvloom.api.schemas import CompletionAnswer, CompletionBody, ErrorAnswer, ModelAnswer, ModelList
 from kvloom.api.schemas_chat import ChatAnswer, ChatBody, ChatChunk
 from kvloom.cluster.models import AddModel, Applied, Apply, ModelState
+from kvloom.journal.lives import Life, LifeLine
 from kvloom.types.errors import WireError
 from kvloom.types.request import ModelCard, StartGenerate
 from kvloom.types.service import (
@@ -167,6 +168,28 @@ ADMIN: Final[tuple[RouteRow, ...]] = (
         None,
         media=EVENTS,
         note="Server-sent events, each a record of the journal. `Last-Event-ID` leaves out what came before.",
+    ),
+    _get(
+        "live",
+        "/admin/live",
+        "Tells what each unit and model had in the last hour, and then what they have, each second.",
+        None,
+        media=EVENTS,
+        note="Server-sent events: one `history` of samples, and then each `sample`. `Last-Event-ID` leaves "
+        "out those up to it.",
+    ),
+    _get(
+        "requests",
+        "/admin/requests",
+        "Lists the last requests of this gateway, newest first.",
+        list[LifeLine],
+    ),
+    _get(
+        "request",
+        "/admin/requests/{name:path}",
+        "Tells the life of a request, by its x-request-id, by its answer's id, or by a unit's id for it.",
+        Life,
+        404,
     ),
     _get("placement", "/admin/placement", "Tells which units there are and may be.", Placement),
     _get("units", "/admin/units", "Tells whether each unit takes requests.", list[UnitState]),

@@ -18,6 +18,7 @@ from kvloom.types.request import (
     EndEvent,
     Event,
     FinishReason,
+    FirstToken,
     ModelCard,
     PromptEvent,
     StartGenerate,
@@ -402,7 +403,12 @@ class Requests:
         if sequence.guide and not sequence.guide.accepts(token):
             self._fail_guide(sequence, sequence.guide, index, "token {} breaks the guide that drew it")
             return
-        self._streams[sequence.request].add(TokenEvent(sequence.choice, index, token, logprob))
+        event = (
+            TokenEvent(sequence.choice, index, token, logprob)
+            if index
+            else FirstToken(sequence.choice, 0, token, logprob, sequence.waited)
+        )
+        self._streams[sequence.request].add(event)
         self._end_after(sequence, token)
 
     def _fail_guide(self, sequence: Sequence, guide: GuideState, index: int, broken: str) -> None:

@@ -138,6 +138,8 @@ class Sequence:
     """Jobs that the unit had started when the sequence was last preempted."""
     came: float | None = None
     """The clock's time when it was first enqueued."""
+    waited: float = 0.0
+    """Seconds until it was first admitted."""
     first_at: float | None = None
     """The clock's time of its first token."""
     found: int = 0

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from kvloom.cluster.policies.moving import LONGEST_PAUSE, MoveCounts, MoveTerms
 from kvloom.cluster.prefixes import PrefixCopies
+from kvloom.journal.lives import Teller, untold
 from kvloom.journal.records import Recorder, nobody
 from kvloom.kv.prefix_index import PrefixIndex
 from kvloom.router.candidates import WaitingRoom
@@ -41,10 +42,11 @@ class Router:
         *,
         patience: float = PATIENCE,
         record: Recorder = nobody,
+        tell: Teller = untold,
     ) -> None:
         """engines: the units and their clients, or a link to the controller that says which units there are;
         patience: seconds that a request waits if no unit that serves its model is up, but one will be;
-        record: takes quarantines to the journal."""
+        record: takes quarantines to the journal; tell: takes what is known of requests' lives."""
         self._index = PrefixIndex()
         self._waiting = WaitingRoom(patience)
         self._quarantine = Quarantine(clock, record)
@@ -60,6 +62,7 @@ class Router:
         self._copies = PrefixCopies(self._index, self._units.replicas, clock, self._choices)
         self._program = program
         self._clock = clock
+        self._tell = tell
         self.begun = 0
         """Requests so far."""
         self.sessions: dict[str, Session] = {}
@@ -106,7 +109,9 @@ class Router:
         `Session.frames`."""
         self.begun += 1
         serving = partial(self._serving, body)
-        session = Session(body, serving, self._waiting, self._clock, self._tasks, self._quarantine)
+        session = Session(
+            body, serving, self._waiting, self._clock, self._tasks, self._quarantine, self._tell
+        )
         return session.frames(self._program, self.sessions)
 
     async def abort(self, request: str, choice: int | None = None) -> None:

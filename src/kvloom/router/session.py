@@ -11,6 +11,7 @@ from typing import Final, Protocol
 from msgspec.structs import replace
 
 from kvloom.cluster.prefixes import lasting_pin
+from kvloom.journal.lives import Teller, untold
 from kvloom.router.candidates import Candidates, Lost, WaitingRoom
 from kvloom.router.held import REFUSALS, RELEASE_SECONDS, PeerReservation, SessionHeld
 from kvloom.router.progress import RequestProgress
@@ -20,7 +21,7 @@ from kvloom.types.address import resolve
 from kvloom.types.client import Frames
 from kvloom.types.clock import Clock, together
 from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable
-from kvloom.types.request import Event, Made, StartGenerate
+from kvloom.types.request import Event, FirstToken, Made, StartGenerate
 from kvloom.types.verbs import Pin, Prefix, PrepRecv, Sent
 
 _LONGEST_ID: Final = 190  # characters of the request's own, of 200 that an id may have
@@ -49,9 +50,11 @@ class Session:
         clock: Clock,
         tasks: asyncio.TaskGroup,
         quarantine: Quarantine,
+        tell: Teller = untold,
     ) -> None:
         """serving: gives the model's replicas as they are now, and raises UnknownModel if there are none;
-        tasks: runs what is to be done to its end even if nobody waits for it any more."""
+        tasks: runs what is to be done to its end even if nobody waits for it any more; tell: takes what is
+        known of the request's life."""
         self.body = body
         self.model = body.model
         self.prompt = body.prompt
@@ -60,6 +63,7 @@ class Session:
         late abort, or a call that arrives twice, harms no further attempt."""
         self.progress = RequestProgress(body.n, clock)
         self.tasks = tasks
+        self.clock = clock
         self.migrating = False
         self.running: Leg | None = None
         """Who has let the request in and generates it."""
@@ -74,6 +78,8 @@ class Session:
         self._quarantine = quarantine
         self._legs: list[Leg] = []
         self._attempts = 1
+        self._tell = tell
+        self._failed_of = ""  # the code of the error after which the request goes on elsewhere
 
     async def frames(
         self, program: Strategy, sessions: dict[str, Session]
@@ -110,7 +116,7 @@ class Session:
                     break
                 except KvloomError as error:
                     candidates.go_on_after(error)
-                    plain = True
+                    plain, self._failed_of = True, error.code
                 await self.release()
             if not self.progress.over:
                 raise KvloomError(f"the program {program.name} ended without an answer")
@@ -119,6 +125,18 @@ class Session:
                 await self.release()
             finally:
                 del sessions[request]
+
+    def let_in(self, unit: str) -> None:
+        """Tells that a unit has let the request in, for the first time or after a failure."""
+        what = "resumed" if self._failed_of else "queued"
+        self._tell(self.body.request, what, unit, self._failed_of)
+
+    def began(self, unit: str, first: FirstToken, seconds: float) -> None:
+        """Tells when a unit had blocks for the request, and that its first token has come. seconds: since it
+        was let in."""
+        self._tell(self.body.request, "admitted", unit, ago=max(0.0, seconds - first.waited))
+        if not self.progress.begun:
+            self._tell(self.body.request, "first_token", unit)
 
     # -- the verbs --------------------------------------------------------------------------------------
 
@@ -336,6 +354,7 @@ class Leg:
         self._state = LegState.UNASKED
         self._new = True  # until its first event has come
         self._let_in = False
+        self._let_in_at = 0.0
         self._failure: str | None = None  # why nothing comes any more, though the request is not over
 
     def __aiter__(self) -> Leg:
@@ -399,13 +418,16 @@ class Leg:
         which says that it has computed the prompt."""
         session = self._session
         if not self._let_in:
-            self._let_in = True
+            self._let_in, self._let_in_at = True, session.clock.now()
             if self._made is None:
                 session.running = self
+                session.let_in(self.replica.name)
             session.held.let_go(self.replica, "room", self.name)  # the engine has taken it over
             session.candidates.let_in(self.replica)
         if frame:
             self._new = False
+            if first := next((event for event in frame if isinstance(event, FirstToken)), None):
+                session.began(self.replica.name, first, session.clock.now() - self._let_in_at)
             session.held.is_to_compute(self.replica, 0)
 
     async def _fail(self, error: BaseException) -> None:

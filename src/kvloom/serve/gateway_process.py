@@ -10,6 +10,7 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from kvloom.api.access.keyring import KeyFile, KeyRing
 from kvloom.api.admin import Admin
 from kvloom.api.app import create_app
 from kvloom.api.auth import Keys
+from kvloom.api.live.samples import LiveSamples
+from kvloom.api.metrics import Metrics
 from kvloom.cluster.edits import Edit
 from kvloom.cluster.launcher import Change, Edited, Snapshot
 from kvloom.cluster.mirror import Mirror
@@ -31,6 +34,7 @@ from kvloom.cluster.orders import FleetOrders
 from kvloom.cluster.state import ALIVE, is_gateway
 from kvloom.journal.log import Outbox, RecordLog
 from kvloom.journal.records import Journaled, Recorder, nobody
+from kvloom.journal.samples import Sample, make_sample
 from kvloom.router.client import UNIX, HttpEngineClient, UnitClient
 from kvloom.router.program import Program, load_program
 from kvloom.router.rescheduling import Rescheduler
@@ -69,6 +73,7 @@ class GatewayServer:
 
     mirror: Mirror
     journal: RecordLog
+    samples: LiveSamples
     server: HttpServer
     drain: float
     """Seconds for streams when another gateway takes its place."""
@@ -77,7 +82,7 @@ class GatewayServer:
 
     def heed(self, news: Told) -> None:
         if isinstance(news, RetireOrder):
-            self.journal.close()  # those who follow it would hold the process up
+            self._hang_up()
             self.server.retire(self.drain)
         elif isinstance(news, Snapshot | Change | Edited):
             self.mirror.heed(news)
@@ -86,9 +91,14 @@ class GatewayServer:
 
     def end(self) -> None:
         self.mirror.give_up()
-        self.journal.close()
+        self._hang_up()
         self.server.end()
         self.ending.set()
+
+    def _hang_up(self) -> None:
+        """Ends the streams of those who follow the fleet, as they would hold the process up."""
+        self.journal.close()
+        self.samples.close()
 
 
 @asynccontextmanager
@@ -101,7 +111,7 @@ async def gateway(
 ) -> AsyncIterator[GatewayServer]:
     """Puts a gateway together. snapshot: the fleet that it is to serve; report: takes reports to the
     supervisor; record: takes what the gateway decides to the journal."""
-    mirror, clock, journal = Mirror(snapshot, report), WallClock(), RecordLog()
+    mirror, clock, journal, metrics = Mirror(snapshot, report), WallClock(), RecordLog(), Metrics()
     async with AsyncExitStack() as stack:
         clients = await stack.enter_async_context(AsyncExitStack())  # closed last: those below call engines
 
@@ -132,13 +142,14 @@ async def gateway(
             await cards.fetch(lambda url: FleetClient(url, secret=order.secret, tls=tls))
         link = FleetLink(mirror, connect, cards.of, cards.keep)
         router = await stack.enter_async_context(
-            Router(link, program, clock, patience=order.patience, record=record)
+            Router(link, program, clock, patience=order.patience, record=record, tell=metrics.lives.tell)
         )
         orders = FleetOrders(
             mirror, router.units, seconds=order.drain, memory=order.memory, cores=order.cores
         )
         rescheduler = await stack.enter_async_context(Rescheduler(router, clock, orders, record))
         trail = stack.enter_context(audit(order.audit_file))
+        samples = LiveSamples(partial(take_sample, router, mirror, metrics))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         mirror.follow(cut)
         texts = await stack.enter_async_context(TextProcesses())
@@ -153,7 +164,7 @@ async def gateway(
             router,
             keys=Keys(order.api_keys, order.admin_keys, order.secret, ring, order.share_prefixes),
             max_body=order.max_body,
-            admin=Admin(router, orders, rescheduler, trail, journal),
+            admin=Admin(router, orders, rescheduler, trail, journal, samples, metrics.lives),
             moves=lambda: rescheduler.moves,
             texts=texts,
             proxies=order.proxies,
@@ -161,6 +172,7 @@ async def gateway(
             certified=order.tls is not None and order.tls.client_ca is not None,
             request_seconds=order.request_timeout,
             access_log=logging.getLogger(ACCESS).info if order.access_log else None,
+            metrics=metrics,
         )
         make: Callable[..., HttpServer] = HttpServer
         certificates = None if order.tls is None else Certificates(order.tls, Path(order.sockets), clock)
@@ -179,9 +191,10 @@ async def gateway(
             ready=lambda: report(Ready(endpoint=endpoint)),
         )
         ending = asyncio.Event()
-        beside.append(tasks.create_task(end_streams(router, ending, clock)))
-        beside.append(tasks.create_task(tell_pulse(router, clock, logging.getLogger(PULSE).info)))
-        yield GatewayServer(mirror, journal, server, order.drain, ending)
+        pulse = tell_pulse(router, clock, logging.getLogger(PULSE).info)
+        for one in (end_streams(router, ending, clock), pulse, samples.run(clock)):
+            beside.append(tasks.create_task(one))
+        yield GatewayServer(mirror, journal, samples, server, order.drain, ending)
         for task in beside:
             task.cancel()
 
@@ -193,6 +206,20 @@ def address_of(mirror: Mirror, unit: str, order: GatewayOrder) -> str:
     if process.phase not in ALIVE or not process.endpoint:
         return ""
     return f"{order.sockets}/{unit}.sock" if order.node and process.node == order.node else process.endpoint
+
+
+async def take_sample(router: Router, mirror: Mirror, metrics: Metrics) -> Sample:
+    """Returns a sample of the fleet, from what `/metrics` is made of."""
+    loads = await router.loads()
+    units = mirror.spec.units
+    return make_sample(
+        round(time.time(), 3),
+        loads,
+        router.services,
+        metrics.totals(),
+        homes={unit: mirror.process(unit).node for unit in units},
+        borrowers={one.engine.weave.cold: unit for unit, one in units.items() if one.engine.weave},
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,6 +139,13 @@ class TokenEvent(Struct, frozen=True, array_like=True, tag="token"):
     logprob: TokenLogprob | None = None
 
 
+class FirstToken(TokenEvent, frozen=True, array_like=True, tag="first"):
+    """The first token of a choice."""
+
+    waited: float = 0.0
+    """Seconds from when the engine let the choice in to when it had blocks for it."""
+
+
 class PromptEvent(Struct, frozen=True, array_like=True, tag="prompt"):
     """The log-probabilities of the prompt's tokens from the second on. It comes once, before any token."""
 
@@ -159,7 +166,7 @@ class EndEvent(Struct, frozen=True, array_like=True, tag="end"):
     param: str = ""
 
 
-Event = TokenEvent | PromptEvent | EndEvent
+Event = TokenEvent | FirstToken | PromptEvent | EndEvent
 
 
 class SamplingDefaults(Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -21,12 +21,14 @@ from kvloom.api.access.turns import LARGE, Pace
 from kvloom.api.auth import priority
 from kvloom.api.bodies import OPEN_BYTES, PARSED, Account, account, parse, read_body
 from kvloom.api.catalog import Catalog, ServedModel
+from kvloom.api.errors import ID_STATE
 from kvloom.api.metrics import Metrics, Watch
 from kvloom.api.openai.resume import HEADER, Origin
 from kvloom.api.openai.text import StopStrings, detokenizer
 from kvloom.api.schemas import GenerationBody
 from kvloom.api.stream import NO_LIMIT, EventStream, TimeLimit, Write, while_connected
 from kvloom.api.tokenizer import Tokenizer
+from kvloom.journal.lives import Lives, Tokens
 from kvloom.types.client import ModelServer
 from kvloom.types.clock import together
 from kvloom.types.errors import BadRequest, KvloomError, Unavailable, WireError
@@ -192,7 +194,8 @@ class EndpointContext:
         prepare: Prepare[Body],
     ) -> Response:
         """Answers a request whose body has this form with what `prepare` makes of it for a tenant."""
-        watch, held, limit = self.metrics.watch(), account(request), TimeLimit(self.seconds)
+        watch = self.metrics.watch(request.scope.get("state", {}).get(ID_STATE, ""))
+        held, limit = account(request), TimeLimit(self.seconds)
         measured_by(request.scope, watch)
         access = access_of(request.scope)
         with watch.preparing():
@@ -228,10 +231,11 @@ class EndpointContext:
         with watch.preparing():
             async with limit.kept():
                 model = await self.catalog.get(body.model, access.may_use)
-                watch.model = model.card.name
+                watch.model = watch.life.model = model.card.name
                 prepared = await prepare(body, model, watch, access.tenant, origin)
                 answering = replace(prepared, access=access, limit=limit)
             answering.begin(body.most_tokens)
+            answering.tell(self.metrics.lives)
             held.settle(answering.bytes_held)
             return answering
 
@@ -261,8 +265,8 @@ class Writer(ABC):
 
     def __init__(self, prefix: str, origin: Origin, body: GenerationBody, choices: int) -> None:
         """prefix: of the answer's id; choices: over all prompts."""
-        answer_id = origin.answer_id(prefix)
-        head: dict[str, Any] = {"id": answer_id, "created": origin.created, "model": body.model}
+        self.answer_id = origin.answer_id(prefix)
+        head: dict[str, Any] = {"id": self.answer_id, "created": origin.created, "model": body.model}
         self._ids = origin.ids(choices)
         self._head = head | {"object": self.kind}
         self._chunk_head = head | {"object": self.chunk_kind}
@@ -312,6 +316,16 @@ class Answering:
         if access.grant is not None:
             prompt, _ = self._counts()
             access.grant.reserve(prompt, (most or 0) * sum(one.body.n for one in self.generations))
+
+    def tell(self, lives: Lives) -> None:
+        """Tells how to follow the request's life."""
+        life = self.watch.life
+        life.api_id = self.writer.answer_id
+        life.tokens_by(self._tokens)
+        lives.ask(life, [one.body.request for one in self.generations])
+
+    def _tokens(self) -> Tokens:
+        return Tokens(*self._counts(), sum(one.cached_tokens for one in self.generations))
 
     @property
     def bytes_held(self) -> int:

@@ -1,6 +1,6 @@
 """Results as one HTML page that loads nothing from elsewhere, light or dark as its reader has it.
 
-The charts are drawn by uPlot, which lies in `static/` with its licence and is written into the page.
+The charts are drawn by uPlot, which lies in `kvloom/page/uplot/` with its licence and is written into the page.
 """
 
 from __future__ import annotations

@@ -1,0 +1,211 @@
+"""The lives of a gateway's last requests: when each came, was let in, began, moved and ended, and where. They
+hold nothing of prompts or answers."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Final, Literal, Protocol
+
+from msgspec import Struct
+
+from kvloom.journal.records import Moved, Preempted, Quarantined, Record, Stayed
+
+KEPT: Final = 1000  # requests
+LISTED: Final = 100
+MOST_STEPS: Final = 32  # of a request, besides the journal's
+CANCELLED: Final = 499  # the status of requests whose clients have hung up
+
+State = Literal["waiting", "prefill", "decode", "ended", "failed", "cancelled"]
+
+
+class Step(Struct, frozen=True, kw_only=True):
+    """A moment in a request's life."""
+
+    at: float
+    """Seconds of Unix time."""
+    what: str
+    """came: to the gateway. queued: a unit has let it in. admitted: the unit has given it blocks, and begins
+    with its prompt. first_token. resumed: another unit goes on after a failure. ended, failed, cancelled.
+    Others are types of the journal's records."""
+    unit: str = ""
+    reason: str = ""
+
+
+class Life(Struct, frozen=True, kw_only=True):
+    """A request's life up to now."""
+
+    id: str
+    """The `x-request-id` of its answer."""
+    api_id: str
+    """The answer's own id; empty until there is one."""
+    model: str
+    state: State
+    began: float
+    """Seconds of Unix time."""
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    steps: tuple[Step, ...]
+
+
+class LifeLine(Struct, frozen=True, kw_only=True):
+    """A request in a list of them."""
+
+    id: str
+    api_id: str
+    model: str
+    state: State
+    began: float
+
+
+class Tokens(Struct, frozen=True):
+    """The tokens of a request up to now."""
+
+    prompt: int = 0
+    output: int = 0
+    cached: int = 0
+
+
+_STATES: Final[dict[str, State]] = {
+    "admitted": "prefill",
+    "first_token": "decode",
+    "ended": "ended",
+    "failed": "failed",
+    "cancelled": "cancelled",
+}
+
+
+class Story:
+    """A life as it is being written."""
+
+    def __init__(self, request: str, forget: Callable[[Story], None] = lambda _: None) -> None:
+        """forget: called at its end."""
+        self.id = request
+        self.api_id = ""
+        self.model = ""
+        self.requests: tuple[str, ...] = ()
+        """The ids by which the router knows its parts, one for each prompt."""
+        self._steps: list[Step] = []
+        self._state: State = "waiting"
+        self._count: Callable[[], Tokens] = Tokens
+        self._forget = forget
+        self.add("came")
+
+    @property
+    def began(self) -> float:
+        return self._steps[0].at
+
+    def tokens_by(self, count: Callable[[], Tokens]) -> None:
+        """count: counts its tokens until its end."""
+        self._count = count
+
+    def add(self, what: str, unit: str = "", reason: str = "", *, ago: float = 0.0) -> None:
+        """Writes a step of `ago` seconds ago."""
+        if len(self._steps) == MOST_STEPS - 1:
+            return
+        self._steps.append(Step(at=round(time.time() - ago, 6), what=what, unit=unit, reason=reason))
+        if what in _STATES and not (what == "admitted" and self._state == "decode"):
+            self._state = _STATES[what]
+
+    def end(self, status: int, reason: str = "") -> None:
+        """Writes the last step, and lets go of whatever counted its tokens. status: of the answer."""
+        tokens = self._count()
+        self._count = lambda: tokens
+        del self._steps[MOST_STEPS - 2 :]
+        self.add("cancelled" if status == CANCELLED else "ended" if status < 400 else "failed", reason=reason)
+        self._forget(self)
+
+    def life(self, records: Iterable[Record] = ()) -> Life:
+        """Returns the life up to now. records: of the journal, among which its own are looked for."""
+        steps = [*self._steps, *filter(None, map(self._told, records))]
+        tokens = self._count()
+        return Life(
+            id=self.id,
+            api_id=self.api_id,
+            model=self.model,
+            state=self._state,
+            began=self.began,
+            prompt_tokens=tokens.prompt,
+            output_tokens=tokens.output,
+            cached_tokens=tokens.cached,
+            steps=tuple(sorted(steps, key=lambda step: step.at)),
+        )
+
+    def line(self) -> LifeLine:
+        return LifeLine(id=self.id, api_id=self.api_id, model=self.model, state=self._state, began=self.began)
+
+    def named(self, request: str) -> bool:
+        """Returns whether a router or a unit knows the request, or a part of it, by this id. Units know each
+        further attempt as `ID~NUMBER`."""
+        return request.partition("~")[0] in self.requests
+
+    def _told(self, record: Record) -> Step | None:
+        event = record.event
+        if not isinstance(event, Moved | Stayed | Preempted | Quarantined) or not self.named(event.request):
+            return None
+        unit = event.destination if isinstance(event, Moved) else record.component
+        kind = event.__struct_config__.tag
+        return Step(at=record.at, what=str(kind), unit=unit, reason=event.reason)
+
+
+class Lives:
+    """The lives of the last requests, and no more than `most`."""
+
+    def __init__(self, most: int = KEPT) -> None:
+        self._most = most
+        self._stories: deque[Story] = deque()
+        self._asked: dict[str, Story] = {}
+        """Those that are under way, by the ids of their parts."""
+
+    def begin(self, request: str) -> Story:
+        """Returns the life of a request that has come, with its `x-request-id`."""
+        story = Story(request, self._forget)
+        self._stories.append(story)
+        if len(self._stories) > self._most:
+            self._forget(self._stories.popleft())
+        return story
+
+    def ask(self, story: Story, requests: Iterable[str]) -> None:
+        """Notes the ids by which the router will know the parts of a request."""
+        story.requests = tuple(requests)
+        self._asked.update(dict.fromkeys(story.requests, story))
+
+    def tell(self, request: str, what: str, unit: str, reason: str = "", ago: float = 0.0) -> None:
+        """Satisfies `Teller`."""
+        if story := self._asked.get(request):
+            story.add(what, unit, reason, ago=ago)
+
+    def last(self) -> list[LifeLine]:
+        """Returns the last ones, newest first."""
+        return [story.line() for story in islice(reversed(self._stories), LISTED)]
+
+    def find(self, name: str) -> Story | None:
+        """Returns the newest request that has this id: the one in its answer's head, the answer's own, or one
+        by which a unit knows it."""
+        return next(
+            (
+                story
+                for story in reversed(self._stories)
+                if name in (story.id, story.api_id) or story.named(name)
+            ),
+            None,
+        )
+
+    def _forget(self, story: Story) -> None:
+        for request in story.requests:
+            if self._asked.get(request) is story:
+                del self._asked[request]
+
+
+class Teller(Protocol):
+    """Takes what a router knows of a request's life: its id there, a `Step`, and how long ago that was. It
+    neither blocks nor raises."""
+
+    def __call__(self, request: str, what: str, unit: str, reason: str = "", ago: float = 0.0) -> None: ...
+
+
+def untold(request: str, what: str, unit: str, reason: str = "", ago: float = 0.0) -> None:
+    """Satisfies `Teller` where no lives are kept."""
