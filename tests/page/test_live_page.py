@@ -53,6 +53,17 @@ DRAWN = """
 }
 """
 
+EQUAL = f"""
+new Promise((done) => {{
+  const look = () => {{
+    const drawn = ({DRAWN})();
+    if (Object.keys(expected).every((name) => drawn[name] === expected[name])) done();
+    else requestAnimationFrame(look);
+  }};
+  look();
+}})
+"""
+
 
 def ask(page: Page, model: str, prompt: str) -> None:
     page.get_by_role("radio", name=model, exact=True).check(force=True)
@@ -71,11 +82,7 @@ def test_numbers_drawn_are_those_of_metrics(browser: Browser, served: Served) ->
         expected = {name: told.get(name, 0.0) for name in names}
         assert expected["kvloom_kv_blocks_cached unit-2 plain"] > 0
         assert expected["kvloom_requests_total sums"] >= 1
-        page.wait_for_function(
-            f"(expected) => {{ const drawn = ({DRAWN})();"
-            " return Object.keys(expected).every((name) => drawn[name] === expected[name]); }",
-            arg=expected,
-        )
+        page.evaluate(f"(expected) => {EQUAL}", expected)
         assert seen.complaints == []
         for request in seen.requests:
             assert request.url.startswith((served.url + "/", "data:,")), request.url
