@@ -64,7 +64,7 @@ def shown(
     context.set_default_timeout(1000 * DEADLINE)
     try:
         page, seen = context.new_page(), Seen()
-        page.on("request", seen.requests.append)
+        page.on("request", lambda request: seen.requests.append(request))
         page.on("console", seen.complain)
         page.on("pageerror", lambda error: seen.complaints.append(str(error)))
         if key:
