@@ -19,6 +19,7 @@ from kvloom.exec.card import card_of, check_tokenizer
 from kvloom.exec.checkpoint import open_checkpoint
 from kvloom.exec.parallel.group import Team
 from kvloom.exec.parallel.slicing import slice_model
+from kvloom.exec.quantized import QuantizedLinear
 from kvloom.exec.widened import computes_in_float32, widen
 from kvloom.types.errors import ConfigError, Unavailable
 from kvloom.types.geometry import I64, SCALED, Geometry, KVDtype
@@ -141,7 +142,7 @@ def prove(
     if team is None:
         target.place(module)
     observer, expected = Observer(), None
-    with torch.inference_mode():
+    with _released_by_layer(module, release), torch.inference_mode():
         if team is None or team.group.rank == 0:
             probe = _probe(module)
             expected = module(input_ids=probe["input_ids"], use_cache=False).logits
@@ -158,6 +159,21 @@ def prove(
     if expected is not None:
         _compare(found, expected.to(found.device))
     return observer
+
+
+@contextmanager
+def _released_by_layer(module: nn.Module, release: Callable[[], None]) -> Iterator[None]:
+    """Calls `release` after each quantised layer, so that a forward does not bring a whole file into memory."""
+    hooks = [
+        layer.register_forward_hook(lambda *_: release())
+        for layer in module.modules()
+        if isinstance(layer, QuantizedLinear)
+    ]  # and nothing else here holds a layer, which is let go when it is packed
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _probe(module: Any) -> dict[str, Any]:

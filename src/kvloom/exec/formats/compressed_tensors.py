@@ -129,7 +129,8 @@ def _packed_layout(parts: Parts, scheme: _Scheme) -> Layout:
         zero.require(scale.shape, "I8")
 
     def read() -> QuantizedWeight:
-        codes = as_bytes(main.read())[:, : columns * bits // 8]
+        words = main.read()  # whose pages go back at the end
+        codes = as_bytes(words)[:, : columns * bits // 8]
         least = 1 << (bits - 1)  # what the stored codes have over the signed ones
         held = least if bits == 4 else 0  # and what ours have
         zeros: Tensor | int = held

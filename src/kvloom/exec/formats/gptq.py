@@ -61,7 +61,8 @@ def gptq(config: Mapping[str, Any]) -> Reader:
             require_order(part_of(parts, "g_idx"), columns, groups)
 
         def read() -> QuantizedWeight:
-            stored = main.read().contiguous()[..., None].view(torch.uint8)  # [words, N, 4]
+            words = main.read()  # whose pages go back at the end
+            stored = words.contiguous()[..., None].view(torch.uint8)  # [words, N, 4]
             codes = stored.transpose(0, 1).reshape(rows, -1)  # two codes of 4 bits a byte, as we hold them
             zeros = unpacked(zero.read() + short, bits)[:, :rows].T.to(torch.float32)
             if bits == 8:
@@ -96,7 +97,8 @@ def awq(config: Mapping[str, Any]) -> Reader:
         scale.require([groups, rows], *SCALES)
 
         def read() -> QuantizedWeight:
-            codes = _in_awq_order(main.read()).T.contiguous()
+            words = main.read()  # whose pages go back at the end
+            codes = _in_awq_order(words).T.contiguous()
             zeros = _in_awq_order(zero.read()).T.to(torch.float32)
             return made(4, from_halves(codes), scale.read().T, zeros, main)
 
