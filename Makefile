@@ -4,6 +4,7 @@
 # make bench   the benchmarks, on a quiet machine
 # make gpu-check   what CI cannot: the tests and figures that need a GPU
 # make prometheus   a real Prometheus for the tests of deploy/, out of Debian's package
+# make chromium   Debian's Chromium, for the tests of the page
 # make setup   the set-up alone                      PYTHON=python3.12
 
 SHELL = /bin/sh
@@ -21,7 +22,7 @@ TORCH_FITS := import sys, torch; torch.ones(2).sum(); \
   sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))
 HAS_WARM := import sys, importlib.util as i; sys.exit(i.find_spec("kvloom.kernels.cpu.warm") is None)
 
-.PHONY: setup serve test check bench gpu-check prometheus clean
+.PHONY: setup serve test check bench gpu-check prometheus chromium clean
 .DELETE_ON_ERROR:
 
 # Each process of a fleet would compile what it imports if nobody had kept the bytecode.
@@ -48,6 +49,12 @@ gpu-check: setup
 	@exec $(BIN)/python -m tools.gpu_check $(ARGS)
 
 prometheus: $(BIN)/prometheus
+
+# It needs some fifty other packages, so that it is installed, and not unpacked.
+chromium:
+	@command -v chromium >/dev/null || { echo "== installing Chromium"; \
+	  install='apt-get install -qq -y --no-install-recommends chromium'; export DEBIAN_FRONTEND=noninteractive; \
+	  $$install || { apt-get update -qq && $$install; }; }
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

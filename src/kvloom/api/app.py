@@ -25,12 +25,13 @@ from kvloom.api.auth import Keys, RequireKey
 from kvloom.api.bodies import LimitBody
 from kvloom.api.catalog import NO_UNIT, Catalog, ServedModel
 from kvloom.api.errors import error_response, on_disconnect, on_http_error, on_kvloom_error, on_unexpected
+from kvloom.api.live.page import serve_page
 from kvloom.api.metrics import CONTENT_TYPE, Metrics
 from kvloom.api.openai.chat import ChatEndpoint
 from kvloom.api.openai.completions import CompletionEndpoint
 from kvloom.api.openai.generation import EndpointContext
 from kvloom.api.openapi import Documents
-from kvloom.api.routes import PUBLIC, Caller, Handler, asgi_routes
+from kvloom.api.routes import PAGE, PUBLIC, Caller, Handler, asgi_routes
 from kvloom.api.texts.prompts import Texts
 from kvloom.types.client import ModelServer
 from kvloom.types.errors import KvloomError, Unavailable
@@ -85,9 +86,11 @@ def create_app(
         "metrics": info.metrics,
         "openapi": info.openapi,
         "docs": info.docs,
+        "page": serve_page,
+        "page_part": serve_page,
     }
     app = Starlette(
-        routes=[*asgi_routes(PUBLIC, handlers), *(admin.routes() if admin else ())],
+        routes=[*asgi_routes((*PUBLIC, *PAGE), handlers), *(admin.routes() if admin else ())],
         middleware=[
             Middleware(LogRequests, write=access_log),
             # first, because it ends the connection of whoever is refused before the body has come

@@ -16,10 +16,11 @@ from kvloom.api.access.origins import foreign_page, header_words, host_name, ref
 from kvloom.api.access.proxies import PROXIED, is_loopback, network_of
 from kvloom.api.access.tenants import Access, access_of, set_access
 from kvloom.api.errors import CertificateRequired, Forbidden, error_response, is_verb
-from kvloom.api.routes import LOAD_LORA, PUBLIC, UNLOAD_LORA, Caller
+from kvloom.api.routes import LOAD_LORA, PAGE, PUBLIC, UNLOAD_LORA, Caller
+from kvloom.page import PAGE_PATH
 from kvloom.types.errors import KvloomError, Unauthorized
 
-OPEN_PATHS: Final = frozenset(row.path for row in PUBLIC if row.caller is Caller.ANYONE)
+OPEN_PATHS: Final = frozenset(row.path for row in (*PUBLIC, *PAGE) if row.caller is Caller.ANYONE)
 ADMIN_PATH: Final = "/admin"
 _ORDERS: Final = (LOAD_LORA, UNLOAD_LORA)
 METRICS_PATH: Final = "/metrics"
@@ -110,12 +111,12 @@ class RequireKey:
     def _problem(self, scope: Scope, given: bytes | None, access: Access) -> KvloomError | None:
         path, holder = scope["path"], access.holder
         if holder is not None and self._ring is not None and self._ring.check_expiry(holder):
-            return None if path in OPEN_PATHS else Unauthorized(f"the key of {access.tenant} has expired")
+            return None if is_open(path) else Unauthorized(f"the key of {access.tenant} has expired")
         if is_admin(scope):
             return self._admin_problem(scope, given, access)
         if holder is not None and access.admin is None and path == METRICS_PATH:
             return Forbidden(f"{path} tells of all keys: it needs an admin key, or one of `api_key_file`")
-        if access.known or path in OPEN_PATHS:
+        if access.known or is_open(path):
             return None
         if not self._locked:
             return refuse_page(scope, self._origins)
@@ -158,6 +159,10 @@ def priority(scope: Scope, asked: int | None) -> int:
     if most is None:
         return asked or 0
     return most if asked is None else max(asked, most)
+
+
+def is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(PAGE_PATH)
 
 
 def is_admin(scope: Scope) -> bool:

@@ -20,6 +20,7 @@ from kvloom.api.schemas import CompletionAnswer, CompletionBody, ErrorAnswer, Mo
 from kvloom.api.schemas_chat import ChatAnswer, ChatBody, ChatChunk
 from kvloom.cluster.models import AddModel, Applied, Apply, ModelState
 from kvloom.journal.lives import Life, LifeLine
+from kvloom.page import PAGE_PATH
 from kvloom.types.errors import WireError
 from kvloom.types.request import ModelCard, StartGenerate
 from kvloom.types.service import (
@@ -137,6 +138,14 @@ PUBLIC: Final[tuple[RouteRow, ...]] = (
     _get("openapi", "/openapi.json", "Returns this document.", None, caller=Caller.ANYONE),
     _get("docs", "/docs", "Shows this document as a page.", None, media=HTML, caller=Caller.ANYONE),
 )
+
+PAGE: Final[tuple[RouteRow, ...]] = (
+    _get("page", "/", "Shows the fleet.", None, caller=Caller.ANYONE, media=HTML),
+    _get(
+        "page_part", PAGE_PATH + "{file}", "A part of the page.", None, 404, caller=Caller.ANYONE, media=TEXT
+    ),
+)
+"""What browsers ask for. It is no part of the API, and not of its document."""
 
 ADMIN: Final[tuple[RouteRow, ...]] = (
     _get("program", "/admin/program", "Tells the router program that runs.", ProgramState),

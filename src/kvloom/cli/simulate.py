@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -102,8 +103,7 @@ def simulate(
     long as a cost model says. FLEET is a plan (`kvloom plan`), whose GPUs are known by their sheets and
     whose cores by what `kvloom profile` has measured, or a config, for the machine that was measured."""
     check_scales(rate_scale, slo_scale)
-    check_outputs(json, html, page)
-    keep = _kept_in(journal)
+    check_outputs(json, html, page, journal, inputs=(fleet, workload, profile))
     recording = None if page is None else Recording()
     sys.path.append(str(fleet.absolute().parent))  # where a program of one's own is looked for
     if fleet.suffix.lower() == ".json":
@@ -126,51 +126,65 @@ def simulate(
     def asks() -> Iterator[WorkloadRequest]:
         return asked.requests() if rate_scale == 1.0 else faster(asked.requests(), rate_scale)
 
-    with interruptible("nothing was written"):
-        traffic, units = Traffic(asks()), found.units
-        check_models(traffic.models, units)
-        vocab = min(shape.vocab for unit in units for shape in unit.shapes.values())
-        columns = TextColumn("simulating"), BarColumn(), TextColumn("{task.completed}/{task.total}")
-        quiet = not console.is_terminal
-        with Progress(*columns, TimeElapsedColumn(), console=console, disable=quiet) as progress:
-            step = progress.add_task("", total=traffic.total.requests)
+    with _kept_in(journal) as keep:
+        with interruptible("nothing was written"):
+            traffic, units = Traffic(asks()), found.units
+            check_models(traffic.models, units)
+            vocab = min(shape.vocab for unit in units for shape in unit.shapes.values())
+            columns = TextColumn("simulating"), BarColumn(), TextColumn("{task.completed}/{task.total}")
+            quiet = not console.is_terminal
+            with Progress(*columns, TimeElapsedColumn(), console=console, disable=quiet) as progress:
+                step = progress.add_task("", total=traffic.total.requests)
 
-            def tell(_: RequestResult) -> None:
-                progress.advance(step)
+                def tell(_: RequestResult) -> None:
+                    progress.advance(step)
 
-            results = play(
-                units,
-                load_program(found.program.name, found.program.options),
-                asks(),
-                Prompts(min(vocab, asked.header.vocab), asked.header.seed),
-                Summary({f"≤ {scale:g}×": scaled(units, scale) for scale in slo_scale}),
-                title=title,
-                seed=seed,
-                tell=tell,
-                hosting=found.hosting,
-                client_here=client_here,
-                rescheduling=found.rescheduling,
-                patience=found.patience,
-                homes=found.homes,
-                keep=keep,
-                recording=recording,
-            )
-    _write_page(page, title, recording)
-    return write_results(results, console, json, html)
+                results = play(
+                    units,
+                    load_program(found.program.name, found.program.options),
+                    asks(),
+                    Prompts(min(vocab, asked.header.vocab), asked.header.seed),
+                    Summary({f"≤ {scale:g}×": scaled(units, scale) for scale in slo_scale}),
+                    title=title,
+                    seed=seed,
+                    tell=tell,
+                    hosting=found.hosting,
+                    client_here=client_here,
+                    rescheduling=found.rescheduling,
+                    patience=found.patience,
+                    homes=found.homes,
+                    keep=keep,
+                    recording=recording,
+                )
+        _write_page(page, title, recording)
+        return write_results(results, console, json, html)
 
 
-def _kept_in(path: Path | None) -> Callable[[Sequence[Record]], None]:
-    """Returns what writes records to a file, which is emptied. Raises ConfigError if it cannot be written."""
+@contextmanager
+def _kept_in(path: Path | None) -> Iterator[Callable[[Sequence[Record]], None]]:
+    """Gives what writes records to a file, which is emptied. If the file cannot be written, the run goes on,
+    and ConfigError is raised after it."""
     if path is None:
-        return lambda _: None
-    file = JournalFile(path, most=None)
+        yield lambda _: None
+        return
+    file, problems = JournalFile(path, most=None), list[OSError]()
+
+    def write(records: Sequence[Record]) -> None:
+        try:
+            if not problems:
+                file.write(records)
+        except OSError as error:
+            problems.append(error)
+
     try:
         file.begin()
     except OSError as error:
-        raise ConfigError(
-            f"--journal: {path}: {error.strerror}; a file that can be written is right"
-        ) from error
-    return file.write
+        problems.append(error)
+    else:
+        yield write
+    for problem in problems:
+        why = problem.strerror or problem
+        raise ConfigError(f"--journal: {path}: {why}; a file that can be written is right") from problem
 
 
 def _write_page(path: Path | None, title: str, recording: Recording | None) -> None:
@@ -267,11 +281,11 @@ def run_faults(
     clients hang up, pools are tiny. Each seed is one run, after which the laws are checked: no block is lost,
     no token is another, no stream is silently short, nothing leaks, nobody waits for ever. The first that
     breaks one is replayed event by event. --journal and --page have that of a replayed run."""
-    check_outputs(page)
-    write = _kept_in(journal)
+    check_outputs(page, journal)
 
     def keep(verdict: faults.Verdict) -> None:
-        write(verdict.records)
+        with _kept_in(journal) as write:
+            write(verdict.records)
         _write_page(page, f"seed {verdict.seed} of kvloom chaos", verdict.recording)
 
     return faults.chaos(seeds=seeds, first=first, jobs=jobs, replay=replay, keep=keep)

@@ -25,8 +25,8 @@ MAIN: Final = "page.js"
 STYLES: Final = ("uplot/uPlot.min.css", "static/page.css")
 TYPES: Final = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
 POLICY: Final = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 """The Content-Security-Policy of the page that is served."""
 _HEAD: Final = "<!-- head -->"
@@ -54,12 +54,18 @@ def served_files() -> dict[str, tuple[bytes, str]]:
     return files
 
 
+def uplot(name: str) -> str:
+    """Returns the text of a file of uPlot."""
+    return _text(f"uplot/{name}").strip()
+
+
 def recorded_page(title: str, samples: Sequence[Sample], records: Sequence[Record]) -> bytes:
     """Returns one file that plays a run and loads nothing: the same page with a slider."""
     style = "".join(map(_text, STYLES))
     scripts = [_text("uplot/uPlot.iife.min.js"), _script()]
     allowed = " ".join(map(_source, scripts))
-    policy = f"default-src 'none'; script-src {allowed}; style-src {_source(style)}; img-src data:; base-uri 'none'"
+    policy = f"default-src 'none'; script-src {allowed}; style-src {_source(style)}; img-src data:; "
+    policy += "base-uri 'none'; form-action 'none'"
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>'
     run = msgspec.json.encode({"title": title, "samples": samples, "records": records}).decode()
     run = run.replace("<", "\\u003c")

@@ -1,6 +1,6 @@
 """Results as one HTML page that loads nothing from elsewhere, light or dark as its reader has it.
 
-The charts are drawn by uPlot, which lies in `kvloom/page/uplot/` with its licence and is written into the page.
+The charts are drawn by uPlot, which lies in `page/uplot/` with its licence, and is written into the page.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Final, Literal
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from kvloom.lab.workload.results import CURVE, Course, Latency, Results, Tally, show_upheaval
+from kvloom.page import uplot
 from kvloom.types.numbers import show_number, show_seconds
 
 MOST_STRETCHES: Final = 64  # of a course, as it is drawn
 OTHERS: Final = "others"
 STATIC: Final = Path(__file__).with_name("static")
-SCRIPTS: Final = ("uPlot.iife.min.js", "page.js")
 COLOURS: Final = (  # light and dark; they differ in lightness too
     ("#1f5fbf", "#74a9f7"),
     ("#c2560a", "#f59b58"),
@@ -83,7 +83,7 @@ class Chart:
 def page(results: Results) -> str:
     """Returns the page's text."""
     drawn = _drawn(results)
-    scripts = [_static(name) for name in SCRIPTS]
+    scripts = [uplot("uPlot.iife.min.js"), _static("page.js")]
     tables = list(results.models.items())
     if len(tables) > 1:
         tables.append(("all", results.total))
@@ -96,7 +96,7 @@ def page(results: Results) -> str:
         rows=[(name, _cells(tally)) for name, tally in tables],
         errors=sorted(results.errors.items(), key=lambda pair: -pair[1]),
         colours=COLOURS,
-        chart_style=_static("uPlot.min.css"),
+        chart_style=uplot("uPlot.min.css"),
         scripts=scripts,
         allowed=[_allowed(script) for script in scripts],
     )

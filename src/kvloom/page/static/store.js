@@ -36,7 +36,6 @@ export class Store {
         for (const model of unit.models) this.know(model.model);
         this.note(unit.unit, sample.at, unit.state);
       }
-      for (const model of sample.models) this.know(model.model);
       this.samples.push(sample);
       sample.flow = this.flow(this.samples.length - 1, FLOW_SECONDS);
     }

@@ -16,12 +16,12 @@ const COLUMNS_OF_TRAFFIC = [
   ["running", (flow) => flow.running, showCount, "kvloom_requests_running"],
   ["waiting", (flow) => flow.waiting, showCount, "kvloom_requests_waiting"],
   ["oldest", (flow) => flow.oldest, showSeconds, "kvloom_requests_waiting_oldest_seconds"],
-  ["answered", (flow) => flow.requests, showCount, "kvloom_requests"],
+  ["answered", (flow) => flow.requests, showCount, "kvloom_requests_total"],
   ["tokens/s", (flow) => flow.rate, showNumber, ""],
   ["first token", (flow) => flow.ttft, showSeconds, ""],
   ["per token", (flow) => flow.tpot, showSeconds, ""],
   ["prefix hits", (flow) => flow.hits, showShare, ""],
-  ["preempted", (flow) => flow.preemptions, showCount, "kvloom_preemptions"],
+  ["preempted", (flow) => flow.preemptions, showCount, "kvloom_preemptions_total"],
   ["woven", (flow) => flow.away, showCount, "kvloom_away_sequences"],
 ];
 
