@@ -403,11 +403,9 @@ class Requests:
         if sequence.guide and not sequence.guide.accepts(token):
             self._fail_guide(sequence, sequence.guide, index, "token {} breaks the guide that drew it")
             return
-        event = (
-            TokenEvent(sequence.choice, index, token, logprob)
-            if index
-            else FirstToken(sequence.choice, 0, token, logprob, sequence.waited)
-        )
+        event = TokenEvent(sequence.choice, index, token, logprob)
+        if not index:
+            event = FirstToken(sequence.choice, index, token, logprob, sequence.waited)
         self._streams[sequence.request].add(event)
         self._end_after(sequence, token)
 
