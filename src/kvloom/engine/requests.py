@@ -421,13 +421,10 @@ class Requests:
 
     def _end_after(self, sequence: Sequence, token: int) -> None:
         """Ends the sequence if its last token, `token`, does."""
-        sampling, tokens = sequence.sampling, sequence.tokens
+        sampling, tokens, card = sequence.sampling, sequence.tokens, self._queues[sequence.model].card
         if token in sampling.stop_token_ids:
             self.end(sequence, "stop", stop_token=token)
-        elif (
-            tokens.made >= sampling.max_tokens
-            or tokens.length >= self._queues[sequence.model].card.context_length
-        ):
+        elif tokens.made >= sampling.max_tokens or tokens.length >= card.context_length:
             self.end(sequence, "length")
         elif sequence.guide and sequence.guide.done:
             self.end(sequence, "stop")
@@ -447,7 +444,6 @@ class Requests:
         if not sequence.in_job:
             self.release(self._queues[sequence.model], sequence)
         stream = self._streams[sequence.request]
-        cached = sequence.cached or 0
-        stream.add(EndEvent(sequence.choice, reason, stop_token, cached, message, code, param))
+        stream.add(EndEvent(sequence.choice, reason, stop_token, sequence.cached or 0, message, code, param))
         if stream.ended:
             del self._streams[sequence.request]

@@ -166,19 +166,18 @@ class Milestones:
         self._tell = tell
         self._let_in_at: dict[str, float] = {}
 
-    def let_in(self, unit: str, *, follows: bool) -> None:
-        """Tells that a unit has let the request in, for the first time or after a failure. follows: whether
-        it goes on there for another unit, which the journal tells."""
-        self._let_in_at[unit] = self._clock.now()
-        if not follows:
-            what = "resumed" if self.failed_of else "queued"
-            self._tell(self._request, what, unit, self.failed_of)
-
-    def begins(self, unit: str, frame: list[Event]) -> None:
-        """Tells when a unit had blocks for the request, and that its first token has come, if that is in the
-        unit's first frame with events, which has yet to be noted."""
+    def came(self, unit: str, frame: list[Event], *, new: bool, follows: bool) -> None:
+        """Takes a unit's frames up to the first one with events, before that is noted. new: whether it is the
+        first of all, with which the unit lets the request in; follows: whether the request goes on there for
+        another unit, which the journal tells."""
+        now = self._clock.now()
+        if new:
+            self._let_in_at[unit] = now
+            if not follows:
+                what = "resumed" if self.failed_of else "queued"
+                self._tell(self._request, what, unit, self.failed_of)
         first = next((event for event in frame if isinstance(event, FirstToken)), None)
         if first is not None and not self._progress.begun:
-            since = self._clock.now() - self._let_in_at[unit]
-            self._tell(self._request, "admitted", unit, ago=max(0.0, since - first.waited))
+            ago = now - self._let_in_at[unit] - first.waited
+            self._tell(self._request, "admitted", unit, ago=max(0.0, ago))
             self._tell(self._request, "first_token", unit)

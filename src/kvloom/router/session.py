@@ -53,11 +53,8 @@ class Session:
         tell: Teller = untold,
     ) -> None:
         """serving: gives the model's replicas as they are now, and raises UnknownModel if there are none;
-        tasks: runs what is to be done to its end even if nobody waits for it any more; tell: takes what is
-        known of the request's life."""
-        self.body = body
-        self.model = body.model
-        self.prompt = body.prompt
+        tasks: runs what is to be done to its end even if nobody waits for it any more; tell: `Teller`."""
+        self.body, self.model, self.prompt = body, body.model, body.prompt
         self.name = body.request
         """The request's id at the replicas. After `release`, and with a migration, it has another, so that a
         late abort, or a call that arrives twice, harms no further attempt."""
@@ -73,9 +70,7 @@ class Session:
         """Who goes on once `running` has told all it has, if the request has been handed over."""
         self.computed = 0
         """Tokens whose K and V were made elsewhere for this request."""
-        self._serving = serving
-        self._room = room
-        self._quarantine = quarantine
+        self._serving, self._room, self._quarantine = serving, room, quarantine
         self._legs: list[Leg] = []
         self._attempts = 1
 
@@ -401,17 +396,16 @@ class Leg:
     def _has_come(self, frame: list[Event]) -> None:
         """Notes the first frame, which says that the engine has let the request in, and the first event,
         which says that it has computed the prompt."""
-        session = self._session
+        session, follows = self._session, self._made is not None
+        session.milestones.came(self.replica.name, frame, new=not self._let_in, follows=follows)
         if not self._let_in:
             self._let_in = True
-            session.milestones.let_in(self.replica.name, follows=self._made is not None)
-            if self._made is None:
+            if not follows:
                 session.running = self
             session.held.let_go(self.replica, "room", self.name)  # the engine has taken it over
             session.candidates.let_in(self.replica)
         if frame:
             self._new = False
-            session.milestones.begins(self.replica.name, frame)
             session.held.is_to_compute(self.replica, 0)
 
     async def _fail(self, error: BaseException) -> None:
