@@ -43,6 +43,9 @@ class Seen:
     requests: list[Request] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
 
+    def ask(self, request: Request) -> None:
+        self.requests.append(request)
+
     def complain(self, message: ConsoleMessage) -> None:
         self.complaints.append(f"{message.type}: {message.text}")
 
@@ -64,7 +67,7 @@ def shown(
     context.set_default_timeout(1000 * DEADLINE)
     try:
         page, seen = context.new_page(), Seen()
-        page.on("request", lambda request: seen.requests.append(request))
+        page.on("request", seen.ask)
         page.on("console", seen.complain)
         page.on("pageerror", lambda error: seen.complaints.append(str(error)))
         if key:

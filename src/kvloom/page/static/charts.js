@@ -4,6 +4,9 @@ import { showMoment } from "./format.js";
 
 const STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400];
 const SYNC = "kvloom";
+// page.css has these, too, for where a recording has come to
+const SIDE_LEFT = 3.9; // rem
+const SIDE_BELOW = 1.75;
 
 const colours = new Map();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => colours.clear());
@@ -17,13 +20,15 @@ function colourOf(name) {
 
 /** A chart in a figure. Its layers: {name, colour, values, strength, dash, stacked, width}. */
 export class Chart {
-  constructor(figure, { show, height = 180, virtual, most, read }) {
+  constructor(figure, { show, height = 12, virtual, most, read, steps }) {
     this.host = element("div", { class: "plot" });
-    this.host.style.height = `${height}px`;
+    this.host.style.height = `${height}rem`;
     this.readout = element("p", { class: "readout", "aria-hidden": "true" });
     figure.append(this.host, this.readout);
     this.show = show;
-    this.height = height;
+    this.rem = parseFloat(getComputedStyle(document.documentElement).fontSize);
+    this.height = Math.round(height * this.rem);
+    this.steps = steps;
     this.virtual = virtual;
     this.most = most;
     this.read = read;
@@ -78,7 +83,7 @@ export class Chart {
       stroke: () => colourOf("soft"),
       grid: { stroke: () => colourOf("line"), width: 1 },
       ticks: { show: false },
-      font: "12px system-ui, sans-serif",
+      font: `${0.78 * this.rem}px system-ui, sans-serif`,
     };
     const paint = (layer) => () => colourOf(layer.colour) + (layer.strength ?? "ff");
     const bands = [];
@@ -100,8 +105,8 @@ export class Chart {
         y: { range: (plot, low, high) => [0, this.most?.() || 1.08 * high || 1] },
       },
       axes: [
-        { ...axis, size: 26, space: 70, incrs: STEPS, values: (plot, marks) => marks.map((mark) => showMoment(mark, this.virtual)) },
-        { ...axis, size: 58, space: 36, values: (plot, marks) => marks.map((mark) => this.show(mark)) },
+        { ...axis, size: SIDE_BELOW * this.rem, space: 5 * this.rem, incrs: STEPS, values: (plot, marks) => marks.map((mark) => showMoment(mark, this.virtual)) },
+        { ...axis, size: SIDE_LEFT * this.rem, space: 2.4 * this.rem, ...(this.steps && { incrs: this.steps }), values: (plot, marks) => marks.map((mark) => this.show(mark)) },
       ],
       bands,
       series: [

@@ -11,6 +11,7 @@ import { byId, element, keyed, setText, setValue } from "./dom.js";
 import { showBytes, showCount, showMoment, showNumber, showSeconds, showShare } from "./format.js";
 
 const SPEEDS = [1, 2, 5, 10, 30, 60, 300];
+const LEAST_SECONDS = 60; // that are drawn
 const SHOWN_SECONDS = 30; // that a recording takes to play, about
 
 const recorded = byId("recording");
@@ -41,7 +42,7 @@ function tiles(view) {
     ["waiting", oldest ? `waiting, the oldest for ${showSeconds(oldest)}` : "waiting", showCount(sum((flow) => flow.waiting)), sum((flow) => flow.waiting)],
     ["held", `of ${showBytes(blocks)} of memory in use`, blocks ? showShare(held / blocks) : "–", held],
     ["hits", "of prompts found cached", computed + cached ? showShare(cached / (computed + cached)) : "–", cached],
-    ["up", `of ${units.length} ${units.length === 1 ? "unit" : "units"} up`, showCount(up), up],
+    ["up", units.length === 1 ? "unit up" : "units up", `${up} of ${units.length}`, up],
   ];
   keyed(byId("tiles"), said.map(([key]) => key), (key) => element("div", { data: { tile: key } }, element("dd"), element("dt")), (tile, key) => {
     const [, name, text, value] = said.find((one) => one[0] === key);
@@ -59,7 +60,7 @@ function draw(now) {
   if (!store.samples.length) return;
   const place = store.virtual ? store.placeOf(now) : store.samples.length - 1;
   const sample = store.samples[place];
-  const ends = store.virtual ? [store.samples[0].at, store.samples.at(-1).at] : [now - span, now];
+  const ends = store.virtual ? [store.samples[0].at, store.samples.at(-1).at] : [Math.max(now - span, Math.min(store.samples[0].at, now - LEAST_SECONDS)), now];
   const view = { sample, place, now, span: ends, drawn: store.version };
   document.body.classList.remove("empty");
   tiles(view);

@@ -31,7 +31,7 @@ export class Traffic {
     this.charts = CHARTS.map(([title, says, value, show, stacked]) => {
       const figure = element("figure", { class: "card" }, element("figcaption", {}, element("strong", {}, title), " ", element("span", { class: "soft" }, says)));
       charts.append(figure);
-      const chart = new Chart(figure, { show, height: 150, virtual: store.virtual, read: (place) => this.read(place, value, show) });
+      const chart = new Chart(figure, { show, height: 10, virtual: store.virtual, read: (place) => this.read(place, value, show) });
       chart.host.setAttribute("role", "img");
       chart.host.setAttribute("aria-label", `${title} by model over time; the table has the numbers of now`);
       return { chart, value, stacked };
