@@ -72,6 +72,7 @@ def shown(
         page.on("pageerror", lambda error: seen.complaints.append(str(error)))
         if key:
             page.add_init_script(f"sessionStorage.setItem('kvloom-key', '{key}')")
+        page.add_init_script(SHIFTS)
         if before:
             before(page)
         page.goto(url)
@@ -115,6 +116,20 @@ CONTRASTS = """
   return found;
 }
 """
+
+
+SHIFTS = """
+window.shifted = 0;
+new PerformanceObserver((list) => {
+  for (const one of list.getEntries()) if (!one.hadRecentInput) window.shifted += one.value;
+}).observe({ type: "layout-shift", buffered: true });
+"""
+MOST_SHIFT = 0.1  # that is called good
+
+
+def jumps(page: Page) -> bool:
+    """Whether what is shown has moved by more than what is called good (Cumulative Layout Shift)."""
+    return bool(page.evaluate("shifted") > MOST_SHIFT)
 
 
 def poor_contrasts(page: Page) -> list[Any]:

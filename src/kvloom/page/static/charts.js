@@ -20,7 +20,7 @@ function colourOf(name) {
 
 /** A chart in a figure. Its layers: {name, colour, values, strength, dash, stacked, width}. */
 export class Chart {
-  constructor(figure, { show, height = 12, virtual, most, read, steps }) {
+  constructor(figure, { show, height = 12, virtual, most, read, steps, nothing }) {
     this.host = element("div", { class: "plot" });
     this.host.style.height = `${height}rem`;
     this.readout = element("p", { class: "readout", "aria-hidden": "true" });
@@ -29,6 +29,7 @@ export class Chart {
     this.rem = parseFloat(getComputedStyle(document.documentElement).fontSize);
     this.height = Math.round(height * this.rem);
     this.steps = steps;
+    this.nothing = nothing; // what is said while there is nothing to draw
     this.virtual = virtual;
     this.most = most;
     this.read = read;
@@ -68,6 +69,8 @@ export class Chart {
       }
       data.push(Array.from(layer.values, (value, i) => (sums[i] += value ?? 0)));
     }
+    if (layers.some((layer) => layer.stacked !== undefined && layer.values.some(Boolean))) delete this.host.dataset.nothing;
+    else this.host.dataset.nothing = this.nothing;
     const shape = layers.map((layer) => `${layer.name} ${layer.colour} ${layer.strength} ${layer.stacked}`).join("\n");
     if (this.plot && shape === this.shape) {
       this.plot.setData(data);

@@ -58,6 +58,7 @@ class PoolCard {
       show: (blocks) => showBytes(blocks * this.blockBytes),
       virtual: store.virtual,
       steps: POWERS,
+      nothing: "The pool is empty. Ask a model, and its part grows here.",
       most: () => this.most,
       read: (place) => this.read(place),
     });
