@@ -17,6 +17,7 @@ benchmark starts both sides itself. Some two hours in full; --quick proves that 
   transfer       the KV plane's rate against memcpy's
   tcp-plane      the rate of the KV plane over TCP against plain sockets
   streaming      what the gateway adds, and how many tokens it streams
+  page-cost      what open pages cost a gateway of 64 units
   shared-prefix  prompts with common beginnings over two engines; with --trace FILE also those of a trace
   kept-prefixes  a prompt from files after a restart against computed again
   migration      a context moved against computed again
@@ -58,6 +59,7 @@ from benchmarks import (
     migration,
     mixed,
     multimodel,
+    page_cost,
     planner,
     scaling,
     shared_pages,
@@ -93,6 +95,7 @@ def alone(options: argparse.Namespace, console: Console) -> dict[str, Measure]:
     """What needs no server."""
     quick: bool = options.quick
     streams = streaming.Effort(rounds=20, paces=(5500.0,), tokens=100) if quick else streaming.Effort()
+    pages = page_cost.Effort(turns=1, units=8, pages=4, tokens=40) if quick else page_cost.Effort()
     rounds = 1 if quick else 5
     moves = downtime.Effort(lengths=(256,), rounds=1, beside=1) if quick else downtime.Effort()
     talks = shared_prefix.Effort(talks=4, turns=3, pools=(0.75,)) if quick else shared_prefix.Effort()
@@ -117,6 +120,7 @@ def alone(options: argparse.Namespace, console: Console) -> dict[str, Measure]:
         "transfer": lambda: asyncio.to_thread(transfer.measure, 2 if quick else 30),
         "tcp-plane": lambda: asyncio.to_thread(tcp_plane.measure, 2 if quick else 30),
         "streaming": lambda: streaming.measure(streams, console),
+        "page-cost": lambda: page_cost.measure(pages, console),
         "shared-prefix": lambda: shared_prefix.measure(options.trace, console, talks),
         "kept-prefixes": lambda: kept_prefixes.measure(
             "A", [500] if quick else kept_prefixes.LENGTHS, rounds, console

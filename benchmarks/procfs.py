@@ -50,6 +50,12 @@ def peak_memory(pid: int) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024 / _MIB
 
 
+def resident_memory(pid: int) -> float:
+    """Returns the MiB that are resident now."""
+    lines = (PROC / str(pid) / "status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) * 1024 / _MIB
+
+
 def shares(pids: Iterable[int]) -> dict[int, float]:
     """Returns the MiB of each of these processes, with the pages that several of them share split among
     them. Unlike Pss, it is the same whoever else on the host has the same files mapped."""

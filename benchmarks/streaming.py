@@ -183,9 +183,9 @@ class Stream:
 async def stream(offered: float, streams: int, tokens: int) -> Stream:
     async with front(streams / offered) as here:
         argv = ["--url", here.url, "--model", "m", "--stream", "--requests", str(streams)]
-        await _client([*argv, "--output", "8"])
+        await client([*argv, "--output", "8"])
         before = cpu_seconds(here.gateway_pid), cpu_seconds(here.engine_pid)
-        seen = await _client([*argv, "--output", str(tokens)])
+        seen = await client([*argv, "--output", str(tokens)])
         gateway = cpu_seconds(here.gateway_pid) - before[0]
         engine = cpu_seconds(here.engine_pid) - before[1]
     total = seen["tokens"]
@@ -198,7 +198,8 @@ async def stream(offered: float, streams: int, tokens: int) -> Stream:
     )
 
 
-async def _client(argv: Sequence[str]) -> dict[str, float]:
+async def client(argv: Sequence[str]) -> dict[str, float]:
+    """Returns what a client in a process of its own has seen (benchmarks.load). Raises RuntimeError."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.load", *argv, stdout=asyncio.subprocess.PIPE
     )

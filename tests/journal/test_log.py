@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvloom.journal.file import JournalFile
-from kvloom.journal.log import PIECE, Copies, Journal, Outbox, RecordLog
+from kvloom.journal.log import MESSAGE_BYTES, Copies, Journal, Outbox, RecordLog
 from kvloom.journal.records import Journaled, Lost, Preempted, Record, short
 from tests.modelled_units import ManualClock
 
@@ -56,6 +56,17 @@ def test_a_reader_goes_on_behind_what_it_has_and_begins_anew_if_that_is_gone() -
     assert requests(journal.since(journal.after(second.id))) == ["c"]
     assert requests(journal.since(journal.after("7-3"))) == ["a", "b", "c"]
     assert requests(journal.since(journal.after("nonsense"))) == ["a", "b", "c"]
+    assert requests(journal.since(journal.after("0-99"))) == ["a", "b", "c"]
+
+
+def test_a_reader_whose_last_record_is_gone_knows_how_many_it_has_missed() -> None:
+    journal, copy = Journal(ManualClock(), most=2), RecordLog()
+    for name in "abcde":
+        journal.add("unit-0", event(name))
+    copy.take(journal.since(0))
+    for log in (journal, copy):
+        assert log.first - log.after("0-1") == 2
+        assert requests(log.since(log.after("0-4"))) == ["e"]
 
 
 def test_an_outbox_tells_how_old_events_are_and_how_many_were_lost() -> None:
@@ -82,7 +93,7 @@ def test_a_message_of_an_outbox_fits_into_a_pipe_with_room() -> None:
         outbox.record(event(f"r{n}", short("why " * 1000)))
     told, names = 0, list[str]()
     while (noted := outbox.next()) is not None:
-        assert len(msgspec.json.encode(noted)) < PIECE + 600
+        assert len(msgspec.json.encode(noted)) < MESSAGE_BYTES + 600
         told += 1
         names += [one.event.request for one in noted.events if isinstance(one.event, Preempted)]
     assert names == [f"r{n}" for n in range(100)]

@@ -21,7 +21,7 @@ T = TypeVar("T")
 Write = Callable[[bytes], Awaitable[None]]
 
 SILENT_SECONDS: Final = 15.0  # after which a comment says that the stream lives
-PIECE: Final = 200  # records that are sent at once
+RECORDS_AT_ONCE: Final = 200  # records that are sent at once
 DONE = b"data: [DONE]\n\n"
 
 
@@ -168,7 +168,7 @@ class JournalStream(Response):
         missed = self._log.first - self._place
         said = b": %d records are not kept any more\n\n" % missed if missed > 0 else b""
         self._place = max(self._place, self._log.first)
-        records = self._log.since(self._place, PIECE)
+        records = self._log.since(self._place, RECORDS_AT_ONCE)
         self._place += len(records)
         return said + b"".join(map(_record_event, records))
 

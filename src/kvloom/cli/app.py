@@ -153,11 +153,20 @@ def print_columns(rows: Iterable[Sequence[str]]) -> None:
         print("  ".join(map(str.ljust, row, widths)).rstrip())
 
 
-def check_outputs(*paths: Path | None) -> None:
-    """Raises ConfigError if one of the files cannot be written, before there is anything to write."""
+def check_outputs(*paths: Path | None, inputs: Iterable[Path | None] = ()) -> None:
+    """Raises ConfigError if one of the files cannot be written, before there is anything to write, or is also
+    another one of them, or an input."""
+    taken = {path.resolve() for path in inputs if path is not None}
     for path in paths:
-        if path is not None and not path.absolute().parent.is_dir():
+        if path is None:
+            continue
+        if not path.absolute().parent.is_dir():
             raise ConfigError(f"{path}: no such folder; a path that can be written is right")
+        if path.resolve() in taken:
+            raise ConfigError(
+                f"{path}: this file is named twice; a path of its own for what is written is right"
+            )
+        taken.add(path.resolve())
 
 
 def _call(arguments: list[str]) -> int:

@@ -44,7 +44,7 @@ from kvloom.plan.cost.profile import Profile, read_profile
 from kvloom.plan.cost.shapes import ModelShape, find_shape, read_shape
 from kvloom.plan.estimate import Estimator
 from kvloom.plan.explain import Shortfall, gigabytes, more_devices, shortfalls
-from kvloom.plan.plan import CPU_ITEMSIZE, PlacementPlan, PlannedUnit, write_plan
+from kvloom.plan.plan import CPU_ITEMSIZE, PROCESS_BYTES, PlacementPlan, PlannedUnit, write_plan
 from kvloom.plan.planner import memory_greedy, plan_placement, spatial, write_down, write_spatial
 from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import KVDtype
@@ -182,9 +182,15 @@ def _budgeted(nodes: Nodes, memory: str) -> Nodes:
             f"--memory: weights sleep on units of one rank on {CPU}, not on {nodes.device}; nodes of device "
             f"{CPU}, or no --memory, are right"
         )
-    if not nodes.gpus <= size <= nodes.memory * nodes.gpus:
-        there = show_size(nodes.memory * nodes.gpus)
-        raise ConfigError(f"--memory: {show_size(size)} of a machine that has {there}; at most that is right")
+    there = nodes.memory * nodes.gpus
+    most = there - PROCESS_BYTES
+    if size < nodes.gpus:
+        raise ConfigError(f"--memory: {show_size(size)}; a size such as 8GiB is right")
+    if size > most:
+        raise ConfigError(
+            f"--memory: {show_size(size)} of a machine that has {show_size(there)}, of which an engine's "
+            f"process takes {show_size(PROCESS_BYTES)} besides; at most {show_size(max(0, most))} is right"
+        )
     return but(nodes, budget=size // nodes.gpus)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -30,12 +31,14 @@ from kvloom.journal.file import JournalFile
 from kvloom.journal.records import Record
 from kvloom.lab.faults import chaos as faults
 from kvloom.lab.sim.fleet import Rescheduling, rescheduling
+from kvloom.lab.sim.recording import Recording
 from kvloom.lab.sim.run import check_models, scaled
 from kvloom.lab.sim.run import simulate as play
 from kvloom.lab.sim.unit import SimulatedUnit, measured_hosting, measured_units, planned_units
 from kvloom.lab.workload.make import faster, open_workload
 from kvloom.lab.workload.request import Prompts, RequestResult, WorkloadRequest
 from kvloom.lab.workload.summary import Summary, Traffic
+from kvloom.page.assembly import recorded_page
 from kvloom.plan.cluster import CPU
 from kvloom.plan.cost.measured import Hosting
 from kvloom.plan.cost.profile import read_profile
@@ -47,6 +50,10 @@ from kvloom.types.spec import Policy, ProgramSpec
 
 JournalFlag = Annotated[
     Path | None, Parameter(metavar="FILE", help="write what happens, and why, as lines of JSON")
+]
+
+PageFile = Annotated[
+    Path | None, Parameter(metavar="FILE", help="write a page that plays the run, to be opened in a browser")
 ]
 
 app = App(name="simulate")
@@ -88,6 +95,7 @@ def simulate(
     json: JsonFile = None,
     html: HtmlFile = None,
     journal: JournalFlag = None,
+    page: PageFile = None,
 ) -> int:
     """Play a workload to a fleet in virtual time.
 
@@ -95,8 +103,8 @@ def simulate(
     long as a cost model says. FLEET is a plan (`kvloom plan`), whose GPUs are known by their sheets and
     whose cores by what `kvloom profile` has measured, or a config, for the machine that was measured."""
     check_scales(rate_scale, slo_scale)
-    check_outputs(json, html)
-    keep = _kept_in(journal)
+    check_outputs(json, html, page, journal, inputs=(fleet, workload, profile))
+    recording = None if page is None else Recording()
     sys.path.append(str(fleet.absolute().parent))  # where a program of one's own is looked for
     if fleet.suffix.lower() == ".json":
         found = _planned(fleet, policy, profile, client_here)
@@ -110,6 +118,7 @@ def simulate(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     asked = open_workload(workload)
+    title = f"{asked.header.name} on {fleet.name}, simulated"
     console = console_for()
     for line in _only_simulated(found.units):
         console.print(line, style="yellow", soft_wrap=True, highlight=False, markup=False)
@@ -117,49 +126,75 @@ def simulate(
     def asks() -> Iterator[WorkloadRequest]:
         return asked.requests() if rate_scale == 1.0 else faster(asked.requests(), rate_scale)
 
-    with interruptible("nothing was written"):
-        traffic, units = Traffic(asks()), found.units
-        check_models(traffic.models, units)
-        vocab = min(shape.vocab for unit in units for shape in unit.shapes.values())
-        columns = TextColumn("simulating"), BarColumn(), TextColumn("{task.completed}/{task.total}")
-        quiet = not console.is_terminal
-        with Progress(*columns, TimeElapsedColumn(), console=console, disable=quiet) as progress:
-            step = progress.add_task("", total=traffic.total.requests)
+    with _kept_in(journal) as keep:
+        with interruptible("nothing was written"):
+            traffic, units = Traffic(asks()), found.units
+            check_models(traffic.models, units)
+            vocab = min(shape.vocab for unit in units for shape in unit.shapes.values())
+            columns = TextColumn("simulating"), BarColumn(), TextColumn("{task.completed}/{task.total}")
+            quiet = not console.is_terminal
+            with Progress(*columns, TimeElapsedColumn(), console=console, disable=quiet) as progress:
+                step = progress.add_task("", total=traffic.total.requests)
 
-            def tell(_: RequestResult) -> None:
-                progress.advance(step)
+                def tell(_: RequestResult) -> None:
+                    progress.advance(step)
 
-            results = play(
-                units,
-                load_program(found.program.name, found.program.options),
-                asks(),
-                Prompts(min(vocab, asked.header.vocab), asked.header.seed),
-                Summary({f"≤ {scale:g}×": scaled(units, scale) for scale in slo_scale}),
-                title=f"{asked.header.name} on {fleet.name}, simulated",
-                seed=seed,
-                tell=tell,
-                hosting=found.hosting,
-                client_here=client_here,
-                rescheduling=found.rescheduling,
-                patience=found.patience,
-                homes=found.homes,
-                keep=keep,
-            )
-    return write_results(results, console, json, html)
+                results = play(
+                    units,
+                    load_program(found.program.name, found.program.options),
+                    asks(),
+                    Prompts(min(vocab, asked.header.vocab), asked.header.seed),
+                    Summary({f"≤ {scale:g}×": scaled(units, scale) for scale in slo_scale}),
+                    title=title,
+                    seed=seed,
+                    tell=tell,
+                    hosting=found.hosting,
+                    client_here=client_here,
+                    rescheduling=found.rescheduling,
+                    patience=found.patience,
+                    homes=found.homes,
+                    keep=keep,
+                    recording=recording,
+                )
+        _write_page(page, title, recording)
+        return write_results(results, console, json, html)
 
 
-def _kept_in(path: Path | None) -> Callable[[Sequence[Record]], None]:
-    """Returns what writes records to a file, which is emptied. Raises ConfigError if it cannot be written."""
+@contextmanager
+def _kept_in(path: Path | None) -> Iterator[Callable[[Sequence[Record]], None]]:
+    """Gives what writes records to a file, which is emptied. If the file cannot be written, the run goes on,
+    and ConfigError is raised after it."""
     if path is None:
-        return lambda _: None
-    file = JournalFile(path, most=None)
+        yield lambda _: None
+        return
+    file, problems = JournalFile(path, most=None), list[OSError]()
+
+    def write(records: Sequence[Record]) -> None:
+        try:
+            if not problems:
+                file.write(records)
+        except OSError as error:
+            problems.append(error)
+
     try:
         file.begin()
     except OSError as error:
-        raise ConfigError(
-            f"--journal: {path}: {error.strerror}; a file that can be written is right"
-        ) from error
-    return file.write
+        problems.append(error)
+    else:
+        yield write
+    for problem in problems:
+        why = problem.strerror or problem
+        raise ConfigError(f"--journal: {path}: {why}; a file that can be written is right") from problem
+
+
+def _write_page(path: Path | None, title: str, recording: Recording | None) -> None:
+    """Writes the page of a run, if one is wanted. Raises ConfigError."""
+    if path is None or recording is None:
+        return
+    try:
+        path.write_bytes(recorded_page(title, recording.samples, recording.records))
+    except OSError as error:
+        raise ConfigError(f"--page: {path}: {error.strerror}; a file that can be written is right") from error
 
 
 def _only_simulated(units: Sequence[SimulatedUnit]) -> Iterator[str]:
@@ -238,12 +273,19 @@ def run_faults(
         Whole | None, Parameter(help="tell one run event by event, whether it fails or not")
     ] = None,
     journal: JournalFlag = None,
+    page: PageFile = None,
 ) -> int:
     """Run kvloom's own engines and router in virtual time while things go wrong.
 
     Engines die, gateways are lost, calls are lost, late or doubled, streams break, links are slow, jobs fail,
     clients hang up, pools are tiny. Each seed is one run, after which the laws are checked: no block is lost,
     no token is another, no stream is silently short, nothing leaks, nobody waits for ever. The first that
-    breaks one is replayed event by event. --journal has that of a replayed run."""
-    keep = _kept_in(journal)
+    breaks one is replayed event by event. --journal and --page have that of a replayed run."""
+    check_outputs(page, journal)
+
+    def keep(verdict: faults.Verdict) -> None:
+        with _kept_in(journal) as write:
+            write(verdict.records)
+        _write_page(page, f"seed {verdict.seed} of kvloom chaos", verdict.recording)
+
     return faults.chaos(seeds=seeds, first=first, jobs=jobs, replay=replay, keep=keep)

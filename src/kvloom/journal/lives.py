@@ -103,10 +103,11 @@ class Story:
         self._count = count
 
     def add(self, what: str, unit: str = "", reason: str = "", *, ago: float = 0.0) -> None:
-        """Writes a step of `ago` seconds ago."""
+        """Writes a step of `ago` seconds ago, which was no sooner than the one before."""
         if len(self._steps) == MOST_STEPS - 1:
             return
-        self._steps.append(Step(at=round(time.time() - ago, 6), what=what, unit=unit, reason=reason))
+        at = max([round(time.time() - ago, 6), *(step.at for step in self._steps[-1:])])
+        self._steps.append(Step(at=at, what=what, unit=unit, reason=reason))
         if what in _STATES and not (what == "admitted" and self._state == "decode"):
             self._state = _STATES[what]
 

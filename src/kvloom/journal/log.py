@@ -3,6 +3,7 @@ controller, and its copies."""
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -16,8 +17,10 @@ from kvloom.types.clock import Clock
 KEPT: Final = 10_000  # records
 KEPT_SECONDS: Final = 3600.0
 MOST_WAITING: Final = 1000  # events of a process
-PIECE: Final = 3000
-"""Bytes of a message: with its frame it fits into a pipe that has room at all."""
+MESSAGE_BYTES: Final = 3000
+"""The most that a message has: with its frame it fits into a pipe that has room at all."""
+
+_ID: Final = re.compile(r"(\d{1,15})-(\d{1,15})")
 
 
 class RecordLog:
@@ -65,11 +68,13 @@ class RecordLog:
         return list(islice(self._records, begin, begin + most))
 
     def after(self, last: str) -> int:
-        """Returns the place behind the record with this id, or the first one if that is not kept."""
-        for back, record in enumerate(reversed(self._records)):
-            if record.id == last:
-                return self.total - back
-        return self.first
+        """Returns the place behind the record with this id, which may be before the first that is kept. Of
+        another journal's id, and of what is none, that is the first place."""
+        found = _ID.fullmatch(last)
+        if found is None or not self._records or int(found[1]) != self._records[-1].journal:
+            return self.first
+        place = self.total - self._records[-1].number + int(found[2])
+        return place if place <= self.total else self.first
 
     def _tell(self, records: Sequence[Record]) -> None:
         for follower in list(self._followers):
@@ -139,7 +144,7 @@ class Outbox:
             at, event = self._events[0]
             aged = Aged(round(now - at, 6), event)
             size += len(msgspec.json.encode(aged)) + 1
-            if events and size > PIECE:
+            if events and size > MESSAGE_BYTES:
                 break
             events.append(aged)
             self._events.popleft()

@@ -52,7 +52,7 @@ class Awake(Struct, frozen=True, kw_only=True, tag_field="type", tag="awake"):
 
     model: str
     seconds: float
-    """That they took to be read."""
+    """How long reading them took."""
 
 
 class Slept(Struct, frozen=True, kw_only=True, tag_field="type", tag="slept"):
@@ -83,7 +83,7 @@ class Lent(Struct, frozen=True, kw_only=True, tag_field="type", tag="lent"):
     """A unit lends blocks to a model of another one."""
 
     model: str
-    """Of the unit that borrows."""
+    """The model of the unit that borrows."""
     blocks: int
     reason: str
 
@@ -109,7 +109,7 @@ class Starting(Struct, frozen=True, kw_only=True, tag_field="type", tag="startin
 
     reason: str
     models: tuple[str, ...] = ()
-    """That it is to serve."""
+    """The models that it is to serve."""
     node: str = ""
 
 
@@ -118,9 +118,9 @@ class Ready(Struct, frozen=True, kw_only=True, tag_field="type", tag="ready"):
 
     reason: str
     seconds: float
-    """Since it was started."""
+    """How long it took to start."""
     models: tuple[str, ...] = ()
-    """That it has loaded."""
+    """The models that it has loaded."""
 
 
 class Draining(Struct, frozen=True, kw_only=True, tag_field="type", tag="draining"):
@@ -154,7 +154,7 @@ class Ended(Struct, frozen=True, kw_only=True, tag_field="type", tag="ended"):
 
     reason: str
     models: tuple[str, ...] = ()
-    """That it had."""
+    """The models that it had."""
 
 
 class Added(Struct, frozen=True, kw_only=True, tag_field="type", tag="added"):
@@ -184,6 +184,15 @@ class HostChanged(Struct, frozen=True, kw_only=True, tag_field="type", tag="host
     state: str
     """A phase of `NodeStatus` (`cluster/state.py`)."""
     reason: str
+
+
+class Fault(Struct, frozen=True, kw_only=True, tag_field="type", tag="fault"):
+    """Something is made to go wrong, or ordered, in a run with faults (`kvloom chaos`)."""
+
+    kind: str
+    reason: str
+    seconds: float | None = None
+    """For which it lasts; None if it is over at once, or lasts as long as it takes."""
 
 
 class Lost(Struct, frozen=True, kw_only=True, tag_field="type", tag="lost"):
@@ -216,6 +225,7 @@ Event = (
     | Removed
     | ProgramSet
     | HostChanged
+    | Fault
     | Lost
 )
 

@@ -147,10 +147,13 @@ def check_left(estimator: Estimator, cluster: Sequence[Nodes], placement: BoardP
     )
     there = sum(usable_bytes(nodes.mesh(nodes.gpus)) * nodes.count for nodes in cluster)
     if cluster[0].budget:
+        enough = "lower rates, or more machines, are right"
+        if needed > there:
+            enough = f"a --memory of {gigabytes(budget_of(needed))} would hold all"
         raise ConfigError(
             f"no memory is left for {', '.join(dict.fromkeys(names))}: all models need {gigabytes(needed)} "
             f"for weights and one request each, and in {gigabytes(there)} weights would be loaded all of the "
-            f"time, or leave no K and V; a --memory of {gigabytes(budget_of(needed))} would hold all"
+            f"time, or leave no K and V; {enough}"
         )
     pieces = "" if needed > there else " in pieces that are too small"
     raise ConfigError(

@@ -98,3 +98,31 @@ def test_a_journal_that_cannot_be_written_is_refused(
     assert "--journal: nowhere/journal.jsonl" in capsys.readouterr().err
     assert main(["chaos", "--replay", "1", "--journal", "journal.jsonl"]) == 0
     assert Path("journal.jsonl").read_bytes().startswith(b'{"journal":0,"number":1,')
+
+
+def test_a_journal_that_cannot_be_written_costs_the_run_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("traffic.yaml").write_text(WORKLOAD)
+    write_plan(Path("plan.json"), budgeted(24 * 10**9))
+    given = ["simulate", "plan.json", "--workload", "traffic.yaml", "--json", "out.json"]
+    assert main([*given, "--journal", "/dev/full"]) == 2
+    assert "--journal: /dev/full: No space left on device;" in capsys.readouterr().err
+    assert read_results(Path("out.json")).requests
+    assert main(["chaos", "--replay", "3", "--journal", "/dev/full"]) == 2
+    assert "--journal: /dev/full: No space left on device;" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("taken", ["traffic.yaml", "plan.json", "out.json"])
+def test_a_journal_is_no_other_file_of_the_run(
+    taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("traffic.yaml").write_text(WORKLOAD)
+    write_plan(Path("plan.json"), budgeted(24 * 10**9))
+    before = [Path(name).read_bytes() for name in ("traffic.yaml", "plan.json")]
+    given = ["simulate", "plan.json", "--workload", "traffic.yaml", "--json", "out.json"]
+    assert main([*given, "--journal", f"./{taken}"]) == 2
+    assert f"{taken}: this file is named twice" in capsys.readouterr().err
+    assert [Path(name).read_bytes() for name in ("traffic.yaml", "plan.json")] == before
