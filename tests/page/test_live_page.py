@@ -176,7 +176,8 @@ def test_every_size_and_scheme(
 ) -> None:
     with shown(browser, served.url, key=KEY, width=width, height=height, scheme=scheme) as (page, seen):
         page.wait_for_selector("#log li")
-        page.wait_for_selector("[data-metric]", state="attached")
+        page.wait_for_selector("[data-metric]")
+        page.wait_for_selector("#models tr")
         assert not jumps(page)
         page.get_by_text("Parameters").click()
         drawn, window = overflow(page)

@@ -7,6 +7,7 @@ const SYNC = "kvloom";
 // page.css has these, too, for where a recording has come to
 const SIDE_LEFT = 3.9; // rem
 const SIDE_BELOW = 1.75;
+const SIDE_RIGHT = 1.75;
 
 const colours = new Map();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => colours.clear());
@@ -100,7 +101,7 @@ export class Chart {
     return {
       width: this.room(),
       height: this.height,
-      padding: [8, 10, 0, 0],
+      padding: [8, SIDE_RIGHT * this.rem, 0, 0],
       legend: { show: false },
       cursor: { y: false, sync: { key: SYNC }, drag: { x: false, y: false }, points: { show: false } },
       scales: {

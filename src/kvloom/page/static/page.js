@@ -11,6 +11,7 @@ import { byId, element, keyed, setText, setValue } from "./dom.js";
 import { showBytes, showCount, showMoment, showNumber, showSeconds, showShare } from "./format.js";
 
 const SPEEDS = [1, 2, 5, 10, 30, 60, 300];
+const LONGEST_WAIT = 1000; // milliseconds until the page is shown with what has come up to then
 const LEAST_SECONDS = 60; // that are drawn
 const SHOWN_SECONDS = 30; // that a recording takes to play, about
 
@@ -74,12 +75,21 @@ function live() {
   const fleet = new FleetTables(store);
   new LifeForm(byId("life-form"), byId("life-known"), byId("life"));
   let following = null;
+  const awaited = new Set(["numbers", "models", "events"]);
+  const reveal = (what) => {
+    awaited.delete(what);
+    if (!awaited.size) document.body.classList.remove("waiting");
+  };
+  setTimeout(() => document.body.classList.remove("waiting"), LONGEST_WAIT);
 
   const frame = () => {
     asked = false;
     const last = store.samples.at(-1);
     const view = last && draw(last.at);
-    if (view) fleet.update(view);
+    if (!view) return;
+    fleet.update(view);
+    reveal("numbers");
+    if (store.records.length) reveal("events");
   };
   const soon = () => {
     if (!asked) {
@@ -102,6 +112,7 @@ function live() {
     } catch (error) {
       setText(byId("link-problem"), error.message);
     }
+    reveal("models");
   };
   const begin = () => {
     following?.abort();
@@ -149,6 +160,7 @@ function live() {
 }
 
 function play() {
+  document.body.classList.remove("waiting");
   store.take(run.samples);
   store.record(run.records);
   document.body.classList.add("recorded");
