@@ -29,7 +29,7 @@ units: [{{models: [sums, stories, guide]}}, {{models: [stories]}}]
 """
 WIDTH: Final = 1360
 SECONDS: Final = 60
-TURNS: Final = 3  # that every model is asked
+TURNS: Final = 12  # that every model is asked
 
 
 @contextmanager

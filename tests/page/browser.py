@@ -43,6 +43,9 @@ class Seen:
     requests: list[Request] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
 
+    def ask(self, request: Request) -> None:
+        self.requests.append(request)
+
     def complain(self, message: ConsoleMessage) -> None:
         self.complaints.append(f"{message.type}: {message.text}")
 
@@ -64,11 +67,12 @@ def shown(
     context.set_default_timeout(1000 * DEADLINE)
     try:
         page, seen = context.new_page(), Seen()
-        page.on("request", lambda request: seen.requests.append(request))
+        page.on("request", seen.ask)
         page.on("console", seen.complain)
         page.on("pageerror", lambda error: seen.complaints.append(str(error)))
         if key:
             page.add_init_script(f"sessionStorage.setItem('kvloom-key', '{key}')")
+        page.add_init_script(SHIFTS)
         if before:
             before(page)
         page.goto(url)
@@ -112,6 +116,20 @@ CONTRASTS = """
   return found;
 }
 """
+
+
+SHIFTS = """
+window.shifted = 0;
+new PerformanceObserver((list) => {
+  for (const one of list.getEntries()) if (!one.hadRecentInput) window.shifted += one.value;
+}).observe({ type: "layout-shift", buffered: true });
+"""
+MOST_SHIFT = 0.1  # that is called good
+
+
+def jumps(page: Page) -> bool:
+    """Whether what is shown has moved by more than what is called good (Cumulative Layout Shift)."""
+    return bool(page.evaluate("shifted") > MOST_SHIFT)
 
 
 def poor_contrasts(page: Page) -> list[Any]:

@@ -43,6 +43,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     chromium()
     folder = tmp_path_factory.mktemp("page")
     plain = make_checkpoint(folder / "plain", "llama")
+    (plain / "chat_template.jinja").unlink()
     keys = folder / "admin.keys"
     keys.write_text(KEY + "\n")
     keys.chmod(0o600)

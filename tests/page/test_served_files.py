@@ -17,7 +17,10 @@ MOST_BYTES = 200_000
 
 @pytest.fixture
 def client() -> TestClient:
-    app = create_app(ScriptedEngine([]), keys=Keys(api={"a-key": None}, admin=frozenset({"an-admin-key"})))
+    app = create_app(
+        ScriptedEngine(lambda body, choice: []),
+        keys=Keys(api={"a-key": None}, admin=frozenset({"an-admin-key"})),
+    )
     return TestClient(app)
 
 

@@ -4,6 +4,10 @@ import { showMoment } from "./format.js";
 
 const STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400];
 const SYNC = "kvloom";
+// page.css has these, too, for where a recording has come to
+const SIDE_LEFT = 3.9; // rem
+const SIDE_BELOW = 1.75;
+const SIDE_RIGHT = 1.75;
 
 const colours = new Map();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => colours.clear());
@@ -17,13 +21,16 @@ function colourOf(name) {
 
 /** A chart in a figure. Its layers: {name, colour, values, strength, dash, stacked, width}. */
 export class Chart {
-  constructor(figure, { show, height = 180, virtual, most, read }) {
+  constructor(figure, { show, height = 12, virtual, most, read, steps, nothing }) {
     this.host = element("div", { class: "plot" });
-    this.host.style.height = `${height}px`;
+    this.host.style.height = `${height}rem`;
     this.readout = element("p", { class: "readout", "aria-hidden": "true" });
     figure.append(this.host, this.readout);
     this.show = show;
-    this.height = height;
+    this.rem = parseFloat(getComputedStyle(document.documentElement).fontSize);
+    this.height = Math.round(height * this.rem);
+    this.steps = steps;
+    this.nothing = nothing; // what is said while there is nothing to draw
     this.virtual = virtual;
     this.most = most;
     this.read = read;
@@ -63,6 +70,8 @@ export class Chart {
       }
       data.push(Array.from(layer.values, (value, i) => (sums[i] += value ?? 0)));
     }
+    if (layers.some((layer) => layer.stacked !== undefined && layer.values.some(Boolean))) delete this.host.dataset.nothing;
+    else this.host.dataset.nothing = this.nothing;
     const shape = layers.map((layer) => `${layer.name} ${layer.colour} ${layer.strength} ${layer.stacked}`).join("\n");
     if (this.plot && shape === this.shape) {
       this.plot.setData(data);
@@ -78,7 +87,7 @@ export class Chart {
       stroke: () => colourOf("soft"),
       grid: { stroke: () => colourOf("line"), width: 1 },
       ticks: { show: false },
-      font: "12px system-ui, sans-serif",
+      font: `${0.78 * this.rem}px system-ui, sans-serif`,
     };
     const paint = (layer) => () => colourOf(layer.colour) + (layer.strength ?? "ff");
     const bands = [];
@@ -92,7 +101,7 @@ export class Chart {
     return {
       width: this.room(),
       height: this.height,
-      padding: [8, 10, 0, 0],
+      padding: [8, SIDE_RIGHT * this.rem, 0, 0],
       legend: { show: false },
       cursor: { y: false, sync: { key: SYNC }, drag: { x: false, y: false }, points: { show: false } },
       scales: {
@@ -100,8 +109,8 @@ export class Chart {
         y: { range: (plot, low, high) => [0, this.most?.() || 1.08 * high || 1] },
       },
       axes: [
-        { ...axis, size: 26, space: 70, incrs: STEPS, values: (plot, marks) => marks.map((mark) => showMoment(mark, this.virtual)) },
-        { ...axis, size: 58, space: 36, values: (plot, marks) => marks.map((mark) => this.show(mark)) },
+        { ...axis, size: SIDE_BELOW * this.rem, space: 5 * this.rem, incrs: STEPS, values: (plot, marks) => marks.map((mark) => showMoment(mark, this.virtual)) },
+        { ...axis, size: SIDE_LEFT * this.rem, space: 2.4 * this.rem, ...(this.steps && { incrs: this.steps }), values: (plot, marks) => marks.map((mark) => this.show(mark)) },
       ],
       bands,
       series: [

@@ -173,8 +173,8 @@ export class Chat {
   async fill(names) {
     const asked = names.flatMap((model) => [1, 2, 3, 4].map(async (turn) => {
       try {
-        const answer = await ask("/v1/completions", { body: { model, prompt: `${EVERYBODY} ${turn}`, max_tokens: 96, temperature: 1, stream: false } });
-        await answer.text();
+        const answer = await ask("/v1/completions", { body: { model, prompt: `${EVERYBODY} ${turn}`, max_tokens: 160, ignore_eos: true, temperature: 1, stream: true } });
+        for await (const { data } of eventsOf(answer)) if (data.startsWith('{"error"')) return JSON.parse(data).error.message;
         return "";
       } catch (error) {
         return error.message;

@@ -80,7 +80,7 @@ export class FleetTables {
   async refresh() {
     try {
       const [models, program] = await Promise.all([askJson("/admin/models"), askJson("/admin/program")]);
-      keyed(byId("models"), models.map((model) => model.name), (name) => element("tr", { data: { model: name } }, nameCell(this.store, name), element("td"), element("td"),
+      keyed(byId("models"), models.map((model) => model.name), (name) => element("tr", { data: { model: name } }, nameCell(this.store, name), element("td", { class: "path" }), element("td"),
         element("td", { class: "orders" }, element("button", { type: "button", "aria-label": `remove ${name}`,
           onclick: () => this.order(`${name} is served no more, once its requests have ended.`, ["model", "remove", name], `/admin/models/${name.split("/").map(encodeURIComponent).join("/")}/remove`, {}) }, "remove"))),
       (row, name) => {

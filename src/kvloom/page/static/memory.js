@@ -10,6 +10,8 @@ const PARTS = [
   ["used", "a6", (model) => model.used - model.pinned],
   ["cached", "47", (model) => model.cached],
 ];
+const POWERS = Array.from({ length: 40 }, (_, power) => 2 ** power);
+const ROOM = 2.5; // as often as its peak a pool must be to be drawn in part
 const COLUMNS = [
   ["used", "kvloom_kv_blocks_used"],
   ["cached", "kvloom_kv_blocks_cached"],
@@ -49,11 +51,14 @@ class PoolCard {
     this.said = element("span", { class: "soft" });
     this.title.append(" ", this.said);
     this.figure = element("figure", { class: "card pool", data: { unit: name } }, this.title);
-    this.most = 1;
+    this.total = 1; // blocks
+    this.most = 1; // blocks that are drawn
     this.blockBytes = 1;
     this.chart = new Chart(this.figure, {
       show: (blocks) => showBytes(blocks * this.blockBytes),
       virtual: store.virtual,
+      steps: POWERS,
+      nothing: "The pool is empty. Ask a model, and its part grows here.",
       most: () => this.most,
       read: (place) => this.read(place),
     });
@@ -67,13 +72,13 @@ class PoolCard {
   }
 
   update(view, unit) {
-    this.most = unit.blocks || this.most;
+    this.total = unit.blocks || this.total;
     this.blockBytes = unit.block_bytes || this.blockBytes;
-    this.now(unit);
     if (view.drawn !== this.drawn) {
       this.drawn = view.drawn;
       this.draw(view);
     }
+    this.now(unit);
   }
 
   draw(view) {
@@ -97,6 +102,10 @@ class PoolCard {
       lines.push({ name: `${name} quota`, colour, dash: [5, 4], width: 1.25, values: own.map((model, i) => (model ? base[i] + model.quota : null)) });
     }
     layers.push({ name: "lent", colour: "soft", strength: "59", values: this.units.map((unit) => unit?.lent ?? 0), stacked: true });
+    // a pool that is nearly empty is drawn in part, so that there is something to see
+    const peak = Math.max(1, ...sums, ...this.units.map((unit) => (unit ? unit.blocks - unit.free : 0)));
+    this.most = this.total;
+    while (this.most >= ROOM * peak) this.most /= 2;
     this.chart.draw(this.shown.map((sample) => sample.at), [...layers, ...lines], view.span);
   }
 
@@ -105,7 +114,7 @@ class PoolCard {
     const waits = (unit.waves ?? []).map((wave) => `, ${wave.peer || "a peer"} waits ${showSeconds(wave.wait_seconds)} for it`);
     const lent = unit.lent ? `, ${size(unit.lent)} lent` : "";
     const home = unit.node ? ` on ${unit.node}` : "";
-    setText(this.said, unit.blocks ? `${size(unit.free)} of ${size(unit.blocks)} free${lent}${waits.join("")}${home}` : `${unit.state}${home}`);
+    setText(this.said, unit.blocks ? `${size(unit.free)} of ${size(unit.blocks)} free${lent}${waits.join("")}${home}${this.most < this.total ? `; drawn up to ${size(this.most)}` : ""}` : `${unit.state}${home}`);
     Object.assign(this.figure.dataset, { blocks: unit.blocks, free: unit.free, lent: unit.lent, blockBytes: unit.block_bytes, state: unit.state });
     keyed(this.rows, unit.models.map((model) => model.model), (name) =>
       element("tr", {}, nameCell(this.store, name), ...COLUMNS.map(([, metric]) => element("td", { data: { metric, unit: unit.unit, model: name } }))),

@@ -11,6 +11,8 @@ import { byId, element, keyed, setText, setValue } from "./dom.js";
 import { showBytes, showCount, showMoment, showNumber, showSeconds, showShare } from "./format.js";
 
 const SPEEDS = [1, 2, 5, 10, 30, 60, 300];
+const LONGEST_WAIT = 1000; // milliseconds until the page is shown with what has come up to then
+const LEAST_SECONDS = 60; // that are drawn
 const SHOWN_SECONDS = 30; // that a recording takes to play, about
 
 const recorded = byId("recording");
@@ -41,7 +43,7 @@ function tiles(view) {
     ["waiting", oldest ? `waiting, the oldest for ${showSeconds(oldest)}` : "waiting", showCount(sum((flow) => flow.waiting)), sum((flow) => flow.waiting)],
     ["held", `of ${showBytes(blocks)} of memory in use`, blocks ? showShare(held / blocks) : "–", held],
     ["hits", "of prompts found cached", computed + cached ? showShare(cached / (computed + cached)) : "–", cached],
-    ["up", `of ${units.length} ${units.length === 1 ? "unit" : "units"} up`, showCount(up), up],
+    ["up", units.length === 1 ? "unit up" : "units up", `${up} of ${units.length}`, up],
   ];
   keyed(byId("tiles"), said.map(([key]) => key), (key) => element("div", { data: { tile: key } }, element("dd"), element("dt")), (tile, key) => {
     const [, name, text, value] = said.find((one) => one[0] === key);
@@ -59,7 +61,7 @@ function draw(now) {
   if (!store.samples.length) return;
   const place = store.virtual ? store.placeOf(now) : store.samples.length - 1;
   const sample = store.samples[place];
-  const ends = store.virtual ? [store.samples[0].at, store.samples.at(-1).at] : [now - span, now];
+  const ends = store.virtual ? [store.samples[0].at, store.samples.at(-1).at] : [Math.max(now - span, Math.min(store.samples[0].at, now - LEAST_SECONDS)), now];
   const view = { sample, place, now, span: ends, drawn: store.version };
   document.body.classList.remove("empty");
   tiles(view);
@@ -73,12 +75,21 @@ function live() {
   const fleet = new FleetTables(store);
   new LifeForm(byId("life-form"), byId("life-known"), byId("life"));
   let following = null;
+  const awaited = new Set(["numbers", "models", "events"]);
+  const reveal = (what) => {
+    awaited.delete(what);
+    if (!awaited.size) document.body.classList.remove("waiting");
+  };
+  setTimeout(() => document.body.classList.remove("waiting"), LONGEST_WAIT);
 
   const frame = () => {
     asked = false;
     const last = store.samples.at(-1);
     const view = last && draw(last.at);
-    if (view) fleet.update(view);
+    if (!view) return;
+    fleet.update(view);
+    reveal("numbers");
+    if (store.records.length) reveal("events");
   };
   const soon = () => {
     if (!asked) {
@@ -101,6 +112,7 @@ function live() {
     } catch (error) {
       setText(byId("link-problem"), error.message);
     }
+    reveal("models");
   };
   const begin = () => {
     following?.abort();
@@ -148,6 +160,7 @@ function live() {
 }
 
 function play() {
+  document.body.classList.remove("waiting");
   store.take(run.samples);
   store.record(run.records);
   document.body.classList.add("recorded");

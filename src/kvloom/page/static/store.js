@@ -122,7 +122,7 @@ export class Store {
       return found.get(model);
     };
     for (const unit of now.units) {
-      const old = then.units.find((one) => one.unit === unit.unit);
+      const old = this.firstOf(unit.unit, before, place);
       for (const model of unit.models) {
         const sum = of(model.model);
         sum.running += model.running;
@@ -152,6 +152,15 @@ export class Store {
       if (sum.computed + sum.cached) sum.hits = sum.cached / (sum.computed + sum.cached);
     }
     return found;
+  }
+
+  /** A unit as it was first, from one sample to another, with an answer. */
+  firstOf(name, begin, end) {
+    for (let place = begin; place < end; place += 1) {
+      const found = this.samples[place].units.find((unit) => unit.unit === name);
+      if (found?.models.length) return found;
+    }
+    return null;
   }
 
   /** The same with times that are means of the last minute. */

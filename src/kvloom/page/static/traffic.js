@@ -5,10 +5,10 @@ import { element, keyed, setValue } from "./dom.js";
 import { showCount, showMoment, showNumber, showSeconds, showShare } from "./format.js";
 
 const CHARTS = [
-  ["Tokens a second", "What each model makes, one upon the other.", (flow) => flow.rate, showNumber, true],
-  ["In the queue", "Requests that have come and are not yet worked on.", (flow) => flow.waiting, showNumber, false],
-  ["Time to first token", "How long a stream waits for its first word.", (flow) => flow.ttft, showSeconds, false],
-  ["Time per token", "How long each further one takes.", (flow) => flow.tpot, showSeconds, false],
+  ["Tokens a second", "What each model makes, one upon the other.", (flow) => flow.rate, showNumber, true, "Ask a model, and its tokens are drawn here."],
+  ["In the queue", "Requests that have come and are not yet worked on.", (flow) => flow.waiting, showNumber, false, "Nobody has waited yet."],
+  ["Time to first token", "How long a stream waits for its first word.", (flow) => flow.ttft, showSeconds, false, "Known once somebody has streamed an answer."],
+  ["Time per token", "How long each further one takes.", (flow) => flow.tpot, showSeconds, false, "Known once somebody has streamed an answer."],
 ];
 
 const none = "–";
@@ -28,10 +28,10 @@ const COLUMNS_OF_TRAFFIC = [
 export class Traffic {
   constructor(charts, table, store) {
     this.store = store;
-    this.charts = CHARTS.map(([title, says, value, show, stacked]) => {
+    this.charts = CHARTS.map(([title, says, value, show, stacked, nothing]) => {
       const figure = element("figure", { class: "card" }, element("figcaption", {}, element("strong", {}, title), " ", element("span", { class: "soft" }, says)));
       charts.append(figure);
-      const chart = new Chart(figure, { show, height: 150, virtual: store.virtual, read: (place) => this.read(place, value, show) });
+      const chart = new Chart(figure, { show, height: 10, nothing, virtual: store.virtual, read: (place) => this.read(place, value, show) });
       chart.host.setAttribute("role", "img");
       chart.host.setAttribute("aria-label", `${title} by model over time; the table has the numbers of now`);
       return { chart, value, stacked };
