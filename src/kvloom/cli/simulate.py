@@ -30,12 +30,14 @@ from kvloom.journal.file import JournalFile
 from kvloom.journal.records import Record
 from kvloom.lab.faults import chaos as faults
 from kvloom.lab.sim.fleet import Rescheduling, rescheduling
+from kvloom.lab.sim.recording import Recording
 from kvloom.lab.sim.run import check_models, scaled
 from kvloom.lab.sim.run import simulate as play
 from kvloom.lab.sim.unit import SimulatedUnit, measured_hosting, measured_units, planned_units
 from kvloom.lab.workload.make import faster, open_workload
 from kvloom.lab.workload.request import Prompts, RequestResult, WorkloadRequest
 from kvloom.lab.workload.summary import Summary, Traffic
+from kvloom.page.assembly import recorded_page
 from kvloom.plan.cluster import CPU
 from kvloom.plan.cost.measured import Hosting
 from kvloom.plan.cost.profile import read_profile
@@ -47,6 +49,10 @@ from kvloom.types.spec import Policy, ProgramSpec
 
 JournalFlag = Annotated[
     Path | None, Parameter(metavar="FILE", help="write what happens, and why, as lines of JSON")
+]
+
+PageFile = Annotated[
+    Path | None, Parameter(metavar="FILE", help="write a page that plays the run, to be opened in a browser")
 ]
 
 app = App(name="simulate")
@@ -88,6 +94,7 @@ def simulate(
     json: JsonFile = None,
     html: HtmlFile = None,
     journal: JournalFlag = None,
+    page: PageFile = None,
 ) -> int:
     """Play a workload to a fleet in virtual time.
 
@@ -95,8 +102,9 @@ def simulate(
     long as a cost model says. FLEET is a plan (`kvloom plan`), whose GPUs are known by their sheets and
     whose cores by what `kvloom profile` has measured, or a config, for the machine that was measured."""
     check_scales(rate_scale, slo_scale)
-    check_outputs(json, html)
+    check_outputs(json, html, page)
     keep = _kept_in(journal)
+    recording = None if page is None else Recording()
     sys.path.append(str(fleet.absolute().parent))  # where a program of one's own is looked for
     if fleet.suffix.lower() == ".json":
         found = _planned(fleet, policy, profile, client_here)
@@ -110,6 +118,7 @@ def simulate(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     asked = open_workload(workload)
+    title = f"{asked.header.name} on {fleet.name}, simulated"
     console = console_for()
     for line in _only_simulated(found.units):
         console.print(line, style="yellow", soft_wrap=True, highlight=False, markup=False)
@@ -135,7 +144,7 @@ def simulate(
                 asks(),
                 Prompts(min(vocab, asked.header.vocab), asked.header.seed),
                 Summary({f"≤ {scale:g}×": scaled(units, scale) for scale in slo_scale}),
-                title=f"{asked.header.name} on {fleet.name}, simulated",
+                title=title,
                 seed=seed,
                 tell=tell,
                 hosting=found.hosting,
@@ -144,7 +153,9 @@ def simulate(
                 patience=found.patience,
                 homes=found.homes,
                 keep=keep,
+                recording=recording,
             )
+    _write_page(page, title, recording)
     return write_results(results, console, json, html)
 
 
@@ -160,6 +171,16 @@ def _kept_in(path: Path | None) -> Callable[[Sequence[Record]], None]:
             f"--journal: {path}: {error.strerror}; a file that can be written is right"
         ) from error
     return file.write
+
+
+def _write_page(path: Path | None, title: str, recording: Recording | None) -> None:
+    """Writes the page of a run, if one is wanted. Raises ConfigError."""
+    if path is None or recording is None:
+        return
+    try:
+        path.write_bytes(recorded_page(title, recording.samples, recording.records))
+    except OSError as error:
+        raise ConfigError(f"--page: {path}: {error.strerror}; a file that can be written is right") from error
 
 
 def _only_simulated(units: Sequence[SimulatedUnit]) -> Iterator[str]:
@@ -238,12 +259,19 @@ def run_faults(
         Whole | None, Parameter(help="tell one run event by event, whether it fails or not")
     ] = None,
     journal: JournalFlag = None,
+    page: PageFile = None,
 ) -> int:
     """Run kvloom's own engines and router in virtual time while things go wrong.
 
     Engines die, gateways are lost, calls are lost, late or doubled, streams break, links are slow, jobs fail,
     clients hang up, pools are tiny. Each seed is one run, after which the laws are checked: no block is lost,
     no token is another, no stream is silently short, nothing leaks, nobody waits for ever. The first that
-    breaks one is replayed event by event. --journal has that of a replayed run."""
-    keep = _kept_in(journal)
+    breaks one is replayed event by event. --journal and --page have that of a replayed run."""
+    check_outputs(page)
+    write = _kept_in(journal)
+
+    def keep(verdict: faults.Verdict) -> None:
+        write(verdict.records)
+        _write_page(page, f"seed {verdict.seed} of kvloom chaos", verdict.recording)
+
     return faults.chaos(seeds=seeds, first=first, jobs=jobs, replay=replay, keep=keep)

@@ -366,6 +366,9 @@ class Engine:
             raise BadRequest(error.message, param="model") from error
 
     async def load(self) -> UnitLoad:
+        return self.load_now()
+
+    def load_now(self) -> UnitLoad:
         self._scheduler.sync()
         waits = self.lender.waits()
         return unit_load(

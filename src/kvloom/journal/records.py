@@ -186,6 +186,15 @@ class HostChanged(Struct, frozen=True, kw_only=True, tag_field="type", tag="host
     reason: str
 
 
+class Fault(Struct, frozen=True, kw_only=True, tag_field="type", tag="fault"):
+    """Something is made to go wrong, or ordered, in a run with faults (`kvloom chaos`)."""
+
+    kind: str
+    reason: str
+    seconds: float | None = None
+    """For which it lasts; None if it is over at once, or lasts as long as it takes."""
+
+
 class Lost(Struct, frozen=True, kw_only=True, tag_field="type", tag="lost"):
     """Events of a component have not reached the journal."""
 
@@ -216,6 +225,7 @@ Event = (
     | Removed
     | ProgramSet
     | HostChanged
+    | Fault
     | Lost
 )
 

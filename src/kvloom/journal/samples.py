@@ -15,7 +15,6 @@ from kvloom.types.load import ModelLoad, UnitLoad
 KEPT_SECONDS: Final = 3600.0
 STEP_SECONDS: Final = 10.0  # between two samples that are kept
 KEPT_BYTES: Final = 8 << 20
-MOST_SAMPLES: Final = 2000  # of a recorded run
 
 
 class Wave(Struct, frozen=True):

@@ -8,7 +8,7 @@ import signal
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +35,7 @@ from kvloom.lab.faults.laws import (
 )
 from kvloom.lab.faults.scenario import draw_scenario
 from kvloom.lab.faults.simulation import FaultSimulation, Parts
+from kvloom.lab.sim.recording import Recording
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.types.errors import ConfigError, KvloomError
 from kvloom.types.request import SamplingParams, StartGenerate
@@ -59,6 +60,8 @@ class Verdict:
     """The run's own journal, if it was wanted."""
     records: list[Record] = field(default_factory=list)
     """The fleet's journal, if it was wanted."""
+    recording: Recording = field(default_factory=Recording, compare=False)
+    """Of the fleet, for a page, if it was wanted."""
 
 
 def run_seed(seed: int, *, journal: bool = False) -> Verdict:
@@ -85,6 +88,9 @@ async def _run(scenario: FaultScenario, verdict: Verdict, journal: bool, parts: 
     if journal:
         verdict.records.extend(simulation.records.since(0))
         simulation.records.follow(verdict.records.extend)
+        verdict.recording.keep(verdict.records)
+        simulation.records.follow(verdict.recording.keep)
+        verdict.recording.begin(simulation.sample)
     trial = asyncio.get_running_loop().create_task(_try(simulation, clock))
     both: list[asyncio.Future[Any]] = [trial, simulation.crash]
     await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -213,15 +219,15 @@ def chaos(
     first: int,
     jobs: int,
     replay: int | None,
-    keep: Callable[[Sequence[Record]], None] = lambda _: None,
+    keep: Callable[[Verdict], None] = lambda _: None,
 ) -> int:
-    """Returns the command's exit code. keep: takes the fleet's own journal of a replayed run. Raises
-    ConfigError."""
+    """Returns the command's exit code. keep: takes the verdict of a replayed run, with the fleet's own
+    journal. Raises ConfigError."""
     _check(seeds, first, jobs, replay)
     console = Console() if sys.stdout.isatty() else Console(width=160)
     if replay is not None:
         verdict = run_quietly(replay, journal=True)
-        keep(verdict.records)
+        keep(verdict)
         return tell(verdict)
     try:
         counts, broken = _run_all(range(first, first + seeds), jobs, console)
@@ -230,7 +236,7 @@ def chaos(
         return INTERRUPTED
     if broken is not None:
         verdict = run_quietly(broken.seed, journal=True)
-        keep(verdict.records)
+        keep(verdict)
         return tell(verdict)
     console.print(_summary(seeds, counts))
     return 0

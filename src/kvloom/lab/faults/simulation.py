@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +15,7 @@ from kvloom.cluster.launcher import News, NodeReport, Report, Snapshot
 from kvloom.cluster.mirror import Said
 from kvloom.cluster.state import ABSENT, FleetSpec, Rolling, gateway_name
 from kvloom.journal.log import Journal as FleetJournal
+from kvloom.journal.samples import ModelTotals, Sample
 from kvloom.lab.faults.faults import (
     ControllerLoss,
     Death,
@@ -39,10 +41,12 @@ from kvloom.lab.faults.host import AT_ONCE, LATENCY, FaultyHost, FaultyLauncher
 from kvloom.lab.faults.journal import ClientAnswer, Journal
 from kvloom.lab.faults.laws import Broken, check_pool
 from kvloom.lab.faults.nodes import MARGIN, FaultyNodes
+from kvloom.lab.faults.recorded import told_as
 from kvloom.lab.sim.fleet import begin, take
 from kvloom.lab.sim.links import TimedLink
 from kvloom.lab.sim.offload import OffloadingUnits
 from kvloom.lab.sim.processes import ProcessTasks, Surroundings
+from kvloom.lab.sim.recording import fleet_sample
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.router.program import Program, load_program
 from kvloom.types.clock import Clock
@@ -136,6 +140,18 @@ class FaultSimulation:
         if faults:
             await asyncio.wait(faults, timeout=most)
         return [answer for answer in self.answers if answer.fate == "waits"]
+
+    def sample(self, at: float, totals: tuple[ModelTotals, ...]) -> Sample:
+        """Returns a sample of the fleet. While it has no gateway, whoever has a process is up."""
+        spec = self.controller.spec.units
+        engines = {name: host.process.engine for name, host in self.hosts.items() if host.process}
+        services: Mapping[str, str] = {name: "up" if name in engines else "down" for name in spec}
+        if self.gateway is not None:
+            services = self.gateway.router.services
+        processes = self.controller.status.processes
+        homes = {name: processes[name].node for name in spec if name in processes}
+        units = {name: unit.engine for name, unit in spec.items()}
+        return fleet_sample(at, totals, engines, services, units, homes)
 
     def calm(self) -> None:
         """Ends all faults of calls and jobs, and the fleet scheduler."""
@@ -250,6 +266,8 @@ class FaultSimulation:
         await self._clock.sleep(fault.at)
         for host in self.hosts.values():
             self.broken.extend(check_pool(host))
+        for component, told in told_as(fault):
+            self.records.add(component, told)
         match fault:
             case Death():
                 await self._die(fault)

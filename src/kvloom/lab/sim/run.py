@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Final
 
 from msgspec.structs import replace
 
 from kvloom.journal.log import Journal
 from kvloom.journal.records import Record
+from kvloom.journal.samples import ModelTotals, Sample
 from kvloom.lab.sim.fleet import Rescheduling, SimulatedFleet, simulated
 from kvloom.lab.sim.hosting import HostedMachine
+from kvloom.lab.sim.recording import Recording, fleet_sample
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.lab.workload.request import RequestResult, Scaled, WorkloadRequest
@@ -107,16 +110,19 @@ def simulate(
     patience: float = PATIENCE,
     homes: Mapping[str, str] | None = None,
     keep: Callable[[Sequence[Record]], None] = lambda _: None,
+    recording: Recording | None = None,
 ) -> Results:
     """Adds all results to `summary`, and tells each.
 
     seed: of the order of what happens at one moment. hosting: the work besides jobs of the one machine that
     all units are on. client_here: whether the client is there too. rescheduling: of the fleet scheduler; None
     if there is none. patience: the router's. homes: the machine of each unit, if there are several. keep:
-    takes the records of the fleet's journal."""
+    takes the records of the fleet's journal. recording: looks on, for a page."""
 
     def add(outcome: RequestResult) -> None:
         summary.add(outcome)
+        if recording is not None:
+            recording.answered(outcome)
         tell(outcome)
 
     async def main() -> Upheaval:
@@ -134,11 +140,24 @@ def simulate(
             homes=homes or {},
             journal=journal,
         ) as fleet:
+            if recording is not None:
+                journal.follow(recording.keep)
+                recording.keep(journal.since(0))
+                recording.begin(partial(_sample, fleet, homes or {}))
             await play(fleet.server, asks, prompts, clock, add, interval=frames)
+            if recording is not None:
+                recording.end()
             return await upheaval(fleet)
 
     upheaved = run_virtual(main(), seed=seed)
     return replace(summary.results("simulation", title), upheaval=upheaved)
+
+
+def _sample(
+    fleet: SimulatedFleet, homes: Mapping[str, str], at: float, totals: tuple[ModelTotals, ...]
+) -> Sample:
+    units = {name: unit.engine for name, unit in fleet.controller.spec.units.items()}
+    return fleet_sample(at, totals, fleet.engines, fleet.router.services, units, homes)
 
 
 async def upheaval(fleet: SimulatedFleet) -> Upheaval:

@@ -44,6 +44,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._ties = None if seed is None else random.Random(seed)
         self._thread = threading.get_ident()
         self._failure: BaseException | None = None
+        self.watch: Callable[[float], None] | None = None
+        """Called with the next moment, while it is still the last one. It changes nothing."""
 
     # -- time -------------------------------------------------------------------------------------------
 
@@ -100,6 +102,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         while timers:
             when, _, _, handle = heapq.heappop(timers)
             if not handle.cancelled():
+                if self.watch is not None:
+                    self.watch(when)
                 self._now = when
                 self._ready.append(handle)
                 return
