@@ -18,7 +18,7 @@ from tests.commands import kvloom
     ("arguments", "parts"),
     [
         ((), ["COMMAND"]),
-        (("-x",), ["'-x'; known are serve, program, unit"]),
+        (("-x",), ["'-x'; known are serve, top, program, unit"]),
         (("unit", "lst"), ["lst", '"list"', "`kvloom unit --help`"]),
         (("unit", "list", "more"), ["more", "`kvloom unit list --help`"]),
         (("serv",), ["there is no command 'serv'; did you mean 'serve'?"]),

@@ -56,6 +56,26 @@ def test_a_plan(tmp_path: Path) -> None:
     assert {unit.node for unit in found.units} == {""}
 
 
+def test_a_drawing_of_a_plan(tmp_path: Path) -> None:
+    """Each model has a bar on each unit that it is on, and its weights and its part of the pool are parts of
+    the unit's."""
+    cluster = PAIR.replace("chat:", "'<b>&chat':")
+    done = plan(tmp_path, cluster, "-o", "plan.json", "--html", "plan.html")
+    assert (done.returncode, done.stderr) == (0, "")
+    text = (tmp_path / "plan.html").read_text()
+    found = read_plan(tmp_path / "plan.json")
+    placed = sum(len(unit.models) for unit in found.units)
+    assert text.count(" of weights</title>") == text.count(" of K and V</title>") == placed
+    assert text.count("<title>answered</title>") == placed
+    assert text.count("<section") == len(found.units)
+    assert "&lt;b&gt;&amp;chat" in text
+    assert "<b>" not in text
+    assert "8.5 of 8.5 requests/s are answered" in text
+    refused = plan(tmp_path, cluster, "--html", "no/plan.html")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "no/plan.html: no such folder" in refused.stderr
+
+
 def test_several_nodes_by_name(tmp_path: Path) -> None:
     """Each unit is on one of them, on GPUs of its own, and has a rank for each."""
     named = PAIR.replace("gpus: 4}", "gpus: 2, names: [left, right]}").replace("rate: 8", "rate: 30")

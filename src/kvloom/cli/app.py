@@ -48,6 +48,7 @@ Output = Annotated[Path, Parameter(alias="-o", help="the file to write")]
 
 COMMANDS: Final = (
     ("serve", "kvloom.cli.serve:app", "Serve models."),
+    ("top", "kvloom.cli.top.app:app", "Watch a fleet that serves, in a terminal."),
     ("program", "kvloom.cli.admin:program", "Show or change the router program."),
     ("unit", "kvloom.cli.admin:unit", "Show units, drain or restart one."),
     ("node", "kvloom.cli.admin:node", "Show the nodes of a fleet, or empty one."),

@@ -8,11 +8,12 @@ import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http.client import BadStatusLine, HTTPException, HTTPResponse
 from pathlib import Path
-from typing import Final, TypeVar
+from types import MappingProxyType
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -25,6 +26,7 @@ from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
 KEY_VARIABLE: Final = "KVLOOM_ADMIN_KEY"
 SECONDS: Final = 30.0
 LONGEST_ANSWER: Final = 1 << 20
+LONGEST_EVENT: Final = 32 << 20
 _NO_TLS: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNEXPECTED_EOF_WHILE_READING")
 
 Answer = TypeVar("Answer")
@@ -32,6 +34,23 @@ Answer = TypeVar("Answer")
 
 class AdminError(Exception):
     """The server said no, or nothing. One line."""
+
+    def __init__(self, message: str, *, refused: bool = False) -> None:
+        """refused: it said no, and will again."""
+        super().__init__(message)
+        self.refused = refused
+
+
+class Silent(AdminError):
+    """A stream has told nothing for a while."""
+
+
+class ServerEvent(NamedTuple):
+    """A server-sent event."""
+
+    kind: str
+    id: str
+    data: bytes
 
 
 class AdminClient:
@@ -127,6 +146,13 @@ class AdminClient:
         what would change. Raises AdminError."""
         return self._call("config", Applied, Apply(wanted=wanted, really=really), seconds=None)
 
+    def stream(self, path: str, *, last: str = "", silence: float = SECONDS) -> Iterator[ServerEvent]:
+        """Yields the server-sent events of a path until the server ends them. last: the id of the last one
+        that is known. Raises AdminError; Silent if nothing comes for `silence` seconds."""
+        heads = {"accept": "text/event-stream"} | ({"last-event-id": last} if last else {})
+        with self._asked(path, None, silence, heads) as response:
+            yield from _events(response, self._url)
+
     def _call(
         self, path: str, kind: type[Answer], body: object = None, seconds: float | None = SECONDS
     ) -> Answer:
@@ -134,18 +160,44 @@ class AdminClient:
             return msgspec.json.decode(response.read(LONGEST_ANSWER), type=kind)
 
     @contextmanager
-    def _asked(self, path: str, body: object, seconds: float | None) -> Iterator[HTTPResponse]:
+    def _asked(
+        self, path: str, body: object, seconds: float | None, heads: Mapping[str, str] = MappingProxyType({})
+    ) -> Iterator[HTTPResponse]:
         """Raises AdminError, of what is read from the response too."""
         data = None if body is None else msgspec.json.encode(body)
         try:
-            request = urllib.request.Request(f"{self._url}/admin/{path}", data, self._headers)
+            request = urllib.request.Request(f"{self._url}/admin/{path}", data, {**self._headers, **heads})
             with self._open(request, timeout=seconds) as response:
                 yield response
         except urllib.error.HTTPError as error:
             keys = f"; --admin-key-file FILE or ${KEY_VARIABLE} gives one" if error.code == 401 else ""
-            raise AdminError(f"{self._url}: {_refusal(error)}{keys}") from error
+            raise AdminError(f"{self._url}: {_refusal(error)}{keys}", refused=error.code < 500) from error
         except (OSError, ValueError, HTTPException) as error:  # of the network, and of what came over it
             raise AdminError(f"{self._url}: {_problem(error)}; {_remedy(self._url, error)}") from error
+
+
+def _events(response: HTTPResponse, url: str) -> Iterator[ServerEvent]:
+    """Yields the events of a response. Raises Silent, and OSError and HTTPException of the network."""
+    kind, name, data = "message", "", list[bytes]()
+    while True:
+        try:
+            line = response.readline(LONGEST_EVENT)
+        except TimeoutError as error:
+            raise Silent(f"{url}: tells nothing any more") from error
+        if not line:
+            return
+        field, _, value = line.rstrip(b"\r\n").partition(b":")
+        value = value.removeprefix(b" ")
+        if field == b"event":
+            kind = value.decode(errors="replace")
+        elif field == b"id":
+            name = value.decode(errors="replace")
+        elif field == b"data":
+            data.append(value)
+        elif not field and not value and line in (b"\n", b"\r\n"):
+            if data:
+                yield ServerEvent(kind, name, b"\n".join(data))
+            kind, data = "message", []
 
 
 def _base(url: str) -> str:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvloom.cli.app import interruptible
+from kvloom.cli.app import check_outputs, interruptible
 from kvloom.cli.cluster import require_ray
 from kvloom.cli.tables import console_for
 from kvloom.config.fields import (
@@ -35,6 +35,7 @@ from kvloom.config.file import read_yaml
 from kvloom.config.machine import Machine
 from kvloom.config.models import SloConfig, resolve_model
 from kvloom.lab.workload.make import open_workload
+from kvloom.lab.workload.results import write_text
 from kvloom.lab.workload.summary import Traffic
 from kvloom.lab.workload.traces import NAMELESS
 from kvloom.plan.board import BoardPlacement
@@ -42,6 +43,7 @@ from kvloom.plan.cluster import CPU, Demand, DeviceCosts, Nodes, node_names
 from kvloom.plan.cost.devices import find_device
 from kvloom.plan.cost.profile import Profile, read_profile
 from kvloom.plan.cost.shapes import ModelShape, find_shape, read_shape
+from kvloom.plan.drawing import draw_plan
 from kvloom.plan.estimate import Estimator
 from kvloom.plan.explain import Shortfall, gigabytes, more_devices, shortfalls
 from kvloom.plan.plan import CPU_ITEMSIZE, PROCESS_BYTES, PlacementPlan, PlannedUnit, write_plan
@@ -314,6 +316,7 @@ def plan_command(
         ),
     ] = None,
     output: Annotated[Path | None, Parameter(alias="-o", help="the file to write")] = None,
+    html: Annotated[Path | None, Parameter(help="draw which models are on which devices")] = None,
 ) -> None:
     """Find out which models go together on which devices.
 
@@ -328,6 +331,7 @@ def plan_command(
     measured = None if profile is None else read_profile(profile)
     if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
         raise ConfigError(f"--output: {output} is no file in a folder; a path that can be written is right")
+    check_outputs(html)
     console = console_for(width=140)
     with interruptible("no plan is written"):
         traffic = None if workload is None else Traffic(open_workload(workload).requests())
@@ -340,8 +344,11 @@ def plan_command(
     devices = Counter[str]()
     for nodes in read.nodes:
         devices[nodes.device] += nodes.total
-    for line in summary(plan, devices, missing):
+    lines = list(summary(plan, devices, missing))
+    for line in lines:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
+    if html is not None:
+        write_text(html, draw_plan(plan, lines))
     if output is not None:
         write_plan(output, plan)
 

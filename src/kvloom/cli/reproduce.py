@@ -16,8 +16,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvloom.cli.app import check_outputs, interruptible
 from kvloom.cli.tables import console_for
-from kvloom.lab.reproduce.report import Experiment, Report, Scale, markdown, show_report, verdicts
+from kvloom.lab.reproduce.report import Experiment, Report, Scale, drawn, markdown, show_report, verdicts
 from kvloom.lab.workload.results import write_text
+from kvloom.page.report import report_page
 from kvloom.types.errors import ConfigError
 
 app = App(name="reproduce")
@@ -36,13 +37,14 @@ def reproduce(
     scale: Annotated[Scale, Parameter(help="small is for a quick look")] = "full",
     json: Annotated[Path | None, Parameter(help="write what was found")] = None,
     page: Annotated[Path | None, Parameter(name="--markdown", help="write the tables for a page")] = None,
+    html: Annotated[Path | None, Parameter(help="draw what was found as a page")] = None,
 ) -> None:
     """Run the experiments of a paper in virtual time.
 
     They run with kvloom's own engines, policies, pools and router programs; what the paper found is printed
     beside what is found here. No GPU is needed."""
     experiments = _chosen(paper, figure)
-    check_outputs(json, page)
+    check_outputs(json, page, html)
     console = console_for()
     with interruptible("nothing was written"), _quiet(logging.getLogger("kvloom")):
         reports = [_run(experiment, scale, console) for experiment in experiments]
@@ -52,6 +54,9 @@ def reproduce(
         write_text(json, msgspec.json.format(msgspec.json.encode(reports)).decode() + "\n")
     if page is not None:
         write_text(page, "\n".join(map(markdown, reports)))
+    if html is not None:
+        said = f"Each number of the paper, in grey, above what is found here: {counts}."
+        write_text(html, report_page(f"kvloom reproduce {paper}", said, map(drawn, reports)))
 
 
 @contextmanager

@@ -163,7 +163,7 @@ def prove(
 
 @contextmanager
 def _released_by_layer(module: nn.Module, release: Callable[[], None]) -> Iterator[None]:
-    """Calls `release` after each quantised layer, so that a forward does not bring a whole file into memory."""
+    """Calls `release` after each quantised layer: a forward does not bring a whole file into memory."""
     hooks = [
         layer.register_forward_hook(lambda *_: release())
         for layer in module.modules()

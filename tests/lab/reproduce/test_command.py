@@ -22,6 +22,7 @@ BAD = [
     (["microserving", "--scale", "huge"], ["--scale", "small"]),
     (["microserving", "--json", "no/x.json"], ["no/x.json: no such folder"]),
     (["microserving", "--markdown", "no/x.md"], ["no/x.md: no such folder"]),
+    (["microserving", "--html", "no/x.html"], ["no/x.html: no such folder"]),
 ]
 
 

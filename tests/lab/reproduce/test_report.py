@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from kvloom.lab.reproduce.report import Cell, Claim, Grid, Report, markdown, show_report, verdicts
+from kvloom.lab.reproduce.report import Cell, Claim, Grid, Report, drawn, markdown, show_report, verdicts
+from kvloom.page.report import report_page
 
 REPORT = Report(
     name="figure 9",
@@ -48,6 +49,16 @@ def test_a_verdict_is_the_same_from_both_sides(
 def test_verdicts_are_counted() -> None:
     counts = verdicts([REPORT, REPORT])
     assert counts == {"agrees": 2, "holds": 2, "near": 0, "cannot tell": 0, "differs": 0, "fails": 2}
+
+
+def test_a_drawing_has_the_papers_numbers_above_ours_and_all_other_tables() -> None:
+    text = report_page("hens", "", [drawn(REPORT)])
+    assert "2 told, 2.1 found: agrees" in text
+    assert '<rect class="theirs" width="1.6" height="12"/>' in text  # 2 of 1234.5, the most of its column
+    assert text.count('class="theirs"') == 1
+    assert text.count('class="ours"') == 2
+    for part in ("figure 9: hens", "<td>hens fly</td><td>hardly</td><td>fails</td>", "<td>Ada</td>"):
+        assert part in text
 
 
 def test_a_page_has_all_tables() -> None:

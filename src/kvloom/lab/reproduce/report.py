@@ -11,6 +11,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from kvloom.page import report as page
+from kvloom.page.report import Card, Pair
+
 Scale = Literal["small", "full"]
 Tell = Callable[[str, float], None]  # what is done now, and the part of the experiment done already
 
@@ -146,6 +149,34 @@ def markdown(report: Report) -> str:
         rule = ["---:" if i in one.right else "---" for i in range(len(one.heads))]
         parts.append("\n".join("| " + " | ".join(row) + " |" for row in (one.heads, rule, *one.rows)))
     return "\n\n".join(parts) + "\n"
+
+
+def drawn(report: Report) -> Card:
+    """Returns the report for a page to look at: each number of the paper above ours, on a scale for each
+    column."""
+    most: dict[str, float] = {}
+    for cell in report.cells:
+        most[cell.column] = max(most.get(cell.column, 0.0), cell.ours, cell.paper or 0.0)
+    pairs = [
+        Pair(
+            name=" · ".join(filter(None, (cell.row, cell.column))),
+            theirs=cell.paper,
+            ours=cell.ours,
+            told=_beside(cell),
+            whole=most[cell.column],
+        )
+        for cell in report.cells
+    ]
+    tables = [
+        page.Grid(one.heads, one.rows, one.right) for one in _tables(report) if one.heads != _CELL_HEADS
+    ]
+    return Card(f"{report.name}: {report.title}", "", [*([pairs] if pairs else []), *tables])
+
+
+def _beside(cell: Cell) -> str:
+    if cell.paper is None:
+        return _number(cell.ours)
+    return f"{_number(cell.paper)} told, {_number(cell.ours)} found: {cell.verdict}"
 
 
 def verdicts(reports: Iterable[Report]) -> dict[str, int]:

@@ -17,6 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from kvloom.lab.workload.results import CURVE, Course, Latency, Results, Tally, show_upheaval
 from kvloom.page import uplot
+from kvloom.page.report import style
 from kvloom.types.numbers import show_number, show_seconds
 
 MOST_STRETCHES: Final = 64  # of a course, as it is drawn
@@ -96,6 +97,7 @@ def page(results: Results) -> str:
         rows=[(name, _cells(tally)) for name, tally in tables],
         errors=sorted(results.errors.items(), key=lambda pair: -pair[1]),
         colours=COLOURS,
+        style=style(),
         chart_style=uplot("uPlot.min.css"),
         scripts=scripts,
         allowed=[_allowed(script) for script in scripts],

@@ -1,0 +1,1 @@
+"""`kvloom top`: a fleet that serves, seen in a terminal."""
