@@ -7,6 +7,7 @@ from torch import nn
 
 from kvloom.exec.cuda.device import cuda_device, uncut
 from kvloom.exec.cuda.granules import GranuleArena, Granules
+from kvloom.exec.cuda.operations import triton_operations
 from kvloom.exec.cuda.weights import SleepingWeights
 from kvloom.kernels.driver import Driver
 
@@ -35,7 +36,7 @@ class Model(nn.Module):
 
 
 def test_a_recording_gives_the_same_after_its_weights_have_slept_and_the_pool_had_their_memory() -> None:
-    device = cuda_device(0, uncut)
+    device = cuda_device(0, uncut, triton_operations())
     device.enter()
     lane = device.partitions.whole
     with torch.inference_mode():

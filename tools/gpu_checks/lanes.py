@@ -19,6 +19,7 @@ from kvloom.exec.cuda.device import (
     Partitions,
     try_out,
 )
+from kvloom.exec.cuda.operations import triton_operations
 from kvloom.kernels.driver import Driver, DriverError
 
 T = TypeVar("T")
@@ -99,5 +100,5 @@ def _lane(driver: Driver, device: torch.device, number: Any, resources: list[Any
     flags = int(api.CUstream_flags.CU_STREAM_NON_BLOCKING)
     stream = driver("cuGreenCtxStreamCreate", context, flags, 0)
     wrapped = CudaStream(torch.cuda.ExternalStream(int(stream), device))  # type: ignore[no-untyped-call]
-    try_out(wrapped, device)
+    try_out(driver, wrapped, device, triton_operations())
     return PartitionLane(sum(int(one.sm.smCount) for one in resources), wrapped)

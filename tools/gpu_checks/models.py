@@ -81,15 +81,16 @@ class Ground:
         return DeviceArena(size // self.block_bytes, self.block_bytes, self.device.torch)
 
 
-def halves(device: torch.device, count: int) -> Sequence[tuple[Side, Side]]:
+def halves(device: torch.device, count: int, operations: Operations) -> Sequence[tuple[Side, Side]]:
     """A `Cut`: of the pairs that a unit has the halves alone. Without planned shares adbs takes no other, and
     steps are recorded, and kernels compiled, for a third of the lanes."""
-    return cut_green(device, count, (1 / 2,))
+    return cut_green(device, count, operations, (1 / 2,))
 
 
 def cuda_ground(cut: Cut = halves) -> Ground:
     """The first GPU, with Triton's kernels. Raises ConfigError where it cannot be used."""
-    return Ground(cuda_device(0, cut), triton_operations(), torch.bfloat16)
+    operations = triton_operations()
+    return Ground(cuda_device(0, cut, operations), operations, torch.bfloat16)
 
 
 def make_module(shape: Shape, device: torch.device, dtype: torch.dtype, attention: str) -> torch.nn.Module:

@@ -16,9 +16,10 @@ def executor(run: Run) -> None:
     from tools.gpu_checks import beside, ceilings, jobs, mailbox, models, peers, smids, steps  # noqa: PLC0415
 
     from kvloom.exec.cuda.device import cuda_device, cut_green  # noqa: PLC0415
+    from kvloom.exec.cuda.operations import triton_operations  # noqa: PLC0415
 
     run.check("ceilings", ceilings.ceilings)
-    run.check("partitions", lambda: smids.disjoint(cuda_device(0, cut_green)))
+    run.check("partitions", lambda: smids.disjoint(cuda_device(0, cut_green, triton_operations())))
     ground = models.cuda_ground()
     run.check("a static split", lambda: smids.disjoint_split(ground.device))
     loaded = models.make_models({"8B": models.LLAMA_8B}, ground)

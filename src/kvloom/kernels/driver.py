@@ -5,7 +5,12 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from typing import Any
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+OLDEST_BINDINGS: Final = (12, 9)  # as the extra `gpu` has them in pyproject.toml
+BEYOND_BINDINGS: Final = (14,)
 
 
 class DriverError(Exception):
@@ -20,8 +25,9 @@ class Driver:
     """
 
     def __init__(self) -> None:
-        """Raises DriverError if there are no bindings or no driver."""
+        """Raises DriverError if there are no bindings that are known, or no driver."""
         self._contexts: dict[int, Any] = {}
+        _refuse_unknown()
         try:
             self.api: Any = importlib.import_module("cuda.bindings.driver")
             self("cuInit", 0)
@@ -43,11 +49,24 @@ class Driver:
             raise DriverError(f"these cuda-bindings have no {name}")
         try:
             status, *results = call(*arguments)
-        except RuntimeError as error:  # the driver lacks the function
+        except (RuntimeError, TypeError) as error:  # the driver lacks the function, or it takes others
             raise DriverError(f"{name}: {error}") from error
         if int(status):
             raise DriverError(f"{name}: {status.name}")
         return results[0] if len(results) == 1 else tuple(results)
+
+
+def _refuse_unknown() -> None:
+    """Raises DriverError for bindings whose names and structs nobody has compared with what is asked here;
+    none at all are told of when they are imported."""
+    with suppress(PackageNotFoundError):
+        found = version("cuda-bindings")
+        numbers = tuple(int(one) if one.isdecimal() else 0 for one in found.split(".")[:2])
+        if not OLDEST_BINDINGS <= numbers < BEYOND_BINDINGS:
+            oldest, beyond = (".".join(map(str, one)) for one in (OLDEST_BINDINGS, BEYOND_BINDINGS))
+            raise DriverError(
+                f"cuda-bindings {found} are not known here; {oldest} or newer, below {beyond}, is right"
+            )
 
 
 def read_struct(struct: Any, size: int) -> bytes:

@@ -70,6 +70,7 @@ class CudaAttentionServer:
         lanes: Sequence[PolledLane],
         idle: PolledLane,
         serve: Serve,
+        enter: Callable[[], None],
         borrower: int,
         ended: Callable[[str], None],
         looks: int = _IDLE_LOOKS,
@@ -77,16 +78,17 @@ class CudaAttentionServer:
         *,
         launches: bool = False,
     ) -> None:
-        """start: what the mailbox' counters begin with. lanes: of forwards. idle: of the thread. borrower:
-        its process' id. comes: seconds until it has mapped the mailbox, or the loan ends. launches:
-        tasks wait until the host launches them, between two forwards (the paper's baseline, control by the
-        CPU). Raises OSError if the borrower is gone."""
+        """start: what the mailbox' counters begin with. lanes: of forwards. idle: of the thread. enter: lets
+        the calling thread use the device. borrower: its process' id. comes: seconds until it has mapped the
+        mailbox, or the loan ends. launches: tasks wait until the host launches them, between two forwards
+        (the paper's baseline, control by the CPU). Raises OSError if the borrower is gone."""
         self.launches = launches
         self._mailbox = mailbox
         self._lent = lent
         self._lanes = list(lanes)
         self._idle = idle
         self._serve = serve
+        self._enter = enter
         self._ended = ended
         self._looks = looks
         self._state = LenderState(start, mailbox)
@@ -133,6 +135,7 @@ class CudaAttentionServer:
 
     def _watch(self) -> None:
         try:
+            self._enter()
             while not self._over:
                 self._rest()
                 if self.over is End.FORGED:
@@ -307,6 +310,7 @@ class CudaOffloadBackend:
                     executor.lanes,
                     executor.beside(),
                     executor.serve,
+                    executor.enter,
                     borrow.pid,
                     on_this_loop(ended),
                     launches=borrow.control == "iterations",

@@ -55,8 +55,8 @@ def attending(
 ) -> Iterator[CudaAttentionServer]:
     """The lender's end of a loan; nobody waits long for its idle thread."""
     lanes, idle = device.partitions.lanes, PartitionLane(COMPUTE, stream or _Slow())
-    given = loan.mailbox, loan.lent, loan.start, lanes, idle, operations.serve, borrower or os.getpid(), ended
-    made = CudaAttentionServer(*given, looks=0, **how)
+    given = loan.mailbox, loan.lent, loan.start, lanes, idle, operations.serve, device.enter
+    made = CudaAttentionServer(*given, borrower or os.getpid(), ended, looks=0, **how)
     try:
         yield made
     finally:

@@ -15,6 +15,8 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
+from kvloom.exec.cuda.operations import Operations
+from kvloom.exec.cuda.trial import Trial, why_no_launch
 from kvloom.kernels.driver import Driver, DriverError
 from kvloom.types.errors import ConfigError
 
@@ -127,21 +129,25 @@ class CudaStream:
         return graph
 
 
+Side = tuple[int, DeviceStream]  # with its multiprocessors
+Cut = Callable[[torch.device, int, Operations], Sequence[tuple[Side, Side]]]
+
+
 PARTS: Final = (1 / 8, 1 / 4, 3 / 8, 1 / 2)  # of the multiprocessors, for the smaller side of each pair
 STEP: Final = 8  # Hopper's: partitions have a multiple of it
 
-Side = tuple[int, DeviceStream]  # with its multiprocessors
-Cut = Callable[[torch.device, int], Sequence[tuple[Side, Side]]]
 
-
-def cut_green(device: torch.device, count: int, parts: Sequence[float] = PARTS) -> list[tuple[Side, Side]]:
+def cut_green(
+    device: torch.device, count: int, operations: Operations, parts: Sequence[float] = PARTS
+) -> list[tuple[Side, Side]]:
     """Returns pairs of a device with `count` multiprocessors, one for each of `parts`; if the driver or its
-    bindings cannot make them, one pair of plain streams, which share all, and logs so."""
+    bindings cannot make them, or their streams do not run what lanes are asked for, one pair of plain
+    streams, which share all, and logs so."""
     try:
         driver = Driver()
         driver.enter(device.index)
         sizes = sorted({max(STEP, round(count * part / STEP) * STEP) for part in parts})
-        return [_pair(driver, device, size) for size in sizes if size < count]
+        return [_pair(driver, device, size, operations) for size in sizes if size < count]
     except DriverError as error:
         _log.warning(
             "no green contexts, so jobs that run at the same time share all of %s: %s", device, error
@@ -151,17 +157,19 @@ def cut_green(device: torch.device, count: int, parts: Sequence[float] = PARTS) 
         return [((half, first), (count - half, second))]
 
 
-def _pair(driver: Driver, device: torch.device, size: int) -> tuple[Side, Side]:
+def _pair(driver: Driver, device: torch.device, size: int, operations: Operations) -> tuple[Side, Side]:
     """Returns resources of at least `size` multiprocessors, and of the rest."""
     api = driver.api
     number = driver("cuDeviceGet", device.index)
     everything = driver("cuDeviceGetDevResource", number, api.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)
-    groups, _, rest = driver("cuDevSmResourceSplitByCount", 1, everything, 0, size)
-    first, second = (_side(driver, device, number, part) for part in (groups[0], rest))
+    groups, made, rest = driver("cuDevSmResourceSplitByCount", 1, everything, 0, size)
+    if not int(made):
+        raise DriverError(f"cuDevSmResourceSplitByCount: no group of {size} multiprocessors")
+    first, second = (_side(driver, device, number, part, operations) for part in (groups[0], rest))
     return first, second
 
 
-def _side(driver: Driver, device: torch.device, number: Any, resource: Any) -> Side:
+def _side(driver: Driver, device: torch.device, number: Any, resource: Any, operations: Operations) -> Side:
     """Returns the stream of a side. The contexts are never destroyed: they live as long as the process, as
     the streams do."""
     api = driver.api
@@ -171,19 +179,23 @@ def _side(driver: Driver, device: torch.device, number: Any, resource: Any) -> S
     flags = int(api.CUstream_flags.CU_STREAM_NON_BLOCKING)
     stream = driver("cuGreenCtxStreamCreate", context, flags, 0)
     wrapped = CudaStream(torch.cuda.ExternalStream(int(stream), device))  # type: ignore[no-untyped-call]
-    try_out(wrapped, device)
+    try_out(driver, wrapped, device, operations)
     return int(resource.sm.smCount), wrapped
 
 
-def try_out(stream: CudaStream, device: torch.device) -> None:
-    """Raises DriverError if work and events of the primary context, as torch makes them, do not go into the
-    stream."""
+def try_out(driver: Driver, stream: CudaStream, device: torch.device, operations: Operations) -> None:
+    """Raises DriverError if kernels of the primary context, Triton's, cuBLAS' and torch's own, do not run in
+    the stream, live and recorded."""
     try:
         with stream.entered():
-            torch.zeros(1, device=device)
+            trial = Trial(device, operations)
+            trial.ask()
+            trial.check()
+            trial.record(driver, stream.stream.cuda_stream)
+            trial.check()
         stream.mark().wait()
     except RuntimeError as error:
-        raise DriverError(f"their streams take no work: {' '.join(str(error).split())[:200]}") from error
+        raise DriverError(f"their streams do not work: {' '.join(str(error).split())[:200]}") from error
 
 
 class PartitionLane:
@@ -194,6 +206,7 @@ class PartitionLane:
         self.compute = compute
         self.stream = stream
         self.lock = threading.Lock()
+        self.recording = threading.Lock()
         self.jobs = 0
 
     def entered(self) -> AbstractContextManager[object]:
@@ -203,7 +216,8 @@ class PartitionLane:
         return self.stream.mark()
 
     def record(self, work: Callable[[], None]) -> Recording:
-        return self.stream.record(work)
+        with self.recording:
+            return self.stream.record(work)
 
 
 class Partitions:
@@ -213,6 +227,10 @@ class Partitions:
     def __init__(self, whole: PartitionLane, pairs: Sequence[tuple[PartitionLane, PartitionLane]]) -> None:
         self.whole = whole
         self.pairs = list(pairs)
+        self.recording = threading.Lock()
+        """Held while any lane records: torch's allocator gives no memory back meanwhile."""
+        for lane in self.lanes:
+            lane.recording = self.recording
 
     @property
     def lanes(self) -> list[PartitionLane]:
@@ -263,9 +281,10 @@ class GpuDevice:
         return 1 << 62, 1 << 62
 
     def trim(self) -> None:
-        """Gives back memory that this process keeps and does not use."""
-        if self.torch.type == "cuda":
-            torch.cuda.empty_cache()
+        """Gives back memory that this process keeps and does not use, once no lane records."""
+        with self.partitions.recording:
+            if self.torch.type == "cuda":
+                torch.cuda.empty_cache()
 
     def settle(self) -> None:
         """Waits for all that this process has asked for."""
@@ -298,7 +317,7 @@ class GpuDevice:
             torch.cuda.set_device(self.torch)
 
 
-def uncut(device: torch.device, count: int) -> Sequence[tuple[Side, Side]]:
+def uncut(device: torch.device, count: int, operations: Operations) -> Sequence[tuple[Side, Side]]:
     """Makes no partitions: a `Cut` for a device whose jobs take turns."""
     return ()
 
@@ -310,9 +329,10 @@ def host_device(compute: int) -> GpuDevice:
     return GpuDevice(torch.device("cpu"), compute, Partitions(PartitionLane(compute, HostStream()), [pair]))
 
 
-def cuda_device(index: int, cut: Cut) -> GpuDevice:
+def cuda_device(index: int, cut: Cut, operations: Operations) -> GpuDevice:
     """Returns GPU `index` of those this process sees. cut: makes complementary streams, with their
-    multiprocessors. Raises ConfigError with what is wrong and what would be right."""
+    multiprocessors. operations: one of them is tried, so that what kernels lack is told before a model is
+    loaded. Raises ConfigError with what is wrong and what would be right."""
     _refuse_unusable(index)
     here = torch.device("cuda", index)
     try:
@@ -325,9 +345,28 @@ def cuda_device(index: int, cut: Cut) -> GpuDevice:
         raise ConfigError(
             f"device: cuda:{index} is busy: others hold {total - free:,} of its {total:,} bytes; {_OTHERS}"
         )
+    refuse_kernels(main, here, operations)
     count = torch.cuda.get_device_properties(here).multi_processor_count
-    pairs = [(PartitionLane(*first), PartitionLane(*second)) for first, second in cut(here, count)]
+    try:
+        pairs = [
+            (PartitionLane(*first), PartitionLane(*second)) for first, second in cut(here, count, operations)
+        ]
+    except RuntimeError as error:  # what was tried has broken the device for this process
+        raise ConfigError(
+            f"device: cuda:{index} has failed while its partitions were tried: {_line(error)}"
+        ) from error
     return GpuDevice(here, count, Partitions(PartitionLane(count, main), pairs))
+
+
+def refuse_kernels(stream: DeviceStream, device: torch.device, operations: Operations) -> None:
+    """Raises ConfigError if a stream does not run kernels, with what they lack."""
+    try:
+        with stream.entered():
+            trial = Trial(device, operations)
+            trial.ask()
+            trial.check()
+    except Exception as error:  # whatever a compiler, a linker and a loader say
+        raise ConfigError(f"device: {why_no_launch(error)}") from error
 
 
 _OTHERS: Final = "a GPU that no other process uses, or `device: cpu`, is right"

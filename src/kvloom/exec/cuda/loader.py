@@ -124,16 +124,36 @@ def load_gpu_executor(spec: EngineSpec, progress: Callable[[str], None] = lambda
     """Loads a unit of one GPU. Raises ConfigError with what the device lacks."""
     progress(f"opening {spec.device}")
     device, operations = open_gpu(spec.device, cut=cut_green)
+    if spec.weave is not None:
+        refuse_slices(_open_driver("weave"), device.torch)
     if spec.sleep_dir:
-        return load_within_budget(spec, device, operations, _open_driver(), progress)
+        return load_within_budget(spec, device, operations, _open_driver("memory"), progress)
     return load_executor(spec, device, operations, progress)
 
 
-def _open_driver() -> Driver:
+def _open_driver(what: str) -> Driver:
     try:
         return Driver()
     except DriverError as error:
-        raise ConfigError(f"memory: {error}; pip install 'kvloom[gpu]'") from error
+        raise ConfigError(f"{what}: {error}; pip install 'kvloom[gpu]'") from error
+
+
+def refuse_slices(driver: DriverCalls, device: torch.device) -> None:
+    """Raises ConfigError unless MPS runs kernels of several processes on the GPU side by side: by turns of
+    the GPU, who waits for another process' attention spins through its own turn, and that in each layer."""
+    index = device.index or 0
+    try:
+        driver.enter(index)
+        number = driver("cuDeviceGet", index)
+        attribute = driver.api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
+        if int(driver("cuDeviceGetAttribute", attribute, number)):
+            return
+    except DriverError as error:
+        raise ConfigError(f"weave: whether MPS runs on {device} cannot be told: {error}") from error
+    raise ConfigError(
+        f"weave: two units on {device} without MPS have it by turns, and wait for each other through them; "
+        "MPS before the fleet starts (nvidia-cuda-mps-control -d), or no `weave`, is right"
+    )
 
 
 def open_gpu(name: str, cut: Cut, rank: int = 0) -> tuple[GpuDevice, Operations]:
@@ -148,7 +168,7 @@ def open_gpu(name: str, cut: Cut, rank: int = 0) -> tuple[GpuDevice, Operations]
             f"device: Triton cannot be used here ({error}); pip install 'kvloom[gpu]', "
             "or `device: cpu`, is right"
         ) from error
-    return cuda_device(int(name.partition(":")[2] or 0) + rank, cut), operations
+    return cuda_device(int(name.partition(":")[2] or 0) + rank, cut, operations), operations
 
 
 def load_executor(

@@ -223,11 +223,19 @@ class DeviceModel:
         if "copy_sources" not in sent.arrays:
             return
         lists = (sent.arrays[name] for name in ("copy_sources", "copy_targets", "copy_counts"))
-        self.operations.copy_pages(
-            self.memory,
-            self.page_map.blocks,
-            *lists,
-            block_bytes=self.geometry.block_bytes,
-            page_tokens=self.geometry.tokens_per_block,
-            token_bytes=self.geometry.token_bytes // 2,
-        )
+        self.operations.copy_pages(self.memory, self.page_map.blocks, *lists, **self._layout)
+
+    def rehearse_sends(self, sent: SentInputs) -> None:
+        """Copies no token of a block, as what is sent to other units is copied."""
+        ids, counts = sent.arrays["copy_sources"], sent.arrays["copy_counts"]
+        lists = ids, ids, counts, counts
+        self.operations.copy_blocks(self.memory, self.memory, *lists, **self._layout)
+
+    @property
+    def _layout(self) -> dict[str, int]:
+        geometry = self.geometry
+        return {
+            "block_bytes": geometry.block_bytes,
+            "page_tokens": geometry.tokens_per_block,
+            "token_bytes": geometry.token_bytes // 2,
+        }

@@ -23,6 +23,7 @@ class Operations:
     decode_attention: Callable[..., None]
     prefill_attention: Callable[..., None]
     copy_pages: Callable[..., None]
+    copy_blocks: Callable[..., None]
     advance: Callable[..., None]
     rms_norm: Callable[[Tensor, Tensor, float, float], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], None]
@@ -51,6 +52,7 @@ def plain_operations() -> Operations:
         decode,
         reference.prefill_attention,
         reference.copy_pages,
+        reference.copy_blocks,
         reference.advance,
         reference.rms_norm,
         rotate,
@@ -65,7 +67,7 @@ def plain_operations() -> Operations:
 def triton_operations() -> Operations:
     """Returns Triton's kernels. They are imported here alone: triton reads its environment when it is
     imported."""
-    from kvloom.kernels.cuda.copy import copy_pages
+    from kvloom.kernels.cuda.copy import copy_blocks, copy_pages
     from kvloom.kernels.cuda.decode import decode_attention, workspace
     from kvloom.kernels.cuda.elementwise import advance, gated, rms_norm, rotate, write_kv
     from kvloom.kernels.cuda.offload_ask import collect, post
@@ -77,6 +79,7 @@ def triton_operations() -> Operations:
         decode_attention,
         prefill_attention,
         copy_pages,
+        copy_blocks,
         advance,
         rms_norm,
         rotate,

@@ -103,7 +103,7 @@ def run_prefill(
 
 
 def rehearse(model: DeviceModel, tokens: int, device: GpuDevice) -> None:
-    """Runs a prefill of so many tokens that are written nowhere, a copy of no tokens, a draw, and what lies
+    """Runs a prefill of so many tokens that are written nowhere, copies of no tokens, a draw, and what lies
     between two steps, so that their kernels are compiled."""
     lane, none = device.partitions.whole, np.zeros(tokens, dtype=np.int32)
     draws = Draws.of((SampleRow(0, 0, 0, SamplingParams(max_tokens=1, seed=0, temperature=1.0)),))
@@ -123,6 +123,7 @@ def rehearse(model: DeviceModel, tokens: int, device: GpuDevice) -> None:
     with torch.inference_mode(), lane.entered():
         sent = Staging(device).send(arrays)
         model.copy_pages(sent)
+        model.rehearse_sends(sent)
         logits = run_prefill(model, sent.arrays, lambda layer: None, lambda: None)
         ids, _ = draws.take(logits, sent.arrays)
         model.advance(sent, ids)
