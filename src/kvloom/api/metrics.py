@@ -62,9 +62,9 @@ class Metrics:
         )
         self.latency = self._histogram("request_seconds", "From the request's arrival to its end.", _SECONDS)
 
-    def watch(self, request: str = "") -> Watch:
-        """Returns what measures a request that has come. request: its id."""
-        return Watch(self, self.lives.begin(request))
+    def watch(self, request: str = "", trace: str = "") -> Watch:
+        """Returns what measures a request that has come. request: its id; trace: its `traceparent`."""
+        return Watch(self, self.lives.begin(request, trace))
 
     def render(
         self,

@@ -62,6 +62,7 @@ CONFIG.yaml, with the defaults:
   share_prefixes: auto   # or all, key: who finds whose prompts cached
   audit_file: audit.jsonl # what administrators did; left out, the log has it
   journal: journal.jsonl # what happens to the fleet, and why; also at /admin/events
+  otlp: http://127.0.0.1:4318  # traces go there (OpenTelemetry)
   access_log: false      # a line for each request, without its content
   log_level: info        # or warning, error
   log_format: text       # or json: each line is an object
@@ -109,6 +110,9 @@ def serve(
     journal: Annotated[
         Path | None, Parameter(help="write what happens to the fleet, and why, to this file")
     ] = None,
+    otlp: Annotated[
+        str | None, Parameter(metavar="URL", help="send traces to this OpenTelemetry collector")
+    ] = None,
     access_log: Annotated[
         bool | None, Parameter(negative=(), help="show a line for each request, without its content")
     ] = None,
@@ -124,7 +128,7 @@ def serve(
     With neither CONFIG nor --model it serves the demo fleet: three tiny models that came with kvloom. Flags
     override what CONFIG says."""
     given = {"host": host, "port": port, "kv_memory": kv_memory, "memory": memory, "policy": policy}
-    given |= {"access_log": access_log, "log_level": log_level, "log_format": log_format}
+    given |= {"otlp": otlp, "access_log": access_log, "log_level": log_level, "log_format": log_format}
     flags: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     for key, file in (
         ("api_key_file", api_key_file),

@@ -42,6 +42,7 @@ from kvloom.config.fields import (
     Threads,
     Timeout,
     Watchdog,
+    check_collector,
     explain,
     no_bool,
     read_api_keys,
@@ -93,7 +94,7 @@ DEMO: Final = Path(__file__).resolve().parents[1] / "demo"
 DEMO_SETTINGS: Final = {"block_bytes": "4KiB", "kv_memory": "64MiB"}
 KEPT_FROM_START: Final = (
     *("host", "port", "tls", "proxies", "allow_origins"),
-    *("api_key_file", "admin_key_file", "keys", "share_prefixes", "audit_file", "journal"),
+    *("api_key_file", "admin_key_file", "keys", "share_prefixes", "audit_file", "journal", "otlp"),
     *("access_log", "log_level", "log_format"),
     *("max_body", "max_connections", "request_timeout"),
     *("drain", "patience", "load_timeout", "watchdog", "node_lease", "node_tls", "gateways", "rescheduling"),
@@ -141,6 +142,7 @@ class Config(ConfigSection):
     share_prefixes: Literal["auto", "all", "key"] = "auto"
     audit_file: Path | None = None
     journal: Path | None = None
+    otlp: str | None = None
     access_log: bool = False
     log_level: Literal["info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
@@ -225,6 +227,11 @@ class Config(ConfigSection):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise ValueError(f"{path}; a file in a folder that is there is right")
         return path
+
+    @field_validator("otlp")
+    @classmethod
+    def _collector(cls, value: str | None) -> str | None:
+        return None if value is None else check_collector(value)
 
     @field_validator("cache_dir")
     @classmethod

@@ -9,10 +9,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from ipaddress import ip_network
 from pathlib import Path
 from pwd import getpwuid
 from typing import Annotated, Any, Final, Literal, TypeVar, get_args
+from urllib.parse import urlsplit
 
 import msgspec
 from pydantic import (
@@ -55,6 +57,26 @@ def show_size(size: int) -> str:
             return f"{value:.4g} {unit}"
         value /= 1024
     return f"{value:.4g} TiB"
+
+
+def check_collector(url: str) -> str:
+    """Returns the address of an OpenTelemetry collector. Raises ValueError if it is none, or if nothing here
+    can send to it."""
+    right = "http://HOST:4318 is right"
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and url.isprintable()
+    except ValueError:
+        known = False
+    if not known:
+        raise ValueError(f"{url[:80]!r}; {right}")
+    try:
+        there = find_spec("opentelemetry.exporter.otlp.proto.http") and find_spec("opentelemetry.sdk")
+    except ModuleNotFoundError:
+        there = None
+    if there is None:
+        raise ValueError("OpenTelemetry is not installed; `pip install 'kvloom[otlp]'` is right")
+    return url
 
 
 def parse_seconds(text: str | int | float) -> float:

@@ -81,9 +81,12 @@ _STATES: Final[dict[str, State]] = {
 class Story:
     """A life as it is being written."""
 
-    def __init__(self, request: str, forget: Callable[[Story], None] = lambda _: None) -> None:
-        """forget: called at its end."""
+    def __init__(
+        self, request: str, forget: Callable[[Story], None] = lambda _: None, trace: str = ""
+    ) -> None:
+        """forget: called at its end; trace: the caller's `traceparent`."""
         self.id = request
+        self.trace = trace
         self.api_id = ""
         self.model = ""
         self.requests: tuple[str, ...] = ()
@@ -156,14 +159,16 @@ class Lives:
     """The lives of the last requests, and no more than `most`."""
 
     def __init__(self, most: int = KEPT) -> None:
+        self.ended: Callable[[Story], None] = lambda _: None
+        """Takes each life that has ended."""
         self._most = most
         self._stories: deque[Story] = deque()
         self._asked: dict[str, Story] = {}
         """Those that are under way, by the ids of their parts."""
 
-    def begin(self, request: str) -> Story:
-        """Returns the life of a request that has come, with its `x-request-id`."""
-        story = Story(request, self._forget)
+    def begin(self, request: str, trace: str = "") -> Story:
+        """Returns the life of a request that has come, with its `x-request-id`, and its `traceparent`."""
+        story = Story(request, self._end, trace)
         self._stories.append(story)
         if len(self._stories) > self._most:
             self._forget(self._stories.popleft())
@@ -194,6 +199,10 @@ class Lives:
             ),
             None,
         )
+
+    def _end(self, story: Story) -> None:
+        self._forget(story)
+        self.ended(story)
 
     def _forget(self, story: Story) -> None:
         for request in story.requests:

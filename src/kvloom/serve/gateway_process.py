@@ -33,6 +33,7 @@ from kvloom.cluster.launcher import Change, Edited, Snapshot
 from kvloom.cluster.mirror import Mirror
 from kvloom.cluster.orders import FleetOrders
 from kvloom.cluster.state import ALIVE, is_gateway
+from kvloom.config.fields import check_collector
 from kvloom.journal.log import Outbox, RecordLog
 from kvloom.journal.records import Journaled, Recorder, nobody
 from kvloom.journal.samples import Sample, make_sample
@@ -150,6 +151,7 @@ async def gateway(
         )
         rescheduler = await stack.enter_async_context(Rescheduler(router, clock, orders, record))
         trail = stack.enter_context(audit(order.audit_file))
+        await stack.enter_async_context(traced(order, journal, metrics, clock))
         samples = LiveSamples(partial(take_sample, router, mirror, metrics))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         mirror.follow(cut)
@@ -192,8 +194,11 @@ async def gateway(
             ready=lambda: report(Ready(endpoint=endpoint)),
         )
         ending = asyncio.Event()
-        pulse = tell_pulse(router, clock, logging.getLogger(PULSE).info)
-        for one in (end_streams(router, ending, clock), pulse, samples.run(clock)):
+        for one in (
+            end_streams(router, ending, clock),
+            tell_pulse(router, clock, logging.getLogger(PULSE).info),
+            samples.run(clock),
+        ):
             beside.append(tasks.create_task(one))
         yield GatewayServer(mirror, journal, samples, server, order.drain, ending)
         for task in beside:
@@ -272,6 +277,32 @@ class KeptCards:
             await asyncio.to_thread(keep_cards, self.folder, unit, cards)
         except OSError as error:
             _log.warning("%s: what it serves cannot be kept: %s", unit, error.strerror)
+
+
+@asynccontextmanager
+async def traced(
+    order: GatewayOrder, journal: RecordLog, metrics: Metrics, clock: Clock
+) -> AsyncIterator[None]:
+    """Sends the traces of requests to where the order says, if it does."""
+    wanted = bool(order.otlp)
+    if wanted:
+        try:
+            check_collector(order.otlp)
+        except ValueError as error:  # on another host than the fleet's own
+            _log.warning("otlp: %s; the gateway serves on without traces", error)
+            wanted = False
+    if not wanted:
+        yield
+        return
+    from kvloom.serve.processes.tracing import tracing  # noqa: PLC0415 -- an extra, which few have
+
+    with tracing(order.otlp, f"gateway {order.node}".strip(), _log.warning) as traces:
+        journal.follow(traces.note)
+        metrics.lives.ended = traces.end
+        async with together() as tasks:
+            telling = tasks.create_task(traces.run(clock))
+            yield
+            telling.cancel()
 
 
 @contextmanager

@@ -95,6 +95,7 @@ def gateway_spec(config: Config) -> GatewaySpec:
         share_prefixes=config.share_prefixes,
         access_log=config.access_log,
         audit_file=str(config.audit_file or ""),
+        otlp=config.otlp or "",
         max_body=config.max_body,
         max_connections=config.max_connections,
         program=config.program,

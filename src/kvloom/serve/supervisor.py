@@ -212,6 +212,8 @@ class Supervisor:
             self._journal.follow(self._copy_journal)
             kept = stack.enter_context(kept_in(self._config.journal, self._screen))
             self._journal.follow(kept)
+            if self._config.otlp is not None:
+                self._journal.follow(stack.enter_context(traced_to(self._config.otlp, self._screen)))
             controlling = group.create_task(self._control())
             try:
                 return await self._follow()
@@ -343,6 +345,15 @@ class Supervisor:
     def _label(self, component: str) -> str:
         """Returns the component whose step it is, if there are several to tell apart."""
         return _shown(component) if len(self._controller.spec.units) > 1 else ""
+
+
+@contextmanager
+def traced_to(url: str, screen: Screen) -> Iterator[Callable[[Sequence[Record]], None]]:
+    """Gives a function that sends records to an OpenTelemetry collector, in the background."""
+    from kvloom.serve.processes.tracing import tracing  # noqa: PLC0415 -- an extra, which few have
+
+    with tracing(url, "fleet", partial(screen.warn, "otlp")) as traces:
+        yield traces.tell
 
 
 @contextmanager

@@ -194,7 +194,8 @@ class EndpointContext:
         prepare: Prepare[Body],
     ) -> Response:
         """Answers a request whose body has this form with what `prepare` makes of it for a tenant."""
-        watch = self.metrics.watch(request.scope.get("state", {}).get(ID_STATE, ""))
+        trace = request.headers.get("traceparent", "")
+        watch = self.metrics.watch(request.scope.get("state", {}).get(ID_STATE, ""), trace)
         held, limit = account(request), TimeLimit(self.seconds)
         measured_by(request.scope, watch)
         access = access_of(request.scope)

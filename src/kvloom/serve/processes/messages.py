@@ -63,6 +63,8 @@ class GatewaySpec(Struct, frozen=True, kw_only=True):
     """The file of keys with names; empty if there is none."""
     share_prefixes: Literal["auto", "all", "key"] = "auto"
     access_log: bool = False
+    otlp: str = ""
+    """Where traces go; nowhere if it is empty."""
     """Whether a line is logged for each request."""
     audit_file: str = ""
     """Where the audit trail is written; empty for the log."""
