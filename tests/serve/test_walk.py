@@ -35,7 +35,7 @@ from tests.plane import Plane
 from tests.scripted import served
 
 MODEL, TOKENS = "wide", 40
-MOST_FUNCTIONS, MOST_GENERATORS = 25, 3
+MOST_FUNCTIONS, MOST_GENERATORS = 26, 3
 # Where a batch ends, and the loops over a stream: in the engine's process, and in the gateway's.
 ENDS = (Scheduler.process_outputs.__code__, OutputProcessor.process.__code__)
 LOOPS = (inspect.getfile(GenerateVerb), inspect.getfile(Generation))
