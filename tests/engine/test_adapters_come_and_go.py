@@ -437,3 +437,32 @@ def test_prefixes_of_adapters_come_back_from_files_for_the_same_weights_alone(
         assert await lives("one") > 0
 
     asyncio.run(test())
+
+
+def test_other_weights_that_are_refused_leave_those_that_are_served(made: Path, folder: Path) -> None:
+    async def test() -> None:
+        async with running(spec(made, kv_bytes=1 << 20)) as engine:
+            await engine.load_adapter(loading("x", folder / "one"))
+            shutil.rmtree(folder / "one")
+            make_adapter(folder / "one", made / "base", seed=7, rank=128)
+            with pytest.raises(BadRequest, match=r"its weights take \d+ blocks"):
+                await engine.load_adapter(loading("x", folder / "one"))
+            assert await names(engine) == {"base", "x"}
+            await check(engine, "x", made, "one")
+
+    asyncio.run(test())
+
+
+def test_an_adapter_that_is_unloaded_while_it_is_loaded_again_is_loaded(made: Path, folder: Path) -> None:
+    async def test() -> None:
+        async with running(spec(made)) as engine:
+            await engine.load_adapter(loading("x", folder / "one"))
+            shutil.rmtree(folder / "one")
+            shutil.copytree(made / "two", folder / "one")
+            again = asyncio.create_task(engine.load_adapter(loading("x", folder / "one")))
+            await asyncio.sleep(0)
+            await engine.unload_adapter(UnloadAdapter(name="x"))
+            await again
+            await check(engine, "x", made, "two")
+
+    asyncio.run(test())

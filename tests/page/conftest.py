@@ -31,8 +31,10 @@ class Served:
     url: str
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """It is closed after each module: while it is there its event loop runs, beside which no other test could
+    run one."""
     with started() as browser:
         yield browser
 

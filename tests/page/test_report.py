@@ -5,14 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser
 
 from kvloom.page.report import Bar, Card, Grid, Pair, Part, report_page
-from tests.page.browser import Scheme, overflow, shown, started
+from tests.page.browser import Scheme, overflow, shown
 
 HOSTILE = "<script>alert(1)</script>&\"'"
 LONG = "a-name-without-an-end-" * 8
@@ -58,18 +57,12 @@ def test_parts_follow_one_another_within_the_bar() -> None:
     ]
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with started() as browser:
-        yield browser
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1280])
-def test_a_browser_shows_it_whole(chromium: Browser, tmp_path: Path, width: int, scheme: Scheme) -> None:
+def test_a_browser_shows_it_whole(browser: Browser, tmp_path: Path, width: int, scheme: Scheme) -> None:
     file = tmp_path / "report.html"
     file.write_text(report())
-    with shown(chromium, file.as_uri(), width=width, scheme=scheme) as (page, seen):
+    with shown(browser, file.as_uri(), width=width, scheme=scheme) as (page, seen):
         drawn, window = overflow(page)
         ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert page.title() == HOSTILE

@@ -203,9 +203,9 @@ class AdapterMemory(Protocol):
         """Reads an adapter from its folder and proves it, beside running jobs. Raises ConfigError from the
         future if it cannot be served; then it is not in memory."""
 
-    def digest(self, base: str, adapter: AdapterSpec) -> asyncio.Future[str]:
-        """Returns the digest of what its folder holds now, which changes nothing. Raises ConfigError from
-        the future if that cannot be served."""
+    def check(self, base: str, adapter: AdapterSpec) -> asyncio.Future[ProvenAdapter]:
+        """Returns what an adapter's folder holds now, which changes nothing. Raises ConfigError from the
+        future if that cannot be served."""
 
     def drop(self, adapter: str) -> None:
         """Lets go of an adapter's weights, if they are in memory. Jobs that run keep what they need."""

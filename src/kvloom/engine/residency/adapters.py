@@ -23,7 +23,7 @@ from kvloom.kv.prefix_feed import adapter_salt
 from kvloom.types.clock import Clock
 from kvloom.types.errors import BadRequest, ConfigError, Conflict, Unavailable, UnknownModel
 from kvloom.types.geometry import I32
-from kvloom.types.job import AdapterMemory
+from kvloom.types.job import AdapterMemory, ProvenAdapter
 from kvloom.types.spec import AdapterSpec
 
 PREEMPTS_AFTER: Final = 1.0
@@ -119,9 +119,14 @@ class AdapterResidency:
     async def using(self, models: Iterable[str], priority: int) -> AsyncIterator[None]:
         """Keeps the adapters among the models in memory, once they are there; those that are waited for by
         more urgent priorities (the smaller) come first. Raises Unavailable if one cannot be read."""
-        some = [one for name in dict.fromkeys(models) if (one := self._held.get(name)) is not None]
-        while some and (aged := self._next) is not None and self._is_late(aged, AGED):
+        names = dict.fromkeys(models)
+        while (
+            any(name in self._held for name in names)
+            and (aged := self._next) is not None
+            and self._is_late(aged, AGED)
+        ):
             await asyncio.wait([aged.room])  # so that those in use come to their end
+        some = [one for name in names if (one := self._held.get(name)) is not None]
         for one in some:
             one.users.append(priority)
         try:
@@ -360,46 +365,45 @@ class AdapterResidency:
         if memory is None:
             raise BadRequest("adapters are served by units of one rank on `cpu` that neither lend nor borrow")
         async with self._loads:
-            known = self._queues.adapters.get(name)
-            if known is not None and known.leaving:
-                raise Conflict(
-                    f"requests of the adapter {name}, which was unloaded, still run; load it again once they "
-                    "have ended"
-                )
-            if known is not None and (known.base, known.spec) == (base, adapter):
-                if await self._is_as_it_was(known):
-                    return
-                if self._is_in_use(one := self._held[name]):
-                    raise Conflict(
-                        f"requests of the adapter {name} run, whose folder had other weights; load it again "
-                        "once they have ended"
-                    )
-                self._forget(one)
-            if name in self._queues:
-                raise Conflict(f"{name} is served already; another name is right")
             try:
+                found = await memory.check(base, adapter)
+                if self._is_served_as(name, base, adapter, found):
+                    return
+                if (one := self._held.get(name)) is not None:
+                    self._forget(one)
                 proven = await memory.read(base, adapter)
             except ConfigError as error:
                 raise BadRequest(error.message, param="lora_path") from error
-            if proven.blocks > self.most:
-                memory.drop(name)
-                raise BadRequest(
-                    f"models.{name}: its weights take {proven.blocks} blocks, and of the pool's "
-                    f"{self._pool.total} the longest request leaves {max(0, self.most)}; a smaller "
-                    "max_context or more kv_memory is right",
-                    param="lora_path",
-                )
             served = ServedAdapter(base, adapter, proven.digest, proven.blocks)
             self._queues.adapters[name] = served
             self._admit(_Held(served))
 
-    async def _is_as_it_was(self, served: ServedAdapter) -> bool:
-        """Returns whether an adapter's folder holds the weights that are served. Raises BadRequest."""
-        assert self._memory is not None
-        try:
-            return await self._memory.digest(served.base, served.spec) == served.digest
-        except ConfigError as error:
-            raise BadRequest(error.message, param="lora_path") from error
+    def _is_served_as(self, name: str, base: str, adapter: AdapterSpec, found: ProvenAdapter) -> bool:
+        """Returns whether an adapter is served with the weights that its folder holds. Raises Conflict if the
+        name is taken or other weights of it are in use, and BadRequest if it would leave too little room."""
+        known = self._queues.adapters.get(name)
+        if known is not None and known.leaving:
+            raise Conflict(
+                f"requests of the adapter {name}, which was unloaded, still run; load it again once they "
+                "have ended"
+            )
+        if name in self._queues and (known is None or (known.base, known.spec) != (base, adapter)):
+            raise Conflict(f"{name} is served already; another name is right")
+        if known is not None and known.digest == found.digest:
+            return True
+        if known is not None and self._is_in_use(self._held[name]):
+            raise Conflict(
+                f"requests of the adapter {name} run, whose folder had other weights; load it again once "
+                "they have ended"
+            )
+        if found.blocks > self.most:
+            raise BadRequest(
+                f"models.{name}: its weights take {found.blocks} blocks, and of the pool's "
+                f"{self._pool.total} the longest request leaves {max(0, self.most)}; a smaller max_context "
+                "or more kv_memory is right",
+                param="lora_path",
+            )
+        return False
 
     def _admit(self, one: _Held) -> None:
         """Takes in an adapter, which stays in memory if cached prefixes make room for it."""

@@ -241,9 +241,13 @@ class ServedAdapters:
             raise ConfigError(f"models.{name}: {path} cannot be loaded: {reason}") from error
 
     def put(self, name: str, adapter: Adapter) -> PackedAdapter:
-        """Packs an adapter that fits the base."""
-        packed = self._adapters[name] = PackedAdapter(adapter, self._shapes)
+        """Packs an adapter that fits the base, and keeps it."""
+        packed = self._adapters[name] = self.pack(adapter)
         return packed
+
+    def pack(self, adapter: Adapter) -> PackedAdapter:
+        """Packs an adapter that fits the base."""
+        return PackedAdapter(adapter, self._shapes)
 
     def drop(self, name: str) -> None:
         """Lets go of an adapter, if it is in memory. Who has had it from `having` keeps it."""

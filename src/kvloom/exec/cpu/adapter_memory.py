@@ -51,11 +51,11 @@ class CpuAdapters:
     def read(self, base: str, adapter: AdapterSpec) -> asyncio.Future[ProvenAdapter]:
         return asyncio.get_running_loop().run_in_executor(self._reader, self._read, base, adapter)
 
-    def digest(self, base: str, adapter: AdapterSpec) -> asyncio.Future[str]:
-        def digest() -> str:
-            return self._served[base].read(adapter.name, adapter.path).digest
+    def check(self, base: str, adapter: AdapterSpec) -> asyncio.Future[ProvenAdapter]:
+        def check() -> ProvenAdapter:
+            return self._proven(self._served[base].pack(self._served[base].read(adapter.name, adapter.path)))
 
-        return asyncio.get_running_loop().run_in_executor(self._reader, digest)
+        return asyncio.get_running_loop().run_in_executor(self._reader, check)
 
     def drop(self, adapter: str) -> None:
         for served in self._served.values():
@@ -74,5 +74,7 @@ class CpuAdapters:
                 f"models.{adapter.name}: its base {base} is no decoder whose layers kvloom fuses; one of "
                 "Llama, Mistral, Qwen2 or Qwen3 is right"
             )
-        packed = self._served[base].load(adapter.name, adapter.path)
+        return self._proven(self._served[base].load(adapter.name, adapter.path))
+
+    def _proven(self, packed: PackedAdapter) -> ProvenAdapter:
         return ProvenAdapter(packed.digest, -(-packed.bytes // self._arena.block_bytes))
