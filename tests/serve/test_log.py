@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
-import signal
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +14,6 @@ from kvloom.serve.gateway_process import audit
 from kvloom.serve.processes.log import (
     MOST_ALIKE,
     MOST_WAITING,
-    AppendedFile,
     Background,
     LogHandler,
     line_writer,
@@ -105,35 +102,6 @@ def test_no_failure_of_a_sink_ends_the_thread(error: BaseException) -> None:
     assert lost == [1]
 
 
-def test_a_file_that_is_appended_to_may_be_moved_away(tmp_path: Path) -> None:
-    file = tmp_path / "audit.jsonl"
-    append = AppendedFile(file).append
-    append("one")
-    append("two")
-    file.rename(tmp_path / "audit.1")
-    append("three")
-    assert (tmp_path / "audit.1").read_text() == "one\ntwo\n"
-    assert file.read_text() == "three\n"
-    assert file.stat().st_mode & 0o777 == 0o600
-
-
-def test_a_line_that_cannot_be_appended_is_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "audit.jsonl"
-    file.mkdir()
-    done = threading.Event()
-    background = Background("audit", lambda _: None)
-    append = AppendedFile(file).append
-    background.post(lambda: append("what was done"))
-    background.post(done.set)
-    assert done.wait(DEADLINE)
-    background.close()
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{file}: Is a directory; its line is what was done"
-    ]
-
-
 def test_a_line_of_the_trail_that_is_in_the_log_is_not_told_as_lost(tmp_path: Path) -> None:
     file = tmp_path / "audit.jsonl"
     file.mkdir()
@@ -157,19 +125,3 @@ def test_a_line_of_the_trail_that_is_in_the_log_is_not_told_as_lost(tmp_path: Pa
         logging.getLogger("kvloom").removeHandler(handler)
     assert said == [f"{file}: Is a directory; its line is one"]
     assert file.read_text() == "two\n"
-
-
-def test_a_line_that_was_cut_off_ends_before_the_next_one(tmp_path: Path) -> None:
-    file = tmp_path / "audit.jsonl"
-    most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    append = AppendedFile(file).append
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10, most[1]))
-        with pytest.raises(OSError, match="No space left"):
-            append("a long line that does not fit")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, most)
-        signal.signal(signal.SIGXFSZ, before)
-    append("another")
-    assert file.read_text() == "a long lin\nanother\n"

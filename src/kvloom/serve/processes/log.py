@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import queue
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Final, TextIO
 
@@ -22,7 +19,6 @@ MOST_WAITING: Final = 10_000  # lines
 WINDOW_SECONDS: Final = 60.0
 MOST_ALIKE: Final = 20  # lines of one place in the code in a window
 CLOSE_SECONDS: Final = 1.0
-_log = logging.getLogger(__name__)
 
 
 class Background:
@@ -133,31 +129,6 @@ class LogHandler(logging.Handler):
 
     def _post(self, text: str) -> None:
         self._background.post(lambda: self._write(text))
-
-
-class AppendedFile:
-    """A file to whose end lines are written, for its owner's eyes alone. It is opened for each line, so that
-    it may be moved away at any time, as those do that rotate logs."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._cut = False  # the last line was written in part
-
-    def append(self, line: str) -> None:
-        """Writes a line. May block. Raises OSError, and logs why, if that fails."""
-        text = b"\n" * self._cut + line.encode() + b"\n"
-        try:
-            file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                written = os.write(file, text)
-            finally:
-                os.close(file)
-            self._cut = 0 < written < len(text)
-            if written < len(text):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            _log.error("%s: %s; its line is %s", self._path, error.strerror, line)
-            raise
 
 
 def _origin(trace: TracebackType | None) -> str:
