@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import threading
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from kvloom.journal.log import Journal
+from kvloom.journal.records import Draining, Record
 from kvloom.serve.gateway_process import audit
 from kvloom.serve.processes.log import (
     MOST_ALIKE,
@@ -18,6 +21,9 @@ from kvloom.serve.processes.log import (
     LogHandler,
     line_writer,
 )
+from kvloom.serve.screen import Screen
+from kvloom.serve.supervisor import kept_in
+from tests.modelled_units import ManualClock
 from tests.processes import DEADLINE
 
 
@@ -125,3 +131,41 @@ def test_a_line_of_the_trail_that_is_in_the_log_is_not_told_as_lost(tmp_path: Pa
         logging.getLogger("kvloom").removeHandler(handler)
     assert said == [f"{file}: Is a directory; its line is one"]
     assert file.read_text() == "two\n"
+
+
+class Shown(Screen):
+    """Counts what a person is told of the journal's file."""
+
+    def __init__(self) -> None:
+        self.told: queue.Queue[str] = queue.Queue()
+
+    def warn(self, component: str, line: str) -> None:
+        self.told.put(line)
+
+
+def records(count: int) -> list[Record]:
+    journal = Journal(ManualClock())
+    for number in range(count):
+        journal.add("unit-0", Draining(reason=str(number)))
+    return journal.since(0)
+
+
+def test_what_a_journal_loses_is_counted_by_the_record(tmp_path: Path) -> None:
+    path, screen = tmp_path / "journal.jsonl", Shown()
+    path.mkdir()
+    with kept_in(path, screen) as keep:
+        keep(records(3))
+        assert "Is a directory" in screen.told.get(timeout=DEADLINE)
+        path.rmdir()
+        keep(records(4))
+        assert screen.told.get(timeout=DEADLINE) == f"{path}: 3 records are lost"
+    assert len(path.read_text().splitlines()) == 4
+
+
+def test_a_journal_that_nobody_reads_is_told_at_once(tmp_path: Path) -> None:
+    path, screen = tmp_path / "pipe", Shown()
+    os.mkfifo(path)
+    with kept_in(path, screen) as keep:
+        keep(records(3))
+        assert "not a regular file" in screen.told.get(timeout=DEADLINE)
+    assert "3 or more are lost" in screen.told.get(timeout=DEADLINE)

@@ -348,7 +348,7 @@ class Supervisor:
 @contextmanager
 def kept_in(path: Path | None, screen: Screen) -> Iterator[Callable[[Sequence[Record]], None]]:
     """Gives a function that writes records to a file, in the background. A file that cannot be written is
-    told of once, until it can be again, and costs what it would have been told. path: None for no file."""
+    told of once; what that has cost, when it can be again, or at the end. path: None for no file."""
     if path is None:
         yield lambda _: None
         return
@@ -364,13 +364,14 @@ def kept_in(path: Path | None, screen: Screen) -> Iterator[Callable[[Sequence[Re
                 why = error.strerror or str(error)
                 screen.warn("journal", f"{path}: {why}; the fleet serves on without its journal's file")
             failing = True
-        else:
-            failing = False
+            raise  # so that they count as lost
+        failing = False
 
     try:
-        yield lambda records: lines.post(partial(write, tuple(records)))
+        yield lambda records: lines.post(partial(write, tuple(records)), len(records))
     finally:
-        lines.close()
+        if not lines.close():
+            screen.warn("journal", f"{path}: not all records are written; {lines.lost} or more are lost")
 
 
 def serve_fleet(config: Config, forks: LaunchedForkServer | None) -> Outcome:

@@ -26,19 +26,21 @@ class Background:
     fails is lost, and the next one is tried."""
 
     def __init__(self, name: str, tell_lost: Callable[[int], object]) -> None:
-        """tell_lost: is called on the thread, after the next call that succeeds. It is given their count."""
+        """tell_lost: is called on the thread, after the next call that succeeds, with what was lost."""
         self._tell_lost = tell_lost
-        self._calls: queue.Queue[Callable[[], object] | None] = queue.Queue(MOST_WAITING)
+        self._calls: queue.Queue[tuple[Callable[[], object], int] | None] = queue.Queue(MOST_WAITING)
         self._lost = 0
+        self._counting = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def post(self, call: Callable[[], object]) -> None:
-        """Lets the thread call a function soon. If too many wait already, it is lost."""
+    def post(self, call: Callable[[], object], of: int = 1) -> None:
+        """Lets the thread call a function soon. If too many wait already, it is lost. of: for how many lines
+        it counts then."""
         try:
-            self._calls.put_nowait(call)
+            self._calls.put_nowait((call, of))
         except queue.Full:
-            self._lost += 1
+            self._lose(of)
 
     def close(self, seconds: float = CLOSE_SECONDS) -> bool:
         """Waits until all that was posted is done, for some seconds at most. Returns whether it is, and the
@@ -51,19 +53,31 @@ class Background:
         return not self._thread.is_alive() and not self._lost
 
     @property
+    def lost(self) -> int:
+        """What was lost and has not been told yet."""
+        return self._lost
+
+    @property
     def busy(self) -> bool:
         """Whether the thread still runs."""
         return self._thread.is_alive()
 
     def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            lost, self._lost = self._lost, 0
+        while (posted := self._calls.get()) is not None:
+            call, of = posted
+            with self._counting:
+                lost, self._lost = self._lost, 0
             try:
                 call()
+                of = 0
                 if lost:
                     self._tell_lost(lost)
             except (OSError, ValueError, SystemExit):  # rich ends the process if nobody reads a pipe
-                self._lost += lost + 1  # or those of `tell_lost`, which is told again
+                self._lose(lost + of)
+
+    def _lose(self, count: int) -> None:
+        with self._counting:
+            self._lost += count
 
 
 @dataclass(slots=True)
