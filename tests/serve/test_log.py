@@ -20,6 +20,7 @@ from kvloom.serve.processes.log import (
     Background,
     LogHandler,
     line_writer,
+    log_to_parent,
 )
 from kvloom.serve.screen import Screen
 from kvloom.serve.supervisor import kept_in
@@ -169,3 +170,22 @@ def test_a_journal_that_nobody_reads_is_told_at_once(tmp_path: Path) -> None:
         keep(records(3))
         assert "not a regular file" in screen.told.get(timeout=DEADLINE)
     assert "3 or more are lost" in screen.told.get(timeout=DEADLINE)
+
+
+def test_a_record_is_one_line_for_the_parent(capfd: pytest.CaptureFixture[str]) -> None:
+    """So nothing that it quotes begins like another record."""
+    root, before, level = logging.getLogger(), logging.getLogger().handlers[:], logging.getLogger().level
+    root.handlers.clear()
+    handler = log_to_parent()
+    try:
+        try:
+            raise KeyError("x")
+        except KeyError:
+            logging.getLogger("test").exception("a\nINFO kvloom.access: {}")
+    finally:
+        handler.close()
+        root.handlers[:] = before
+        root.setLevel(level)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("ERROR test: a\x1fINFO kvloom.access: {}\x1fTraceback")
+    assert line.endswith("KeyError: 'x'")

@@ -266,7 +266,7 @@ class Supervisor:
 
     def _show_step(self, component: str, text: str) -> None:
         if self._announced:
-            self._screen.log(_shown(component), text)
+            self._screen.log(_shown(component), text, "INFO")
         else:
             self._screen.step(text, self._label(component))
 
@@ -283,13 +283,13 @@ class Supervisor:
                 return self._failed(component, process)
             case "starting" if self._announced and before.phase == "absent" and not process.replaces:
                 takes = "another one starts, as was asked, and takes its place"
-                screen.log(name, takes if is_gateway(component) else "starts, as was asked")
+                screen.log(name, takes if is_gateway(component) else "starts, as was asked", "INFO")
                 self._schedule()
             case "ending":
                 anew = "ends, and starts anew, as was asked"
-                screen.log(name, anew if process.replaces else "ends, as was asked")
+                screen.log(name, anew if process.replaces else "ends, as was asked", "INFO")
             case "absent" if before.phase == "ending" and not process.replaces:
-                screen.log(name, "has ended")
+                screen.log(name, "has ended", "INFO")
         return None
 
     def _welcome(self, component: str, *, again: bool) -> None:
@@ -297,7 +297,7 @@ class Supervisor:
         the fleet is ready."""
         self._screen.done(self._label(component))
         if self._announced:
-            self._screen.log(_shown(component), "answers again" if again else "answers")
+            self._screen.log(_shown(component), "answers again" if again else "answers", "INFO")
         elif is_gateway(component):
             self._announce()
             self._schedule()
@@ -379,7 +379,7 @@ def serve_fleet(config: Config, forks: LaunchedForkServer | None) -> Outcome:
     listened at, or there is no place for sockets."""
     clock = WallClock()
     screen = Screen(Console(highlight=False), clock)
-    log_to(lambda line: screen.warn("fleet", line))
+    log_to(lambda text: screen.log("fleet", text))
     with private_folder() as folder, doors(config.host, config.port, folder) as at:
         here = ThisHost(config, at, folder, clock, screen.log, forks)
         manager = ServiceManager.named_by(os.environ)

@@ -14,6 +14,8 @@ from typing import Final, TextIO
 
 ACCESS: Final = "kvloom.access"
 """The logger of a line for each request, of which all are wanted."""
+BREAK: Final = "\x1f"
+"""Stands for a line's end inside a record that a process prints for its parent."""
 FORMAT: Final = "%(levelname)s %(name)s: %(message)s"
 MOST_WAITING: Final = 10_000  # lines
 WINDOW_SECONDS: Final = 60.0
@@ -171,3 +173,9 @@ def log_to(write: Callable[[str], object]) -> LogHandler:
 
 def log_to_stderr() -> LogHandler:
     return log_to(line_writer(sys.stderr))
+
+
+def log_to_parent() -> LogHandler:
+    """Lets each record be one line on stderr, with its traceback, so that the parent knows where it ends."""
+    write = line_writer(sys.stderr)
+    return log_to(lambda text: write(BREAK.join(text.splitlines())))
