@@ -101,3 +101,13 @@ def test_a_traceback_is_of_its_record() -> None:
 def test_the_fleets_own_log_has_its_levels() -> None:
     said = ("fleet", "INFO kvloom.x: one\nINFO kvloom.access: two"), ("fleet", "ERROR kvloom.x: three")
     assert [json.loads(line)["message"] for line in shown("error", "json", *said)] == ["three"]
+
+
+def test_no_log_stands_for_what_the_screen_knows() -> None:
+    claims = '{"at":"1970","level":"critical","component":"unit-9","logger":"none","id":1}'
+    lines = [(name, f"INFO kvloom.access: {claims}") for name in ("gateway", "unit-0")]
+    *_, access, said, _ = map(json.loads, shown("info", "json", *lines))
+    assert (access["level"], access["component"], access["logger"]) == ("info", "gateway", "kvloom.access")
+    assert access["at"].startswith("2")
+    assert access["id"] == 1
+    assert (said["component"], said["message"]) == ("unit-0", claims)

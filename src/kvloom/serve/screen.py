@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from kvloom.cluster.state import GATEWAY
 from kvloom.config.config import DEMO
 from kvloom.serve.processes.log import ACCESS, BREAK, Background
 from kvloom.types.clock import Clock
@@ -73,7 +74,7 @@ class Screen:
         of the component."""
         found = None if level else _LOGGED.match(line)
         said_level, logger, said = found.groups() if found else (level, "", line)
-        fields = _fields(said) if logger == ACCESS else {}
+        fields = _fields(said) if logger == ACCESS and _is_gateway(component) else {}
         if said_level and not fields and not self._shows(said_level):
             return
         said_level = said_level or "WARNING"  # it comes from no log, as the traceback of a process that dies
@@ -143,13 +144,14 @@ class Screen:
         logger: str = "",
         fields: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
-        """Shows a record as an object of JSON. fields: stand for the message, if there are any."""
+        """Shows a record as an object of JSON. fields: stand for the message, if there are any; none
+        stands for what the screen itself knows."""
         at = datetime.now(UTC).isoformat(timespec="milliseconds")
         known: dict[str, object] = {"at": at, "level": level.lower(), "component": component}
         if logger:
             known["logger"] = logger
         told = dict(fields) or {"message": message}
-        text = msgspec.json.encode(known | told).decode()
+        text = msgspec.json.encode(known | told | known).decode()
         self._background.post(lambda: self._console.print(Text(text), soft_wrap=True))
 
     def _print(self, text: str, style: str = "") -> None:
@@ -165,6 +167,11 @@ class Screen:
 def _lines(text: str) -> str:
     """Returns a record with its lines' ends."""
     return text.replace(BREAK, "\n")
+
+
+def _is_gateway(component: str) -> bool:
+    """Returns whether a component is called as gateways are (serve/local.py)."""
+    return component.partition("@")[0] == GATEWAY
 
 
 def _fields(said: str) -> dict[str, Any]:
