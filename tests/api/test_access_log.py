@@ -37,6 +37,8 @@ def test_a_line_tells_of_a_request_but_not_what_was_said(stream: bool) -> None:
     assert line["output_tokens"] > 0
     assert ("ttft" in line) is stream
     assert line["seconds"] >= line.get("ttft", 0.0)
+    told = answer.text.removeprefix("data: ").partition("\n")[0]
+    assert line["request"] == json.loads(told)["id"]
 
 
 def test_errors_have_an_id_too() -> None:
@@ -47,6 +49,7 @@ def test_errors_have_an_id_too() -> None:
         answer, line = asked(path, body, **{"x-request-id": "mine"})
         assert (answer.status_code, line["status"]) == (status, status)
         assert answer.headers["x-request-id"] == "mine"
+        assert "request" not in line
 
 
 @pytest.mark.parametrize("given", ["", "two words", "x" * 129, "t\tb"])

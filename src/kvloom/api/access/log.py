@@ -79,6 +79,8 @@ def _line(scope: Scope, name: str, status: int, seconds: float) -> dict[str, Any
         prompt, output = watch.tokens
         line |= {"model": watch.model, "prompt_tokens": prompt, "output_tokens": output}
         line |= {"status": watch.status or status}
+        if watch.request:
+            line["request"] = watch.request
         if watch.first_seconds is not None:
             line["ttft"] = round(watch.first_seconds, 4)
     return line | {"seconds": round(seconds, 4)}
