@@ -110,21 +110,16 @@ def test_a_file_that_is_appended_to_may_be_moved_away(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("write", [AppendedFile.append, lambda file, _: file.write(JOURNAL.since(0))])
-def test_a_line_that_was_cut_off_ends_before_the_next_one(tmp_path: Path, write: object) -> None:
-    path, file = tmp_path / "lines", JournalFile(tmp_path / "lines")
+def test_a_line_that_was_cut_off_ends_before_the_next_one(tmp_path: Path) -> None:
+    path, file = tmp_path / "lines", AppendedFile(tmp_path / "lines")
     most = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, most[1]))
         for _ in range(2):  # the second has no room at all
             with pytest.raises(OSError, match="File too large"):
-                write(file, b"a long line that does not fit\n")  # type: ignore[operator]
+                file.append(b"a long line that does not fit\n")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, most)
     file.append(b"another\n")
     cut, line = path.read_bytes().splitlines()
     assert (len(cut), line) == (10, b"another")
-
-
-JOURNAL = Journal(ManualClock())
-JOURNAL.add("unit-0", event("a"))
