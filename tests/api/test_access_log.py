@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from kvloom.api.app import create_app
+from kvloom.api.auth import Keys
 from tests.api.scripted import ScriptedEngine, says, serving
 
 SECRET = "tell nobody of this"
@@ -36,6 +37,8 @@ def test_a_line_tells_of_a_request_but_not_what_was_said(stream: bool) -> None:
     assert line["output_tokens"] > 0
     assert ("ttft" in line) is stream
     assert line["seconds"] >= line.get("ttft", 0.0)
+    told = answer.text.removeprefix("data: ").partition("\n")[0]
+    assert line["request"] == json.loads(told)["id"]
 
 
 def test_errors_have_an_id_too() -> None:
@@ -46,6 +49,7 @@ def test_errors_have_an_id_too() -> None:
         answer, line = asked(path, body, **{"x-request-id": "mine"})
         assert (answer.status_code, line["status"]) == (status, status)
         assert answer.headers["x-request-id"] == "mine"
+        assert "request" not in line
 
 
 @pytest.mark.parametrize("given", ["", "two words", "x" * 129, "t\tb"])
@@ -53,3 +57,13 @@ def test_an_id_that_is_none_is_replaced(given: str) -> None:
     answer, line = asked("/health", **{"x-request-id": given})
     assert answer.headers["x-request-id"] == line["id"] != given
     assert len(line["id"]) == 24
+
+
+def test_what_the_fleet_asks_itself_has_no_line() -> None:
+    lines: list[str] = []
+    keys = Keys(admin=frozenset({"an-admin"}), secret="the-fleets")
+    app = create_app(ScriptedEngine(says(SECRET)), keys=keys, access_log=lines.append)
+    with serving(app) as address, httpx.Client(base_url=address) as client:
+        for key in ("the-fleets", "an-admin", "wrong"):
+            client.get("/v1/models", headers={"authorization": f"Bearer {key}", "x-request-id": key})
+    assert [json.loads(line)["id"] for line in lines] == ["an-admin", "wrong"]

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
-
 import msgspec
-import pytest
 
-from kvloom.journal.file import JournalFile
 from kvloom.journal.log import MESSAGE_BYTES, Copies, Journal, Outbox, RecordLog
 from kvloom.journal.records import Journaled, Lost, Preempted, Record, short
 from tests.modelled_units import ManualClock
@@ -118,31 +112,3 @@ def test_copies_have_all_and_a_new_process_has_it_anew() -> None:
     copies.update({"one": 1, "two": 2})
     assert got["two"].since(0) == journal.since(0)
     assert got["one"].total == 451
-
-
-def test_a_file_is_rotated_and_there_are_so_many(tmp_path: Path) -> None:
-    path, journal = tmp_path / "journal.jsonl", Journal(ManualClock())
-    file = JournalFile(path, most=400, files=3)
-    journal.follow(file.write)
-    for n in range(60):
-        journal.add("unit-0", event(str(n)))
-    names = {one.name for one in tmp_path.iterdir()}
-    assert names - {"journal.jsonl"} == {"journal.jsonl.1", "journal.jsonl.2"}
-    kept = [json.loads(line) for name in sorted(names, reverse=True) for line in (tmp_path / name).open()]
-    numbers = [one["number"] for one in kept]
-    assert numbers == list(range(numbers[0], 61))
-    assert kept[-1]["event"] == {
-        "type": "preempted",
-        "model": "m",
-        "request": "59",
-        "reason": "gave way to chat",
-    }
-    assert (tmp_path / "journal.jsonl.1").stat().st_mode & 0o777 == 0o600
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full disk to write to")
-def test_a_full_disk_is_an_error_of_the_file() -> None:
-    journal = Journal(ManualClock())
-    journal.add("unit-0", event("a"))
-    with pytest.raises(OSError, match="space"):
-        JournalFile(Path("/dev/full")).write(journal.since(0))

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
-import signal
+import queue
 import threading
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from kvloom.journal.log import Journal
+from kvloom.journal.records import Draining, Record
 from kvloom.serve.gateway_process import audit
 from kvloom.serve.processes.log import (
     MOST_ALIKE,
     MOST_WAITING,
-    AppendedFile,
     Background,
     LogHandler,
     line_writer,
+    log_to_parent,
 )
+from kvloom.serve.screen import Screen
+from kvloom.serve.supervisor import kept_in
+from tests.modelled_units import ManualClock
 from tests.processes import DEADLINE
 
 
@@ -105,35 +109,6 @@ def test_no_failure_of_a_sink_ends_the_thread(error: BaseException) -> None:
     assert lost == [1]
 
 
-def test_a_file_that_is_appended_to_may_be_moved_away(tmp_path: Path) -> None:
-    file = tmp_path / "audit.jsonl"
-    append = AppendedFile(file).append
-    append("one")
-    append("two")
-    file.rename(tmp_path / "audit.1")
-    append("three")
-    assert (tmp_path / "audit.1").read_text() == "one\ntwo\n"
-    assert file.read_text() == "three\n"
-    assert file.stat().st_mode & 0o777 == 0o600
-
-
-def test_a_line_that_cannot_be_appended_is_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "audit.jsonl"
-    file.mkdir()
-    done = threading.Event()
-    background = Background("audit", lambda _: None)
-    append = AppendedFile(file).append
-    background.post(lambda: append("what was done"))
-    background.post(done.set)
-    assert done.wait(DEADLINE)
-    background.close()
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{file}: Is a directory; its line is what was done"
-    ]
-
-
 def test_a_line_of_the_trail_that_is_in_the_log_is_not_told_as_lost(tmp_path: Path) -> None:
     file = tmp_path / "audit.jsonl"
     file.mkdir()
@@ -159,17 +134,58 @@ def test_a_line_of_the_trail_that_is_in_the_log_is_not_told_as_lost(tmp_path: Pa
     assert file.read_text() == "two\n"
 
 
-def test_a_line_that_was_cut_off_ends_before_the_next_one(tmp_path: Path) -> None:
-    file = tmp_path / "audit.jsonl"
-    most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    append = AppendedFile(file).append
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+class Shown(Screen):
+    """Counts what a person is told of the journal's file."""
+
+    def __init__(self) -> None:
+        self.told: queue.Queue[str] = queue.Queue()
+
+    def warn(self, component: str, line: str) -> None:
+        self.told.put(line)
+
+
+def records(count: int) -> list[Record]:
+    journal = Journal(ManualClock())
+    for number in range(count):
+        journal.add("unit-0", Draining(reason=str(number)))
+    return journal.since(0)
+
+
+def test_what_a_journal_loses_is_counted_by_the_record(tmp_path: Path) -> None:
+    path, screen = tmp_path / "journal.jsonl", Shown()
+    path.mkdir()
+    with kept_in(path, screen) as keep:
+        keep(records(3))
+        assert "Is a directory" in screen.told.get(timeout=DEADLINE)
+        path.rmdir()
+        keep(records(4))
+        assert screen.told.get(timeout=DEADLINE) == f"{path}: 3 records are lost"
+    assert len(path.read_text().splitlines()) == 4
+
+
+def test_a_journal_that_nobody_reads_is_told_at_once(tmp_path: Path) -> None:
+    path, screen = tmp_path / "pipe", Shown()
+    os.mkfifo(path)
+    with kept_in(path, screen) as keep:
+        keep(records(3))
+        assert "not a regular file" in screen.told.get(timeout=DEADLINE)
+    assert "3 or more are lost" in screen.told.get(timeout=DEADLINE)
+
+
+def test_a_record_is_one_line_for_the_parent(capfd: pytest.CaptureFixture[str]) -> None:
+    """So nothing that it quotes begins like another record."""
+    root, before, level = logging.getLogger(), logging.getLogger().handlers[:], logging.getLogger().level
+    root.handlers.clear()
+    handler = log_to_parent()
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10, most[1]))
-        with pytest.raises(OSError, match="No space left"):
-            append("a long line that does not fit")
+        try:
+            raise KeyError("x")
+        except KeyError:
+            logging.getLogger("test").exception("a\nINFO kvloom.access: {}")
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, most)
-        signal.signal(signal.SIGXFSZ, before)
-    append("another")
-    assert file.read_text() == "a long lin\nanother\n"
+        handler.close()
+        root.handlers[:] = before
+        root.setLevel(level)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("ERROR test: a\x1fINFO kvloom.access: {}\x1fTraceback")
+    assert line.endswith("KeyError: 'x'")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from io import StringIO
+from typing import Literal
 
 import pytest
 from rich.console import Console
@@ -54,3 +55,59 @@ def test_the_access_log_moves_no_cursor() -> None:
         "/x\ny",
         "info",
     )
+
+
+def shown(level: str, form: Literal["text", "json"], *lines: tuple[str, str]) -> list[str]:
+    """What is shown of lines of components, the fleet's own words among them."""
+    written = StringIO()
+    screen = Screen(Console(file=written, width=400), WallClock())
+    screen.show_as(level, form)
+    screen.step("starting the engine", "unit-0")
+    screen.done("unit-0")
+    screen.log("unit-0", "answers again", "INFO")
+    for component, line in lines:
+        screen.log(component, line)
+    screen.warn("unit-1", "was killed")
+    assert screen.close()
+    return written.getvalue().splitlines()
+
+
+ACCESS_LINE = 'INFO kvloom.access: {"id":"a","path":"/x","status":200}'
+
+
+def test_a_level_leaves_out_what_is_less_urgent_but_no_line_of_the_access_log() -> None:
+    (access,) = shown("error", "text", ("gateway", ACCESS_LINE), ("unit-0", "WARNING kvloom.x: careful"))
+    assert access.endswith("gateway | id=a path=/x status=200")
+    lines = shown("warning", "text", ("gateway@b", ACCESS_LINE), ("unit-0", "Segmentation fault"))
+    assert [line.partition("| ")[2] for line in lines] == [
+        "id=a path=/x status=200",
+        "Segmentation fault",
+        "was killed",
+    ]
+
+
+def test_a_traceback_is_of_its_record() -> None:
+    said = "ERROR kvloom.x: it failed\x1fTraceback (most recent call last):\x1fValueError: bad"
+    first, _ = map(json.loads, shown("warning", "json", ("unit-0", said)))
+    assert (first["level"], first["logger"]) == ("error", "kvloom.x")
+    assert first["message"] == "it failed\nTraceback (most recent call last):\nValueError: bad"
+    assert [line.partition("| ")[2] for line in shown("error", "text", ("unit-0", said))] == [
+        "ERROR kvloom.x: it failed",
+        "Traceback (most recent call last):",
+        "ValueError: bad",
+    ]
+
+
+def test_the_fleets_own_log_has_its_levels() -> None:
+    said = ("fleet", "INFO kvloom.x: one\nINFO kvloom.access: two"), ("fleet", "ERROR kvloom.x: three")
+    assert [json.loads(line)["message"] for line in shown("error", "json", *said)] == ["three"]
+
+
+def test_no_log_stands_for_what_the_screen_knows() -> None:
+    claims = '{"at":"1970","level":"critical","component":"unit-9","logger":"none","id":1}'
+    lines = [(name, f"INFO kvloom.access: {claims}") for name in ("gateway", "unit-0")]
+    *_, access, said, _ = map(json.loads, shown("info", "json", *lines))
+    assert (access["level"], access["component"], access["logger"]) == ("info", "gateway", "kvloom.access")
+    assert access["at"].startswith("2")
+    assert access["id"] == 1
+    assert (said["component"], said["message"]) == ("unit-0", claims)

@@ -104,6 +104,8 @@ class Watch:
     def __init__(self, metrics: Metrics, life: Story) -> None:
         self.life = life
         self.model = UNKNOWN
+        self.request = ""
+        """The id by which engines and the journal know the request; nothing until it is prepared."""
         self.status = 0
         """Of the answer, once it is over."""
         self.tokens = (0, 0)

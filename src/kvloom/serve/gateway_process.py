@@ -34,6 +34,7 @@ from kvloom.cluster.mirror import Mirror
 from kvloom.cluster.orders import FleetOrders
 from kvloom.cluster.state import ALIVE, is_gateway
 from kvloom.config.fields import check_collector
+from kvloom.journal.file import AppendedFile
 from kvloom.journal.log import Outbox, RecordLog
 from kvloom.journal.records import Journaled, Recorder, nobody
 from kvloom.journal.samples import Sample, make_sample
@@ -46,7 +47,7 @@ from kvloom.serve.connections import OpenConnections
 from kvloom.serve.machine import listen
 from kvloom.serve.processes.gateways import FleetClient
 from kvloom.serve.processes.identity import calling_context, serving_context
-from kvloom.serve.processes.log import ACCESS, AppendedFile, Background
+from kvloom.serve.processes.log import ACCESS, Background
 from kvloom.serve.processes.messages import (
     ChildReport,
     GatewayOrder,
@@ -314,11 +315,13 @@ def audit(file: str) -> Iterator[Audit]:
     lines = Background(
         "audit", lambda lost: _log.error("%s: %d lines of the audit trail are lost", file, lost)
     )
-    append = AppendedFile(Path(file)).append
+    appended = AppendedFile(Path(file))
 
     def write(line: str) -> None:
-        with suppress(OSError):  # The log has the line then, so that it is not lost.
-            append(line)
+        try:
+            appended.append(line.encode() + b"\n")
+        except OSError as error:  # The log has the line then, so that it is not lost.
+            _log.error("%s: %s; its line is %s", file, error.strerror, line)
 
     try:
         yield Audit(lambda line: lines.post(lambda: write(line)))

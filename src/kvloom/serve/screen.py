@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import msgspec
@@ -17,12 +18,13 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from kvloom.cluster.state import GATEWAY
 from kvloom.config.config import DEMO
-from kvloom.serve.processes.log import ACCESS, Background
+from kvloom.serve.processes.log import ACCESS, BREAK, Background
 from kvloom.types.clock import Clock
 
 _LOGGED: Final = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.]+): (.*)", re.DOTALL)
-"""A line of a component's log."""
+"""A record of a component's log."""
 
 
 class Screen:
@@ -43,7 +45,8 @@ class Screen:
         self._json = False
 
     def show_as(self, level: str, form: Literal["text", "json"]) -> None:
-        """Shows lines of the log from a level on only, and each line in a form: `json` for an object each."""
+        """Shows lines from a level on only, and each in a form: `json` for an object each. The access log,
+        what a component prints without a level, and where the fleet serves are shown at every level."""
         self._level = logging.getLevelNamesMapping()[level.upper()]
         self._json = form == "json"
 
@@ -54,7 +57,7 @@ class Screen:
         self._steps[of] = text, self._clock.now()
         if self._moves:
             self._show_steps()
-        else:
+        elif self._shows("INFO"):
             self._print(f"{self._clock.now() - self._started:6.1f} s  {text} …")
 
     def done(self, of: str = "") -> None:
@@ -66,26 +69,27 @@ class Screen:
             self._show_steps()
             self._print(f"{self._clock.now() - begun:6.1f} s  {text}", style="green")
 
-    def log(self, component: str, line: str) -> None:
-        """Shows a line of a component's output."""
-        found = _LOGGED.match(line)
-        level, logger, said = found.groups() if found else ("INFO", "", line)
-        if found and logging.getLevelNamesMapping()[level] < self._level:
+    def log(self, component: str, line: str, level: str = "") -> None:
+        """Shows a record of a component's log, or a line that it prints. level: of what the fleet itself says
+        of the component."""
+        found = None if level else _LOGGED.match(line)
+        said_level, logger, said = found.groups() if found else (level, "", line)
+        fields = _fields(said) if logger == ACCESS and _is_gateway(component) else {}
+        if said_level and not fields and not self._shows(said_level):
             return
-        fields = _fields(said) if logger == ACCESS else {}
+        said_level = said_level or "WARNING"  # it comes from no log, as the traceback of a process that dies
         if self._json:
-            self._object(level, component, said, {"logger": logger} | fields if logger else fields)
+            self._object(said_level, component, _lines(said), logger, fields)
             return
         if fields:
             line = " ".join(f"{key}={_plain(value)}" for key, value in fields.items())
-        self._print(f"{time.strftime('%H:%M:%S')} {component:>7} | {line}", style="dim")
+        style = "dim" if said_level in ("DEBUG", "INFO") else "yellow"
+        for part in _lines(line).split("\n"):
+            self._print(f"{time.strftime('%H:%M:%S')} {component:>7} | {part}", style=style)
 
     def warn(self, component: str, line: str) -> None:
         """Shows what went wrong with a component."""
-        if self._json:
-            self._object("WARNING", component, line)
-        else:
-            self._print(f"{time.strftime('%H:%M:%S')} {component:>7} | {line}", style="yellow")
+        self.log(component, line, "WARNING")
 
     def ready(
         self, url: str, models: Mapping[str, str], chat: Sequence[str], *, locked: bool, authority: str = ""
@@ -127,18 +131,27 @@ class Screen:
     @property
     def _moves(self) -> bool:
         """True if current steps move, on a terminal."""
-        return self._console.is_terminal and not self._json
+        return self._console.is_terminal and not self._json and self._shows("INFO")
+
+    def _shows(self, level: str) -> bool:
+        return logging.getLevelNamesMapping()[level] >= self._level
 
     def _object(
-        self, level: str, component: str, message: str, fields: Mapping[str, object] | None = None
+        self,
+        level: str,
+        component: str,
+        message: str,
+        logger: str = "",
+        fields: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
-        """Shows a line as an object of JSON. fields: what else is known; they may stand for the message."""
+        """Shows a record as an object of JSON. fields: stand for the message, if there are any; none
+        stands for what the screen itself knows."""
         at = datetime.now(UTC).isoformat(timespec="milliseconds")
-        line: dict[str, object] = {"at": at, "level": level.lower(), "component": component}
-        line |= fields or {}
-        if not fields or "id" not in fields:
-            line["message"] = message
-        text = msgspec.json.encode(line).decode()
+        known: dict[str, object] = {"at": at, "level": level.lower(), "component": component}
+        if logger:
+            known["logger"] = logger
+        told = dict(fields) or {"message": message}
+        text = msgspec.json.encode(known | told | known).decode()
         self._background.post(lambda: self._console.print(Text(text), soft_wrap=True))
 
     def _print(self, text: str, style: str = "") -> None:
@@ -149,6 +162,16 @@ class Screen:
 
     def _tell_lost(self, lines: int) -> None:
         self._console.print(Text(f"{lines} lines could not be shown in time and were lost", style="yellow"))
+
+
+def _lines(text: str) -> str:
+    """Returns a record with its lines' ends."""
+    return text.replace(BREAK, "\n")
+
+
+def _is_gateway(component: str) -> bool:
+    """Returns whether a component is called as gateways are (serve/local.py)."""
+    return component.partition("@")[0] == GATEWAY
 
 
 def _fields(said: str) -> dict[str, Any]:

@@ -268,7 +268,7 @@ class Supervisor:
 
     def _show_step(self, component: str, text: str) -> None:
         if self._announced:
-            self._screen.log(_shown(component), text)
+            self._screen.log(_shown(component), text, "INFO")
         else:
             self._screen.step(text, self._label(component))
 
@@ -285,13 +285,13 @@ class Supervisor:
                 return self._failed(component, process)
             case "starting" if self._announced and before.phase == "absent" and not process.replaces:
                 takes = "another one starts, as was asked, and takes its place"
-                screen.log(name, takes if is_gateway(component) else "starts, as was asked")
+                screen.log(name, takes if is_gateway(component) else "starts, as was asked", "INFO")
                 self._schedule()
             case "ending":
                 anew = "ends, and starts anew, as was asked"
-                screen.log(name, anew if process.replaces else "ends, as was asked")
+                screen.log(name, anew if process.replaces else "ends, as was asked", "INFO")
             case "absent" if before.phase == "ending" and not process.replaces:
-                screen.log(name, "has ended")
+                screen.log(name, "has ended", "INFO")
         return None
 
     def _welcome(self, component: str, *, again: bool) -> None:
@@ -299,7 +299,7 @@ class Supervisor:
         the fleet is ready."""
         self._screen.done(self._label(component))
         if self._announced:
-            self._screen.log(_shown(component), "answers again" if again else "answers")
+            self._screen.log(_shown(component), "answers again" if again else "answers", "INFO")
         elif is_gateway(component):
             self._announce()
             self._schedule()
@@ -359,7 +359,7 @@ def traced_to(url: str, screen: Screen) -> Iterator[Callable[[Sequence[Record]],
 @contextmanager
 def kept_in(path: Path | None, screen: Screen) -> Iterator[Callable[[Sequence[Record]], None]]:
     """Gives a function that writes records to a file, in the background. A file that cannot be written is
-    told of once, until it can be again, and costs what it would have been told. path: None for no file."""
+    told of once; what that has cost, when it can be again, or at the end. path: None for no file."""
     if path is None:
         yield lambda _: None
         return
@@ -375,13 +375,14 @@ def kept_in(path: Path | None, screen: Screen) -> Iterator[Callable[[Sequence[Re
                 why = error.strerror or str(error)
                 screen.warn("journal", f"{path}: {why}; the fleet serves on without its journal's file")
             failing = True
-        else:
-            failing = False
+            raise  # so that they count as lost
+        failing = False
 
     try:
-        yield lambda records: lines.post(partial(write, tuple(records)))
+        yield lambda records: lines.post(partial(write, tuple(records)), len(records))
     finally:
-        lines.close()
+        if not lines.close():
+            screen.warn("journal", f"{path}: not all records are written; {lines.lost} or more are lost")
 
 
 def serve_fleet(config: Config, forks: LaunchedForkServer | None) -> Outcome:
@@ -389,7 +390,7 @@ def serve_fleet(config: Config, forks: LaunchedForkServer | None) -> Outcome:
     listened at, or there is no place for sockets."""
     clock = WallClock()
     screen = Screen(Console(highlight=False), clock)
-    log_to(lambda line: screen.warn("fleet", line))
+    log_to(lambda text: screen.log("fleet", text))
     with private_folder() as folder, doors(config.host, config.port, folder) as at:
         here = ThisHost(config, at, folder, clock, screen.log, forks)
         manager = ServiceManager.named_by(os.environ)

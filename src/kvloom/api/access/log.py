@@ -12,6 +12,8 @@ import msgspec
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvloom.api.access.audit import FLEET
+from kvloom.api.access.tenants import access_of
 from kvloom.api.errors import ID_STATE, REQUEST_ID
 from kvloom.api.metrics import Watch
 
@@ -30,7 +32,8 @@ class LogRequests:
     gives is taken if it is 1 to 128 printable characters of ASCII without spaces."""
 
     def __init__(self, app: ASGIApp, write: Callable[[str], object] | None = None) -> None:
-        """write: takes a line of JSON for each request; None if there are to be none."""
+        """write: takes a line of JSON for each request that is not the fleet's own, as its scheduler's are;
+        None if there are to be none."""
         self._app = app
         self._write = write
 
@@ -54,8 +57,14 @@ class LogRequests:
         try:
             await self._app(scope, receive, answer)
         finally:
-            if self._write is not None:
+            if self._write is not None and not _is_fleets(scope):
                 self._write(msgspec.json.encode(_line(scope, name, status, monotonic() - begun)).decode())
+
+
+def _is_fleets(scope: Scope) -> bool:
+    """Returns whether the caller has the fleet's own secret; a key with a name may be called as it is."""
+    access = access_of(scope)
+    return access.admin == FLEET and access.holder is None
 
 
 def _line(scope: Scope, name: str, status: int, seconds: float) -> dict[str, Any]:
@@ -70,6 +79,8 @@ def _line(scope: Scope, name: str, status: int, seconds: float) -> dict[str, Any
         prompt, output = watch.tokens
         line |= {"model": watch.model, "prompt_tokens": prompt, "output_tokens": output}
         line |= {"status": watch.status or status}
+        if watch.request:
+            line["request"] = watch.request
         if watch.first_seconds is not None:
             line["ttft"] = round(watch.first_seconds, 4)
     return line | {"seconds": round(seconds, 4)}

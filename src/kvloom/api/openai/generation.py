@@ -235,6 +235,7 @@ class EndpointContext:
                 watch.model = watch.life.model = model.card.name
                 prepared = await prepare(body, model, watch, access.tenant, origin)
                 answering = replace(prepared, access=access, limit=limit)
+            watch.request = answering.request
             answering.begin(body.most_tokens)
             answering.tell(self.metrics.lives)
             held.settle(answering.bytes_held)
@@ -307,6 +308,12 @@ class Answering:
     watch: Watch
     access: Access = NOBODY
     limit: TimeLimit = NO_LIMIT
+
+    @property
+    def request(self) -> str:
+        """The id by which engines know the request, without a prompt's number: the answer's, unless a stream
+        is resumed."""
+        return self.generations[0].body.request.removesuffix("-0")
 
     def begin(self, most: int | None) -> None:
         """Notes for whom the engine is asked, and takes the request's tokens off the caller's limit. most:

@@ -98,7 +98,7 @@ class Done(Struct, frozen=True, tag="done"):
 class Line(Struct, frozen=True, tag="line"):
     component: str
     line: str
-    warns: bool = False
+    level: str = ""
 
 
 class FleetReady(Struct, frozen=True, tag="ready"):
@@ -141,8 +141,8 @@ def show(screen: Screen, shown: ToView) -> None:
             screen.step(text, of)
         case Done(of):
             screen.done(of)
-        case Line(component, line, warns):
-            (screen.warn if warns else screen.log)(component, line)
+        case Line(component, line, level):
+            screen.log(component, line, level)
         case FleetReady():
             screen.ready(shown.url, shown.models, shown.chat, locked=shown.locked, authority=shown.authority)
         case Over():

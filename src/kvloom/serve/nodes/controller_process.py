@@ -92,13 +92,9 @@ class SharedScreen(Screen):
         super().done(of)
         self._tell(Done(of))
 
-    def log(self, component: str, line: str) -> None:
-        super().log(component, line)
-        self._tell(Line(component, line))
-
-    def warn(self, component: str, line: str) -> None:
-        super().warn(component, line)
-        self._tell(Line(component, line, warns=True))
+    def log(self, component: str, line: str, level: str = "") -> None:
+        super().log(component, line, level)
+        self._tell(Line(component, line, level))
 
     def ready(
         self, url: str, models: Mapping[str, str], chat: Sequence[str], *, locked: bool, authority: str = ""
@@ -311,7 +307,7 @@ def main() -> None:
     raise_open_files()
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=FleetOrder)
     screen = SharedScreen(Console(file=sys.stderr, highlight=False), WallClock())
-    log_to(lambda line: screen.warn("fleet", line))
+    log_to(lambda text: screen.log("fleet", text))
     try:
         outcome = shown(screen, lambda: control(order, screen))
     except ConfigError as error:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import queue
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Final, TextIO
 
 ACCESS: Final = "kvloom.access"
 """The logger of a line for each request, of which all are wanted."""
+BREAK: Final = "\x1f"
+"""Stands for a line's end inside a record that a process prints for its parent."""
 FORMAT: Final = "%(levelname)s %(name)s: %(message)s"
 MOST_WAITING: Final = 10_000  # lines
 WINDOW_SECONDS: Final = 60.0
 MOST_ALIKE: Final = 20  # lines of one place in the code in a window
 CLOSE_SECONDS: Final = 1.0
-_log = logging.getLogger(__name__)
 
 
 class Background:
@@ -30,19 +28,21 @@ class Background:
     fails is lost, and the next one is tried."""
 
     def __init__(self, name: str, tell_lost: Callable[[int], object]) -> None:
-        """tell_lost: is called on the thread, after the next call that succeeds. It is given their count."""
+        """tell_lost: is called on the thread, after the next call that succeeds, with what was lost."""
         self._tell_lost = tell_lost
-        self._calls: queue.Queue[Callable[[], object] | None] = queue.Queue(MOST_WAITING)
+        self._calls: queue.Queue[tuple[Callable[[], object], int] | None] = queue.Queue(MOST_WAITING)
         self._lost = 0
+        self._counting = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def post(self, call: Callable[[], object]) -> None:
-        """Lets the thread call a function soon. If too many wait already, it is lost."""
+    def post(self, call: Callable[[], object], of: int = 1) -> None:
+        """Lets the thread call a function soon. If too many wait already, it is lost. of: for how many lines
+        it counts then."""
         try:
-            self._calls.put_nowait(call)
+            self._calls.put_nowait((call, of))
         except queue.Full:
-            self._lost += 1
+            self._lose(of)
 
     def close(self, seconds: float = CLOSE_SECONDS) -> bool:
         """Waits until all that was posted is done, for some seconds at most. Returns whether it is, and the
@@ -55,19 +55,31 @@ class Background:
         return not self._thread.is_alive() and not self._lost
 
     @property
+    def lost(self) -> int:
+        """What was lost and has not been told yet."""
+        return self._lost
+
+    @property
     def busy(self) -> bool:
         """Whether the thread still runs."""
         return self._thread.is_alive()
 
     def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            lost, self._lost = self._lost, 0
+        while (posted := self._calls.get()) is not None:
+            call, of = posted
+            with self._counting:
+                lost, self._lost = self._lost, 0
             try:
                 call()
+                of = 0
                 if lost:
                     self._tell_lost(lost)
             except (OSError, ValueError, SystemExit):  # rich ends the process if nobody reads a pipe
-                self._lost += lost + 1  # or those of `tell_lost`, which is told again
+                self._lose(lost + of)
+
+    def _lose(self, count: int) -> None:
+        with self._counting:
+            self._lost += count
 
 
 @dataclass(slots=True)
@@ -135,31 +147,6 @@ class LogHandler(logging.Handler):
         self._background.post(lambda: self._write(text))
 
 
-class AppendedFile:
-    """A file to whose end lines are written, for its owner's eyes alone. It is opened for each line, so that
-    it may be moved away at any time, as those do that rotate logs."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._cut = False  # the last line was written in part
-
-    def append(self, line: str) -> None:
-        """Writes a line. May block. Raises OSError, and logs why, if that fails."""
-        text = b"\n" * self._cut + line.encode() + b"\n"
-        try:
-            file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                written = os.write(file, text)
-            finally:
-                os.close(file)
-            self._cut = 0 < written < len(text)
-            if written < len(text):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            _log.error("%s: %s; its line is %s", self._path, error.strerror, line)
-            raise
-
-
 def _origin(trace: TracebackType | None) -> str:
     """Returns the place in the code that raised an exception."""
     while trace is not None and trace.tb_next is not None:
@@ -186,3 +173,9 @@ def log_to(write: Callable[[str], object]) -> LogHandler:
 
 def log_to_stderr() -> LogHandler:
     return log_to(line_writer(sys.stderr))
+
+
+def log_to_parent() -> LogHandler:
+    """Lets each record be one line on stderr, with its traceback, so that the parent knows where it ends."""
+    write = line_writer(sys.stderr)
+    return log_to(lambda text: write(BREAK.join(text.splitlines())))

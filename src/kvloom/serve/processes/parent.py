@@ -18,7 +18,7 @@ from typing import Final, NoReturn, TypeVar
 import msgspec
 
 from kvloom.journal.log import Outbox
-from kvloom.serve.processes.log import log_to_stderr
+from kvloom.serve.processes.log import log_to_parent
 from kvloom.serve.processes.messages import Alive, ChildReport, Order, OrderRefused, Told
 from kvloom.serve.processes.prefork import ORDERS
 from kvloom.types.errors import ConfigError, Unavailable
@@ -103,7 +103,7 @@ def _is_logged(record: logging.LogRecord) -> bool:
 def run_child(main: Callable[[Parent], None]) -> NoReturn:
     """Runs a child process from its start to its end. The first argument is the descriptor for
     reports; the second, the process's name, is for whoever lists processes."""
-    log_to_stderr()
+    log_to_parent()
     logging.getLogger("uvicorn.error").addFilter(_is_logged)
     parent = Parent(int(sys.argv[1]))
     code = 0
