@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -106,12 +109,26 @@ def test_a_journal_that_cannot_be_written_costs_the_run_nothing(
     monkeypatch.chdir(tmp_path)
     Path("traffic.yaml").write_text(WORKLOAD)
     write_plan(Path("plan.json"), budgeted(24 * 10**9))
-    given = ["simulate", "plan.json", "--workload", "traffic.yaml", "--json", "out.json"]
-    assert main([*given, "--journal", "/dev/full"]) == 2
-    assert "--journal: /dev/full: No space left on device;" in capsys.readouterr().err
-    assert read_results(Path("out.json")).total.requests
-    assert main(["chaos", "--replay", "3", "--journal", "/dev/full"]) == 2
-    assert "--journal: /dev/full: No space left on device;" in capsys.readouterr().err
+    given = ["simulate", "plan.json", "--workload", "traffic.yaml"]
+    with at_most(1000):
+        assert main([*given, "--journal", "journal.jsonl"]) == 2
+    told = capsys.readouterr()
+    assert "--journal: journal.jsonl: File too large;" in told.err
+    assert "turns on plan.json, simulated" in told.out
+    with at_most(1000):
+        assert main(["chaos", "--replay", "3", "--journal", "journal.jsonl"]) == 2
+    assert "--journal: journal.jsonl: File too large;" in capsys.readouterr().err
+
+
+@contextmanager
+def at_most(size: int) -> Iterator[None]:
+    """No file of this process may be larger meanwhile."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("taken", ["traffic.yaml", "plan.json", "out.json"])
