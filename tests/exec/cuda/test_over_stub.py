@@ -63,7 +63,7 @@ def test_memory_is_shared_by_handles_and_mps_is_seen(age: Age) -> None:
 
 
 def test_no_kernel_is_compiled_after_the_rehearsal() -> None:
-    """By Triton's own binder and compiler: of prompts and batches of several sizes, and of a copy on write."""
+    """By Triton's own binder and compiler: of prompts and batches of several sizes, and a copy on write."""
     found = run("serving")
     assert {"_copy_blocks", "_decode", "_prefill"} <= set(found["rehearsed"])
     assert found["compiled later"] == []
