@@ -7,16 +7,15 @@ import json
 import re
 import subprocess
 import sys
-import time
-import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.bindings import AGES, Age, bindings
+
 ROOT = Path(__file__).parents[2]
-DAY = 86_400  # seconds for which the newest ones that were found are the newest
 
 CHILD = """
 import json, sys
@@ -101,39 +100,18 @@ def _path(node: ast.expr) -> Iterator[str]:
         yield node.id
 
 
-def _requirements() -> tuple[str, str]:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    allowed = next(one for one in extras["gpu"] if one.startswith("cuda-bindings")).partition(";")[0]
-    least = re.search(r">=([\d.]+)", allowed)
-    assert least
-    return f"cuda-bindings=={least[1]}.0", allowed
-
-
-@pytest.mark.parametrize("age", ["oldest", "newest"])
-def test_what_the_code_asks_of_the_driver_is_there(age: str, pytestconfig: pytest.Config) -> None:
+@pytest.mark.parametrize("age", AGES)
+def test_what_the_code_asks_of_the_driver_is_there(age: Age) -> None:
     """It needs no GPU: the bindings are imported, and the driver is not called."""
-    oldest, newest = _requirements()
-    folder = pytestconfig.cache.mkdir("cuda-bindings") / age
-    stamp = folder / "installed"
-    if not stamp.exists() or (age == "newest" and stamp.stat().st_mtime < time.time() - DAY):
-        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--upgrade", "--target"]
-        installed = subprocess.run(
-            [*install, str(folder), "--retries", "0", oldest if age == "oldest" else newest],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if installed.returncode and not stamp.exists():
-            pytest.skip(f"pip cannot install cuda-bindings here: {installed.stderr.strip()[-200:]}")
-        stamp.touch()
     calls, names = _asked()
     assert {("cuIpcGetMemHandle", 1), ("cuGreenCtxCreate", 3)} <= calls
     assert {("cuMemMap", 5), ("cuMemSetAccess", 4), ("cuMemUnmap", 2)} <= calls
+    assert {("cuStreamBeginCapture", 2), ("cuDeviceGetAttribute", 2)} <= calls
     assert ("CUipcMem_flags", "CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS") in names
     asked = {"calls": sorted(calls), "names": sorted(names)}
     found = subprocess.run(
         [sys.executable, "-c", CHILD, json.dumps(asked)],
-        env={"PYTHONPATH": f"{folder}:{ROOT / 'src'}"},
+        env={"PYTHONPATH": f"{bindings(age)}:{ROOT / 'src'}"},
         capture_output=True,
         text=True,
         check=True,

@@ -100,6 +100,23 @@ class Decoding:
         self._wanted.clear()
 
 
+def test_the_thread_that_looks_for_tasks_enters_its_device_first(operations: Operations) -> None:
+    """On a host of several GPUs it would look on the first one, whichever the unit's is."""
+    entered, looked, once = set[int](), set[bool](), threading.Event()
+
+    class _Watched(GpuDevice):
+        def enter(self) -> None:
+            entered.add(threading.get_ident())
+
+    def serve(*_: Any) -> None:
+        looked.add(threading.get_ident() in entered)
+        once.set()
+
+    with attending(Loaned(Shape()), one_lane(device=_Watched), replace(operations, serve=serve)):
+        assert once.wait(DEADLINE)
+    assert looked == {True}
+
+
 def test_tasks_are_done_on_the_way(
     tmp_path: Path, operations: Operations, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ import torch
 from kvloom.exec.cuda.device import GpuDevice, HostStream, PartitionLane, Partitions, Recording
 from kvloom.exec.cuda.loader import load_executor
 from kvloom.exec.cuda.operations import plain_operations
-from kvloom.kernels.driver import Driver, DriverError
+from kvloom.kernels.driver import BEYOND_BINDINGS, OLDEST_BINDINGS, Driver, DriverError
+from tests.bindings import requirements
 from tests.checkpoints import make_checkpoint
 from tests.engines import spec_of
 
@@ -50,6 +52,61 @@ def test_a_thread_gets_the_primary_context_each_time_and_it_is_retained_once(
     assert asked == [("cuInit", 0), *retained, *[("cuCtxSetCurrent", "context")] * 2]
     with pytest.raises(DriverError, match="have no cuGreenCtxCreate"):
         driver("cuGreenCtxCreate")
+
+
+@pytest.mark.parametrize(
+    ("found", "right"), [("12.8.0", False), ("12.9.0", True), ("13.5.0", True), ("14.0.0", False)]
+)
+def test_bindings_that_are_too_old_or_too_new_are_told_of(
+    found: str, right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvloom.kernels.driver.version", lambda name: found)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", SimpleNamespace(cuInit=lambda flags: (0,)))
+    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(__path__=[]))
+    if right:
+        Driver()
+        return
+    with pytest.raises(
+        DriverError, match=f"cuda-bindings {found} are not known here; 12.9 or newer, below 14"
+    ):
+        Driver()
+
+
+def test_the_bindings_that_are_known_are_those_that_are_asked_for() -> None:
+    oldest = ".".join(map(str, OLDEST_BINDINGS))
+    assert f">={oldest},<{BEYOND_BINDINGS[0]}" in requirements()["newest"]
+
+
+class _Recorder(HostStream):
+    """Does the work while it records."""
+
+    def record(self, work: Callable[[], None]) -> Recording:
+        work()
+        return super().record(work)
+
+
+def test_no_memory_is_given_back_while_a_lane_records() -> None:
+    """torch's allocator refuses that, whichever stream records."""
+    begun, done = threading.Event(), threading.Event()
+    pair = PartitionLane(2, _Recorder()), PartitionLane(2, HostStream())
+    lanes = Partitions(PartitionLane(4, HostStream()), [pair])
+    device = GpuDevice(torch.device("cpu"), 4, lanes)
+
+    def trim() -> None:
+        begun.set()
+        device.trim()
+        done.set()
+
+    def work() -> None:
+        thread.start()
+        begun.wait()
+        assert not done.wait(0.02)
+
+    thread = threading.Thread(target=trim)
+    pair[0].record(work)
+    thread.join()
+    assert done.is_set()
 
 
 class _Counted(HostStream):

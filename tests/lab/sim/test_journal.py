@@ -115,7 +115,7 @@ def test_a_journal_that_cannot_be_written_costs_the_run_nothing(
     told = capsys.readouterr()
     assert "--journal: journal.jsonl: File too large;" in told.err
     assert "turns on plan.json, simulated" in told.out
-    with at_most(1000):
+    with at_most(200):
         assert main(["chaos", "--replay", "3", "--journal", "journal.jsonl"]) == 2
     assert "--journal: journal.jsonl: File too large;" in capsys.readouterr().err
 

@@ -1,0 +1,74 @@
+"""What the first minutes on a GPU ask of Triton, of cuda-bindings and of the driver: their real code, over a
+driver without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.bindings import AGES, Age, bindings
+from tests.exec.cuda.stub.running import run
+
+
+def test_what_a_first_launch_lacks_is_told_in_one_line() -> None:
+    told = run("refusals")
+    assert told.pop("all is there") == ""
+    words = {
+        "no compiler": "builds its launcher with a C compiler, and there is none; gcc or clang on the PATH",
+        "a compiler that is not there": "and CC names /nowhere/cc, which cannot be run",
+        "no headers": "there is no Python.h in /",
+        "a compiler that fails": "ended with 4 (see above); a C compiler with the C library's headers",
+        "no cache": "Triton cannot use /proc/nowhere",
+        "no module": "no kernel can be launched: RuntimeError: Triton Error [CUDA]",
+        "wrong": "its kernels compute what is wrong",
+    }
+    assert told.keys() == words.keys()
+    for name, wanted in words.items():
+        assert wanted in told[name]
+        assert told[name].startswith("device: ")
+        assert "`device: cpu`, is right" in told[name]
+        assert "\n" not in told[name]
+
+
+@pytest.mark.parametrize("age", AGES)
+def test_partitions_are_made_and_tried_or_plain_streams_take_their_place(age: Age) -> None:
+    found = run("partitions", bindings(age))
+    good = found.pop("")
+    assert good["logged"] == []
+    assert good["pairs"] == [[16, 116], [32, 100], [48, 84], [64, 68]]
+    sides = [side for pair in good["pairs"] for side in pair]
+    streams = [one for one in good["notes"] if one.startswith("stream ")]
+    assert streams == [f"stream {i} of {side}" for i, side in enumerate(sides, 1)]
+    for i in range(1, len(sides) + 1):  # live, recorded, and the recording done again
+        assert [one for one in good["notes"] if one.endswith(f" on {i}")] == [
+            *[f"launch _gated 16 on {i}"] * 2,
+            f"replay 1 on {i}",
+        ]
+    for failing, one in found.items():
+        assert one["pairs"] == [[66, 66]], failing
+        (line,) = one["logged"]
+        assert line.startswith("no green contexts, so jobs that run at the same time share all of ")
+        assert failing.removesuffix("_v2") in line
+
+
+@pytest.mark.parametrize("age", AGES)
+def test_memory_is_shared_by_handles_and_mps_is_seen(age: Age) -> None:
+    found = run("memory", bindings(age))
+    assert found["notes"] == [f"{what} {found['base']}" for what in ("export", "map", "unmap")]
+    assert found["MPS"] == ""
+    assert found["no MPS"].endswith(
+        "MPS before the fleet starts (nvidia-cuda-mps-control -d), or no `weave`, is right"
+    )
+    assert found["unknown"].startswith("weave: whether MPS runs on ")
+    assert found["another thread"] == "cuMemGetAddressRange: CUDA_ERROR_INVALID_CONTEXT"
+
+
+def test_no_kernel_is_compiled_after_the_rehearsal() -> None:
+    """By Triton's own binder and compiler: of prompts and batches of several sizes, and a copy on write."""
+    found = run("serving")
+    assert {"_copy_blocks", "_decode", "_prefill"} <= set(found["rehearsed"])
+    assert found["compiled later"] == []
+    launched, layers = found["launched"], 2
+    steps = launched["_write"] // layers
+    assert launched["_write"] == launched["_rotate"] == launched["_gated"] == layers * steps
+    assert launched["_norm"] == (4 * layers + 1) * steps  # two a layer, those of q and of k, and the last
+    assert launched["_decode"] + launched["_prefill"] == layers * steps
