@@ -31,8 +31,9 @@ class Served:
     url: str
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """While it is there an event loop runs in this thread, which other modules' tests would stumble over."""
     with started() as browser:
         yield browser
 
