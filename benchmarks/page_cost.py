@@ -83,7 +83,9 @@ async def watched(url: str, pages: int) -> AsyncIterator[dict[str, float]]:
             raise RuntimeError("the pages could not be opened")
         yield seen
     finally:
-        output, _ = await process.communicate()  # closes its input, which ends it
+        assert process.stdin is not None
+        process.stdin.close()  # which ends it
+        output, _ = await process.communicate()
     seen |= json.loads(output)
 
 

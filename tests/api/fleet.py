@@ -15,6 +15,7 @@ from kvloom.api.access.audit import Audit
 from kvloom.api.admin import Admin
 from kvloom.api.app import create_app
 from kvloom.api.auth import Keys
+from kvloom.api.live.samples import LiveSamples
 from kvloom.cluster.controller import Controller
 from kvloom.cluster.mirror import Mirror
 from kvloom.cluster.orders import FleetOrders
@@ -169,7 +170,9 @@ class Anew:
             engine = ScriptedEngine(says("hello world", "the quick fox"), cards=[card(), card("plain", None)])
             journal = RecordLog()
             journal.close()  # a test client waits for an answer's end
-            admin = Admin(router, orders, self._told, self._audit, journal)
+            samples = LiveSamples()
+            samples.close()
+            admin = Admin(router, orders, self._told, self._audit, journal, samples)
             for one in self._engines.values():
                 one.well = False
             yield create_app(engine, keys=self._keys, admin=admin, **self._options)

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message
 
 from kvloom.api.live.samples import LiveSamples, SampleStream
+from kvloom.api.live.totals import model_totals
 from kvloom.api.metrics import Metrics
 from kvloom.journal.samples import Sample, SampleHistory, encode_sample, make_sample
 from kvloom.types.load import ModelLoad, UnitLoad, Waits, WeightLoad
@@ -117,7 +118,7 @@ def test_a_sample_has_the_numbers_of_metrics() -> None:
     metrics = Metrics()
     for model in ("chat", "chat", "code"):
         streamed(metrics, model)
-    sample = make_sample(1.0, LOADS, SERVICES, metrics.totals(), borrowers={"unit-0": "unit-1"})
+    sample = make_sample(1.0, LOADS, SERVICES, model_totals(metrics), borrowers={"unit-0": "unit-1"})
     told, there = json.loads(encode_sample(sample)), scraped(metrics)
     unit, silent = told["units"]
     assert {field: unit[field] for field in POOL} == {

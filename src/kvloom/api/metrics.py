@@ -16,7 +16,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from kvloom.engine.freeness import freeness
 from kvloom.journal.lives import Lives, Story
-from kvloom.journal.samples import ModelTotals
 from kvloom.types.errors import KvloomError, RequestQuarantined
 from kvloom.types.load import ModelLoad, UnitLoad, WeightLoad
 from kvloom.types.service import IN_SERVICE, NodeService, Service
@@ -92,39 +91,11 @@ class Metrics:
         whole.register(_Keys(keys))
         return generate_latest(whole)
 
-    def totals(self) -> tuple[ModelTotals, ...]:
-        """Returns the counts of requests by model, and the sums of their times."""
-        requests = _by_model(self.requests, "_total")
-        sums = [_by_model(one, "_sum") for one in (self.first_token, self.per_token)]
-        counts = [_by_model(one, "_count") for one in (self.first_token, self.per_token)]
-        return tuple(
-            ModelTotals(
-                model=model,
-                requests=int(number),
-                ttft_sum=sums[0].get(model, 0.0),
-                ttft_count=int(counts[0].get(model, 0)),
-                tpot_sum=sums[1].get(model, 0.0),
-                tpot_count=int(counts[1].get(model, 0)),
-            )
-            for model, number in requests.items()
-        )
-
     def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
         return Counter(f"kvloom_{name}", text, labels, registry=self._registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"kvloom_{name}", text, ["model"], buckets=buckets, registry=self._registry)
-
-
-def _by_model(metric: Counter | Histogram, end: str) -> dict[str, float]:
-    """Returns the values of the series whose names end so, by model."""
-    values: dict[str, float] = {}
-    for family in metric.collect():
-        for sample in family.samples:
-            if sample.name.endswith(end):
-                model = sample.labels["model"]
-                values[model] = values.get(model, 0.0) + sample.value
-    return values
 
 
 class Watch:

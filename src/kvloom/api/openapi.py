@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from kvloom.api.errors import JSON
-from kvloom.api.routes import ADMIN, LINES, PUBLIC, UNIT_VERBS, Caller, RouteRow
+from kvloom.api.routes import ADMIN, EVENTS, LINES, PUBLIC, UNIT_VERBS, Caller, RouteRow
 
 Json = dict[str, Any]
 
@@ -115,11 +115,11 @@ def _operation(row: RouteRow, meanings: dict[int, str], units: Sequence[str]) ->
 
 
 def _content(row: RouteRow) -> Json:
-    """Returns what the answer is, by its media type. A schema cannot tell of lines of JSON."""
+    """Returns what the answer is, by its media type. A schema cannot tell of lines of JSON, or of events."""
     schema = (
         {"type": "object" if row.media == JSON else "string"} if row.answer is None else _schema(row.answer)
     )
-    content: Json = {row.media: {} if row.media == LINES else {"schema": schema}}
+    content: Json = {row.media: {} if row.media in (LINES, EVENTS) else {"schema": schema}}
     if row.chunk is not None:
         said = f"With `stream`: server-sent events of {row.chunk.__name__}, then `[DONE]`."
         event = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}

@@ -403,11 +403,9 @@ class Requests:
         if sequence.guide and not sequence.guide.accepts(token):
             self._fail_guide(sequence, sequence.guide, index, "token {} breaks the guide that drew it")
             return
-        event = (
-            TokenEvent(sequence.choice, index, token, logprob)
-            if index
-            else FirstToken(sequence.choice, 0, token, logprob, sequence.waited)
-        )
+        event = TokenEvent(sequence.choice, index, token, logprob)
+        if not index:
+            event = FirstToken(sequence.choice, index, token, logprob, sequence.waited)
         self._streams[sequence.request].add(event)
         self._end_after(sequence, token)
 
@@ -423,13 +421,10 @@ class Requests:
 
     def _end_after(self, sequence: Sequence, token: int) -> None:
         """Ends the sequence if its last token, `token`, does."""
-        sampling, tokens = sequence.sampling, sequence.tokens
+        sampling, tokens, card = sequence.sampling, sequence.tokens, self._queues[sequence.model].card
         if token in sampling.stop_token_ids:
             self.end(sequence, "stop", stop_token=token)
-        elif (
-            tokens.made >= sampling.max_tokens
-            or tokens.length >= self._queues[sequence.model].card.context_length
-        ):
+        elif tokens.made >= sampling.max_tokens or tokens.length >= card.context_length:
             self.end(sequence, "length")
         elif sequence.guide and sequence.guide.done:
             self.end(sequence, "stop")
@@ -449,7 +444,6 @@ class Requests:
         if not sequence.in_job:
             self.release(self._queues[sequence.model], sequence)
         stream = self._streams[sequence.request]
-        cached = sequence.cached or 0
-        stream.add(EndEvent(sequence.choice, reason, stop_token, cached, message, code, param))
+        stream.add(EndEvent(sequence.choice, reason, stop_token, sequence.cached or 0, message, code, param))
         if stream.ended:
             del self._streams[sequence.request]

@@ -14,14 +14,14 @@ from kvloom.cluster.prefixes import lasting_pin
 from kvloom.journal.lives import Teller, untold
 from kvloom.router.candidates import Candidates, Lost, WaitingRoom
 from kvloom.router.held import REFUSALS, RELEASE_SECONDS, PeerReservation, SessionHeld
-from kvloom.router.progress import RequestProgress
+from kvloom.router.progress import Milestones, RequestProgress
 from kvloom.router.quarantine import Deaths, Quarantine
 from kvloom.router.replicas import Fleet, Replica, arriving
 from kvloom.types.address import resolve
 from kvloom.types.client import Frames
 from kvloom.types.clock import Clock, together
 from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, QueueFull, Unavailable
-from kvloom.types.request import Event, FirstToken, Made, StartGenerate
+from kvloom.types.request import Event, Made, StartGenerate
 from kvloom.types.verbs import Pin, Prefix, PrepRecv, Sent
 
 _LONGEST_ID: Final = 190  # characters of the request's own, of 200 that an id may have
@@ -53,17 +53,14 @@ class Session:
         tell: Teller = untold,
     ) -> None:
         """serving: gives the model's replicas as they are now, and raises UnknownModel if there are none;
-        tasks: runs what is to be done to its end even if nobody waits for it any more; tell: takes what is
-        known of the request's life."""
-        self.body = body
-        self.model = body.model
-        self.prompt = body.prompt
+        tasks: runs what is to be done to its end even if nobody waits for it any more; tell: `Teller`."""
+        self.body, self.model, self.prompt = body, body.model, body.prompt
         self.name = body.request
         """The request's id at the replicas. After `release`, and with a migration, it has another, so that a
         late abort, or a call that arrives twice, harms no further attempt."""
         self.progress = RequestProgress(body.n, clock)
+        self.milestones = Milestones(body.request, self.progress, clock, tell)
         self.tasks = tasks
-        self.clock = clock
         self.migrating = False
         self.running: Leg | None = None
         """Who has let the request in and generates it."""
@@ -73,13 +70,9 @@ class Session:
         """Who goes on once `running` has told all it has, if the request has been handed over."""
         self.computed = 0
         """Tokens whose K and V were made elsewhere for this request."""
-        self._serving = serving
-        self._room = room
-        self._quarantine = quarantine
+        self._serving, self._room, self._quarantine = serving, room, quarantine
         self._legs: list[Leg] = []
         self._attempts = 1
-        self._tell = tell
-        self._failed_of = ""  # the code of the error after which the request goes on elsewhere
 
     async def frames(
         self, program: Strategy, sessions: dict[str, Session]
@@ -116,7 +109,7 @@ class Session:
                     break
                 except KvloomError as error:
                     candidates.go_on_after(error)
-                    plain, self._failed_of = True, error.code
+                    plain, self.milestones.failed_of = True, error.code
                 await self.release()
             if not self.progress.over:
                 raise KvloomError(f"the program {program.name} ended without an answer")
@@ -125,18 +118,6 @@ class Session:
                 await self.release()
             finally:
                 del sessions[request]
-
-    def let_in(self, unit: str) -> None:
-        """Tells that a unit has let the request in, for the first time or after a failure."""
-        what = "resumed" if self._failed_of else "queued"
-        self._tell(self.body.request, what, unit, self._failed_of)
-
-    def began(self, unit: str, first: FirstToken, seconds: float) -> None:
-        """Tells when a unit had blocks for the request, and that its first token has come. seconds: since it
-        was let in."""
-        self._tell(self.body.request, "admitted", unit, ago=max(0.0, seconds - first.waited))
-        if not self.progress.begun:
-            self._tell(self.body.request, "first_token", unit)
 
     # -- the verbs --------------------------------------------------------------------------------------
 
@@ -354,7 +335,6 @@ class Leg:
         self._state = LegState.UNASKED
         self._new = True  # until its first event has come
         self._let_in = False
-        self._let_in_at = 0.0
         self._failure: str | None = None  # why nothing comes any more, though the request is not over
 
     def __aiter__(self) -> Leg:
@@ -416,18 +396,16 @@ class Leg:
     def _has_come(self, frame: list[Event]) -> None:
         """Notes the first frame, which says that the engine has let the request in, and the first event,
         which says that it has computed the prompt."""
-        session = self._session
+        session, follows = self._session, self._made is not None
+        session.milestones.came(self.replica.name, frame, new=not self._let_in, follows=follows)
         if not self._let_in:
-            self._let_in, self._let_in_at = True, session.clock.now()
-            if self._made is None:
+            self._let_in = True
+            if not follows:
                 session.running = self
-                session.let_in(self.replica.name)
             session.held.let_go(self.replica, "room", self.name)  # the engine has taken it over
             session.candidates.let_in(self.replica)
         if frame:
             self._new = False
-            if first := next((event for event in frame if isinstance(event, FirstToken)), None):
-                session.began(self.replica.name, first, session.clock.now() - self._let_in_at)
             session.held.is_to_compute(self.replica, 0)
 
     async def _fail(self, error: BaseException) -> None:

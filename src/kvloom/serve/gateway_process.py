@@ -26,6 +26,7 @@ from kvloom.api.admin import Admin
 from kvloom.api.app import create_app
 from kvloom.api.auth import Keys
 from kvloom.api.live.samples import LiveSamples
+from kvloom.api.live.totals import model_totals
 from kvloom.api.metrics import Metrics
 from kvloom.cluster.edits import Edit
 from kvloom.cluster.launcher import Change, Edited, Snapshot
@@ -216,7 +217,7 @@ async def take_sample(router: Router, mirror: Mirror, metrics: Metrics) -> Sampl
         round(time.time(), 3),
         loads,
         router.services,
-        metrics.totals(),
+        model_totals(metrics),
         homes={unit: mirror.process(unit).node for unit in units},
         borrowers={one.engine.weave.cold: unit for unit, one in units.items() if one.engine.weave},
     )
