@@ -120,7 +120,7 @@ def test_the_verbs_by_hand(url: str) -> None:
     alone = call(url, "/verbs/unit-0/start_generate", ask | {"request": "alone", "sampling": sampling})
 
     def tokens(lines: list[Any]) -> list[int]:
-        return [event[3] for line in lines for event in line if event[0] == "token"]
+        return [event[3] for line in lines for event in line if event[0] in ("first", "token")]
 
     assert tokens(moved) == tokens(alone)
     assert len(tokens(moved)) == 5

@@ -78,7 +78,7 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True, kw_only=True):
         )
 
 
-PROTOCOL = "6"
+PROTOCOL = "7"
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=200)]
