@@ -54,10 +54,12 @@ DRAWN = """
 """
 
 EQUAL = f"""
-new Promise((done) => {{
+new Promise((done, fail) => {{
+  const until = performance.now() + {1000 * DEADLINE};
   const look = () => {{
     const drawn = ({DRAWN})();
     if (Object.keys(expected).every((name) => drawn[name] === expected[name])) done();
+    else if (performance.now() > until) fail(new Error(JSON.stringify(drawn)));
     else requestAnimationFrame(look);
   }};
   look();
