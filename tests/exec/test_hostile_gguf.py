@@ -12,6 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
 from gguf import GGMLQuantizationType as Type
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,7 +28,8 @@ from kvloom.exec.gguf.header import (
     read_header,
 )
 from kvloom.exec.gguf.tokenizer import read_tokenizer
-from kvloom.types.errors import ConfigError
+from kvloom.exec.parallel.group import RankGroup, connect
+from kvloom.types.errors import ConfigError, Unavailable
 from tests.engines import spec_of
 from tests.exec.cuda.engines import running_on_device
 from tests.exec.loading import load, refusal
@@ -326,6 +328,18 @@ def test_ranks_do_not_share_one(whole: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"models\.m: .* in a GGUF file, and ranks share neither; a `tensor_parallel`"
     ):
+        load_executor(spec_of({"m": whole}, tensor_parallel=2), tmp_path)
+
+
+def test_a_rank_that_refuses_before_the_first_has_met_it_says_why(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(store: str, rank: int, size: int, slots: int, device: torch.device) -> RankGroup:
+        connect(store, rank, size, slots, device)
+        raise Unavailable("the connection was closed by its peer")
+
+    monkeypatch.setattr("kvloom.exec.parallel.ranks.connect", cut)
+    with pytest.raises(ConfigError, match=r"models\.m: .* ranks share neither"):
         load_executor(spec_of({"m": whole}, tensor_parallel=2), tmp_path)
 
 

@@ -86,10 +86,16 @@ class Ranks:
                 self._members.append(self._start(rank))
                 self._order(self._members[-1], msgspec.structs.replace(begin, rank=rank, store=store))
             self.meet()
-            self.group = connect(store, 0, begin.size, begin.slots, device)
+            self.group = self._connect(store, begin, device)
         except BaseException:
             self.close()
             raise
+
+    def _connect(self, store: str, begin: StartRank, device: torch.device) -> RankGroup:
+        try:
+            return connect(store, 0, begin.size, begin.slots, device)
+        except Unavailable as error:  # another rank, which was connected already, may have refused its models
+            raise self._refused(error) from error
 
     def meet(self, arena: str = "") -> None:
         """Waits until all others have come as far, and lets them go on. arena: see `Go`. Raises as `Team`'s
