@@ -18,6 +18,7 @@ benchmark starts both sides itself. Some two hours in full; --quick proves that 
   tcp-plane      the rate of the KV plane over TCP against plain sockets
   streaming      what the gateway adds, and how many tokens it streams
   page-cost      what open pages cost a gateway of 64 units
+  page-frames    how smoothly the page of a simulated run plays
   shared-prefix  prompts with common beginnings over two engines; with --trace FILE also those of a trace
   kept-prefixes  a prompt from files after a restart against computed again
   migration      a context moved against computed again
@@ -60,6 +61,7 @@ from benchmarks import (
     mixed,
     multimodel,
     page_cost,
+    page_frames,
     planner,
     scaling,
     shared_pages,
@@ -121,6 +123,7 @@ def alone(options: argparse.Namespace, console: Console) -> dict[str, Measure]:
         "tcp-plane": lambda: asyncio.to_thread(tcp_plane.measure, 2 if quick else 30),
         "streaming": lambda: streaming.measure(streams, console),
         "page-cost": lambda: page_cost.measure(pages, console),
+        "page-frames": lambda: asyncio.to_thread(page_frames.measure, 200 if quick else simulator.REQUESTS),
         "shared-prefix": lambda: shared_prefix.measure(options.trace, console, talks),
         "kept-prefixes": lambda: kept_prefixes.measure(
             "A", [500] if quick else kept_prefixes.LENGTHS, rounds, console

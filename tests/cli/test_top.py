@@ -108,6 +108,8 @@ class Server:
     over: threading.Event = field(default_factory=threading.Event)
     held: bool = False
     """The last answer of each path is not ended before the test is."""
+    resumed: threading.Event = field(default_factory=threading.Event)
+    """It is set once somebody has asked from a last event on."""
 
 
 @pytest.fixture
@@ -118,6 +120,8 @@ def server() -> Iterator[Server]:
         def do_GET(self) -> None:
             key, last = self.headers.get("authorization"), self.headers.get("last-event-id")
             scripted.asked.append((self.path, key, last))
+            if last is not None:
+                scripted.resumed.set()
             answers = scripted.answers.get(self.path, [b'{"error":{"message":"no admin key"}}'])
             answer = answers.pop(0) if len(answers) > 1 else answers[0]
             self.send_response(scripted.status)
@@ -232,6 +236,7 @@ def test_in_a_terminal_it_asks_again_and_ends_by_control_c(server: Server) -> No
         os.close(theirs)
         assert b"unit-0" in read_until(ours, b"asked again each second")
         read_until(ours, b"210 tokens/s")
+        assert server.resumed.wait(60)
         process.send_signal(signal.SIGINT)
         while True:
             try:

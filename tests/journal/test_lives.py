@@ -12,7 +12,7 @@ def record(at: float, component: str, event: Event) -> Record:
     return Record(journal=1, number=1, at=at, component=component, event=event)
 
 
-def test_a_life_goes_from_waiting_over_decode_to_its_end() -> None:
+def test_a_life_goes_from_queued_over_decode_to_its_end() -> None:
     lives = Lives()
     story = lives.begin("mine")
     story.api_id = A
@@ -29,7 +29,7 @@ def test_a_life_goes_from_waiting_over_decode_to_its_end() -> None:
     assert (story.life().prompt_tokens, story.life().output_tokens, story.life().cached_tokens) == (7, 5, 2)
     story.end(200)
     life = story.life()
-    assert [*states, life.state] == ["waiting", "prefill", "decode", "decode", "ended"]
+    assert [*states, life.state] == ["queued", "prefill", "decode", "decode", "ended"]
     assert [step.what for step in life.steps][:3] == ["came", "queued", "admitted"]
     assert life.steps[-1].what == "ended"
     assert life.output_tokens == 5

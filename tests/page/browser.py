@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
 
 from tests.processes import DEADLINE
 
 Scheme = Literal["light", "dark"]
+expect.set_options(timeout=1000 * DEADLINE)
 
 
 def chromium() -> str:

@@ -20,8 +20,6 @@ from tests.serve.streaming import asking, call
 
 HOSTILE = "<img src=x onerror=document.title='taken'>"
 
-expect.set_options(timeout=1000 * DEADLINE)
-
 
 def metrics(url: str) -> dict[str, float]:
     """What /metrics has, by name, unit and model; what a model has at several units is added up, too."""
@@ -52,6 +50,23 @@ DRAWN = """
   return Object.fromEntries([...cells, ...pools]);
 }
 """
+
+TEXTS = """
+() => [...document.querySelectorAll("[data-metric]")].map((cell) => {
+  const pool = cell.closest("figure.pool");
+  return [cell.textContent, Number(cell.dataset.value) * (pool ? Number(pool.dataset.blockBytes) : 1)];
+})
+"""
+
+UNITS = {"": 1.0, "B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
+UNITS |= {"µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+
+
+def read(text: str) -> float:
+    """The number that a text with a unit means."""
+    number, _, unit = text.partition(" ")
+    return float(number.replace(",", "")) * UNITS[unit]
+
 
 EQUAL = f"""
 new Promise((done, fail) => {{
@@ -85,6 +100,8 @@ def test_numbers_drawn_are_those_of_metrics(browser: Browser, served: Served) ->
         assert expected["kvloom_kv_blocks_cached unit-2 plain"] > 0
         assert expected["kvloom_requests_total sums"] >= 1
         page.evaluate(f"(expected) => {EQUAL}", expected)
+        for text, value in page.evaluate(TEXTS):
+            assert read(text) == pytest.approx(value, rel=5e-3), (text, value)  # three digits are shown
         assert seen.complaints == []
         for request in seen.requests:
             assert request.url.startswith((served.url + "/", "data:,")), request.url
@@ -157,6 +174,7 @@ def test_an_order_shows_its_command_and_is_carried_out(browser: Browser, served:
         assert "kvloom program set least_loaded" in page.locator("#order-command").inner_text()
         page.get_by_role("button", name="Do it").click()
         expect(page.locator("#program-now")).to_contain_text("least_loaded")
+        expect(page.locator("#log li[data-type=program]").first).to_contain_text("program least_loaded")
         assert seen.complaints == []
 
 

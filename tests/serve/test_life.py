@@ -24,10 +24,12 @@ from kvloom.router.client import HttpEngineClient
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
 from kvloom.types.clock import WallClock
+from kvloom.types.job import Job, JobResult
 from tests.api.scripted import byte_level, card
 from tests.modelled import ModelledExecutor, engine_over, modelled
 from tests.plane import Plane
 from tests.scripted import served
+from tests.weaving import until
 
 MODEL, TOKENS = "wide", 12
 SECRET = "tell nobody of this"
@@ -149,6 +151,37 @@ async def test_a_request_is_queued_admitted_begun_and_ended(tmp_path: Path, stre
     assert life.prompt_tokens > 0
     assert life.output_tokens == TOKENS
     assert SECRET not in str(life)
+
+
+@looped
+async def test_a_long_prompt_is_told_to_be_read_while_it_is(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as here, asyncio.TaskGroup() as tasks:
+        executor, goes_on = here.executors["a"], asyncio.Event()
+        launch, loop = executor.launch, asyncio.get_running_loop()
+
+        def held(job: Job) -> asyncio.Future[JobResult]:
+            """A job that begins once it may."""
+            future: asyncio.Future[JobResult] = loop.create_future()
+
+            async def run() -> None:
+                await goes_on.wait()
+                future.set_result(await launch(job))
+
+            tasks.create_task(run())
+            return future
+
+        executor.launch = held  # type: ignore[method-assign]
+        asking = tasks.create_task(Client("mine").ask(here.app))
+        await until(lambda: here.metrics.lives.find("mine") is not None)
+        await until(lambda: here.life("mine").state != "queued")
+        during = here.life("mine")
+        goes_on.set()
+        await asking
+        life = here.life("mine")
+    assert during.state == "prefill"
+    assert [step.what for step in during.steps] == ["came", "queued", "admitted"]
+    assert [step.what for step in life.steps] == ["came", "queued", "admitted", "first_token", "ended"]
+    assert life.steps[:3] == during.steps
 
 
 @looped

@@ -126,6 +126,15 @@ class OutputProcessor:
         self._queues = queues
         self._requests = requests
 
+    def begin(self, chunks: list[tuple[Sequence, int]]) -> None:
+        """Lets the callers of prompts that are admitted know it, if these take more than the job that begins:
+        of others the first token tells it soon. chunks: prompts, each with its tokens in the job."""
+        for sequence, count in chunks:
+            long = sequence.new_here and count < sequence.pending
+            if long and (stream := self._requests.stream(sequence.request)):
+                stream.begin()
+            sequence.new_here = False
+
     def process(self, inflight: InflightBatch, result: JobResult, jobs: int) -> None:
         """Processes the result of a job that has ended well. jobs: how many the unit has started."""
         queue = self._queues[inflight.job.model]

@@ -90,6 +90,10 @@ class RequestStream:
             if len(self._events) > self._most and not self._awaited:
                 self._note_full()
 
+    def begin(self) -> None:
+        """Lets a frame come, perhaps an empty one: a choice's prompt is being computed."""
+        self._ready.set()
+
     def _note_full(self) -> None:
         self.full = True
         self.filled(self)
@@ -239,10 +243,8 @@ class Requests:
 
     def open(self, body: StartGenerate, transfer: Transfer | None = None) -> RequestStream:
         """Lets a checked request in. It can be ended from here on, and computes nothing before `begin`.
-        Raises BadRequest if its id is in use, and QueueFull.
-
-        transfer: takes its K and V to a peer; a request may have several at a time.
-        """
+        Raises BadRequest if its id is in use, and QueueFull. transfer: takes its K and V to a peer; a request
+        may have several at a time."""
         name: StreamId = body.request if transfer is None else self.new_id()
         if name in self._streams:
             raise BadRequest(f"request id {name} is in use", param="request")
@@ -273,7 +275,6 @@ class Requests:
     ) -> None:
         """Enqueues the choices of an open request that nobody has ended. Raises QueueFull if other requests
         have filled the queue meanwhile, and none of them gives way.
-
         guides: one for each choice, which has stepped over its tokens. jobs: how many the unit has started.
         foreign: see `Sequence`.
         """
@@ -372,8 +373,7 @@ class Requests:
         self, request: StreamId, reason: FinishReason, message: str = "", *, choice: int | None = None
     ) -> None:
         """Ends every choice that still runs, or only `choice`. Unknown and ended requests are fine."""
-        stream = self._streams.get(request)
-        if stream:
+        if stream := self._streams.get(request):
             self.close(stream, reason, message, choice=choice)
 
     def close(

@@ -158,6 +158,7 @@ class Scheduler:
         if isinstance(action, Mixed):
             ready = [] if self._arrivals.waits(queue) else queue.decodable()
         chunks = queue.prefill_batch(action.blocks, tokens, self.jobs)
+        self._outputs.begin(chunks)
         phase = Phase.PREFILL if not ready else Phase.MIXED if chunks else Phase.DECODE
         batch = [(sequence, 1) for sequence in ready] + chunks
         return self._start(queue, phase, action.share, batch) or len(queue.running) > running

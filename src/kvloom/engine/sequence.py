@@ -138,6 +138,8 @@ class Sequence:
     """Jobs that the unit had started when the sequence was last preempted."""
     came: float | None = None
     """The clock's time when it was first enqueued."""
+    new_here: bool = False
+    """It has been admitted, and no job with it has begun since."""
     waited: float = 0.0
     """Seconds until it was first admitted."""
     first_at: float | None = None
@@ -201,7 +203,7 @@ class Sequence:
 
     def adopted(self, tokens: int) -> None:
         """Notes that the sequence begins with `tokens` tokens of the cache."""
-        self.computed = tokens
+        self.computed, self.new_here = tokens, True
         if self.cached is None:
             self.cached = min(tokens, self.prompt_length)
 

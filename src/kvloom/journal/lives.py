@@ -18,7 +18,7 @@ LISTED: Final = 100
 MOST_STEPS: Final = 32  # of a request, besides the journal's
 CANCELLED: Final = 499  # the status of requests whose clients have hung up
 
-State = Literal["waiting", "prefill", "decode", "ended", "failed", "cancelled"]
+State = Literal["queued", "prefill", "decode", "ended", "failed", "cancelled"]
 
 
 class Step(Struct, frozen=True, kw_only=True):
@@ -28,8 +28,9 @@ class Step(Struct, frozen=True, kw_only=True):
     """Seconds of Unix time."""
     what: str
     """came: to the gateway. queued: a unit has let it in. admitted: the unit has given it blocks, and begins
-    with its prompt. first_token. resumed: another unit goes on after a failure. ended, failed, cancelled.
-    Others are types of the journal's records."""
+    with its prompt; of a prompt of several jobs this is told at once, of others with the first token.
+    first_token. resumed: another unit goes on after a failure. ended, failed, cancelled. Others are types of
+    the journal's records."""
     unit: str = ""
     reason: str = ""
 
@@ -71,6 +72,7 @@ class Tokens(Struct, frozen=True):
 
 _STATES: Final[dict[str, State]] = {
     "admitted": "prefill",
+    "resumed": "queued",
     "first_token": "decode",
     "ended": "ended",
     "failed": "failed",
@@ -92,7 +94,7 @@ class Story:
         self.requests: tuple[str, ...] = ()
         """The ids by which the router knows its parts, one for each prompt."""
         self._steps: list[Step] = []
-        self._state: State = "waiting"
+        self._state: State = "queued"
         self._count: Callable[[], Tokens] = Tokens
         self._forget = forget
         self.add("came")
@@ -111,7 +113,7 @@ class Story:
             return
         at = max([round(time.time() - ago, 6), *(step.at for step in self._steps[-1:])])
         self._steps.append(Step(at=at, what=what, unit=unit, reason=reason))
-        if what in _STATES and not (what == "admitted" and self._state == "decode"):
+        if what in _STATES and not (what in ("admitted", "resumed") and self._state == "decode"):
             self._state = _STATES[what]
 
     def end(self, status: int, reason: str = "") -> None:

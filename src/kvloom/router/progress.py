@@ -165,19 +165,25 @@ class Milestones:
         self._clock = clock
         self._tell = tell
         self._let_in_at: dict[str, float] = {}
+        self._reads = ""  # the unit that has said that it computes the prompt
 
     def came(self, unit: str, frame: list[Event], *, new: bool, follows: bool) -> None:
         """Takes a unit's frames up to the first one with events, before that is noted. new: whether it is the
-        first of all, with which the unit lets the request in; follows: whether the request goes on there for
-        another unit, which the journal tells."""
+        first of all, with which the unit lets the request in, and an empty one after it says that the unit
+        has begun with a long prompt; follows: whether the request goes on there for another unit, which the
+        journal tells."""
         now = self._clock.now()
         if new:
             self._let_in_at[unit] = now
             if not follows:
                 what = "resumed" if self.failed_of else "queued"
                 self._tell(self._request, what, unit, self.failed_of)
+        elif not frame and not self._progress.begun:
+            self._reads = unit
+            self._tell(self._request, "admitted", unit)
         first = next((event for event in frame if isinstance(event, FirstToken)), None)
         if first is not None and not self._progress.begun:
             ago = now - self._let_in_at[unit] - first.waited
-            self._tell(self._request, "admitted", unit, ago=max(0.0, ago))
+            if unit != self._reads:
+                self._tell(self._request, "admitted", unit, ago=max(0.0, ago))
             self._tell(self._request, "first_token", unit)

@@ -48,7 +48,7 @@ from kvloom.kernels.cpu.lanes.floats import (
     subtract,
     total,
 )
-from kvloom.kernels.cpu.memory import address_of, fetch_add, pointer_at
+from kvloom.kernels.cpu.memory import LINE, address_of, fetch_add, pointer_at, prefetch
 from kvloom.kernels.cpu.parallel import kernel
 from kvloom.kernels.draw_reference import BLOCK, MASS_BITS, NO_MASS, PER_LOG_2, scales
 from kvloom.kernels.reference import check
@@ -57,8 +57,9 @@ _SERIAL = 1 << 15  # logits below which one thread is faster than waking a team
 _DIGIT_BITS = 11
 _DIGITS = 1 << _DIGIT_BITS
 # An exponent of up to MASS_BITS + 1 bits, rounded three times in float32, changes its power by up to 5e-6 of
-# it, and sums by less. Two masses are compared, and this is a part of the larger one.
+# it, and sums of a turn's blocks by less. Two masses are compared, and this is a part of the larger one.
 _NEAR = 2e-5
+_TURN = 16  # blocks whose masses are summed in float32, before a sum in float64
 _SCRATCH = 3  # arrays of a word a token: keys, weights and ids of those that may stay
 
 
@@ -273,28 +274,39 @@ def _masses(x, top, inverse, token):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="never", error_model="numpy")
-def _near_masses(address, x, blocks, top, inverse, token):  # type: ignore[no-untyped-def]
-    """Returns nearly what `_masses` does, of these blocks, in parts of the largest logit's mass."""
+def _near_masses(address, ahead, x, blocks, top, inverse, token):  # type: ignore[no-untyped-def]
+    """Returns nearly what `_masses` does, of these blocks, in parts of the largest logit's mass. Meanwhile
+    the memory has time to bring the same blocks of another row, which lies at `ahead`, nearer."""
     before = whole = 0.0
     edge, own, scale = x[token], token // BLOCK, splat(np.float32(inverse * PER_LOG_2))
-    edges, tops = splat(edge), splat(np.float32(top))
-    for b in blocks:
-        if b == own or (b + 1) * BLOCK > len(x):
-            for i in range(b * BLOCK, min(len(x), (b + 1) * BLOCK)):
-                mass = mass_of((x[i] - top) * inverse) * 2.0**-MASS_BITS
-                whole += mass
-                before += mass if (x[i] > edge) | ((x[i] == edge) & (i < token)) else 0.0
-            continue
-        at = address + b * BLOCK * 4
-        first, second = _power_at(at, tops, scale), _power_at(at + LANES * 4, tops, scale)
-        third, fourth = _power_at(at + LANES * 8, tops, scale), _power_at(at + LANES * 12, tops, scale)
-        whole += total(add(add(first, second), add(third, fourth)))
-        before += total(_parts_before(at, first, second, third, fourth, edges, b > own))
+    edges, tops, nothing = splat(edge), splat(np.float32(top)), splat(np.float32(0.0))
+    for start in range(0, len(blocks), _TURN):
+        all_parts = parts_before = nothing
+        for n in range(start, min(len(blocks), start + _TURN)):
+            b = blocks[n]
+            if b == own or (b + 1) * BLOCK > len(x):
+                for i in range(b * BLOCK, min(len(x), (b + 1) * BLOCK)):
+                    mass = mass_of((x[i] - top) * inverse) * 2.0**-MASS_BITS
+                    whole += mass
+                    before += mass if (x[i] > edge) | ((x[i] == edge) & (i < token)) else 0.0
+                continue
+            at, next_at = address + b * BLOCK * 4, ahead + b * BLOCK * 4
+            for i in range(0, BLOCK * 4, LINE):
+                prefetch(next_at + i)
+            first, second = _power_at(at, tops, scale), _power_at(at + LANES * 4, tops, scale)
+            third, fourth = _power_at(at + LANES * 8, tops, scale), _power_at(at + LANES * 12, tops, scale)
+            all_parts = add(all_parts, add(add(first, second), add(third, fourth)))
+            found = _parts_before(at, first, second, third, fourth, edges, b > own)
+            parts_before = add(parts_before, found)
+        whole += total(all_parts)
+        before += total(parts_before)
     return before, whole
 
 
 @njit(inline="never", error_model="numpy")
-def _first_kept(address, x, maxima, start, inverse, top_k, top_p, lowest, stream, bounds, blocks, others):  # type: ignore[no-untyped-def]
+def _first_kept(  # type: ignore[no-untyped-def]
+    address, ahead, x, maxima, start, inverse, top_k, top_p, lowest, stream, bounds, blocks, others
+):
     """Returns the token with the largest score of those that the filters leave: min-p, and top-k or top-p."""
     edge, winner, top, whole = np.float32(-np.inf), len(x), maxima[start], 0.0
     rounding = len(x) * 2.0 ** (1 - MASS_BITS)
@@ -315,11 +327,11 @@ def _first_kept(address, x, maxima, start, inverse, top_k, top_p, lowest, stream
             if _count_before(address, x, blocks, winner) < top_k:
                 return winner
             continue
-        before, mass = _near_masses(address, x, blocks, top, inverse, winner)
+        before, mass = _near_masses(address, ahead, x, blocks, top, inverse, winner)
         if whole == 0.0:
             whole = mass
             if before + whole * _NEAR + rounding >= whole * top_p:  # so the other blocks' masses matter
-                whole += _near_masses(address, x, others[:count], top, inverse, winner)[1]
+                whole += _near_masses(address, ahead, x, others[:count], top, inverse, winner)[1]
         slack = whole * _NEAR + rounding
         if before == 0.0 or before + slack < whole * top_p:
             return winner
@@ -350,7 +362,8 @@ def _best_of(x, tokens, count, inverse, stream):  # type: ignore[no-untyped-def]
 
 class _Arguments(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("next", "team", "rows", "size", "row_bytes", "blocks")),
+        *((name, ctypes.c_int64) for name in ("next", "team", "threads", "rows", "size")),
+        *((name, ctypes.c_int64) for name in ("row_bytes", "blocks")),
         *((name, ctypes.c_int64) for name in ("logits", "inverse", "top_k", "top_p", "lowest", "streams")),
         *(
             (name, ctypes.c_int64)
@@ -362,7 +375,7 @@ class _Arguments(ctypes.Structure):
 @kernel(_Arguments)
 def _draw(pointer):  # type: ignore[no-untyped-def]
     a = carray(pointer, 1)[0]
-    size, blocks, rows = a.size, a.blocks, a.rows
+    size, blocks, rows, threads = a.size, a.blocks, a.rows, a.threads
     inverse = carray(pointer_at(a.inverse), (rows,), np.float64)
     top_k = carray(pointer_at(a.top_k), (rows,), np.int64)
     top_p = carray(pointer_at(a.top_p), (rows,), np.float64)
@@ -389,7 +402,8 @@ def _draw(pointer):  # type: ignore[no-untyped-def]
             ids[r] = _best_of(x, tokens, count, inverse[r], streams[r])
         else:
             ids[r] = _first_kept(
-                at, x, maxima, start, inverse[r], top_k[r], top_p[r], lowest[r], streams[r], bounds,
+                at, at + threads * a.row_bytes, x, maxima, start, inverse[r], top_k[r], top_p[r], lowest[r],
+                streams[r], bounds,
                 left[0], left[1],
             )  # fmt: skip
         r = fetch_add(address_of(pointer), 1)
@@ -415,7 +429,7 @@ def draw(
     histograms = torch.empty(threads, _DIGITS, dtype=torch.int64)
     scratch = torch.empty(threads, _SCRATCH, size, dtype=torch.int64)
     arguments = _Arguments(
-        0, 0, rows, size, logits.stride(0) * 4, blocks,
+        0, 0, threads, rows, size, logits.stride(0) * 4, blocks,
         logits.data_ptr(), inverse.data_ptr(), top_k.data_ptr(), top_p.data_ptr(), lowest.data_ptr(),
         stream.data_ptr(), ids.data_ptr(), maxima.data_ptr(), bounds.data_ptr(), left.data_ptr(),
         histograms.data_ptr(), scratch.data_ptr(),

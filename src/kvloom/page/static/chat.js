@@ -9,6 +9,7 @@ const EXAMPLES = {
   stories: ["Tell me a story about a dragon."],
   guide: ["What does kvloom do?"],
 };
+const TIMES = 8;
 const EVERYBODY = "Tell me about yourself, at length.";
 
 const makeId = () => `page-${Array.from(crypto.getRandomValues(new Uint8Array(8)), (one) => one.toString(16).padStart(2, "0")).join("")}`;
@@ -65,7 +66,7 @@ export class Chat {
     const shown = known.length ? known : names.slice(0, 2).map((name) => [name, "Once upon a time"]);
     byId("chat-examples").replaceChildren(...shown.map(([name, prompt]) =>
       element("button", { type: "button", class: "example", onclick: () => (this.choose(name), this.say(prompt)) }, prompt)),
-    element("button", { type: "button", class: "example", onclick: () => this.fill(names) }, "Ask every model four times at once"));
+    element("button", { type: "button", class: "example", onclick: () => this.fill(names) }, `Ask every model ${TIMES} times at once`));
     this.drawTalk();
   }
 
@@ -149,7 +150,7 @@ export class Chat {
   /** Draws the request's life until what it returns is called, and once more then. */
   watch(id, model) {
     const began = Date.now() / 1000;
-    const own = { id, api_id: "", model, state: "waiting", began, prompt_tokens: 0, output_tokens: 0, cached_tokens: 0, steps: [{ at: began, what: "came", unit: "", reason: "" }] };
+    const own = { id, api_id: "", model, state: "queued", began, prompt_tokens: 0, output_tokens: 0, cached_tokens: 0, steps: [{ at: began, what: "came", unit: "", reason: "" }] };
     this.life.draw(own, began);
     this.watched = id;
     const look = async () => {
@@ -169,19 +170,21 @@ export class Chat {
     };
   }
 
-  /** Asks each model several times at once, so that there is something to see. */
+  /** Asks each model several times at once, so that there is something to see. One request each has them all,
+   * because a browser opens few connections to a server. */
   async fill(names) {
-    const asked = names.flatMap((model) => [1, 2, 3, 4].map(async (turn) => {
+    const asked = names.map(async (model) => {
       try {
-        const answer = await ask("/v1/completions", { body: { model, prompt: `${EVERYBODY} ${turn}`, max_tokens: 160, ignore_eos: true, temperature: 1, stream: true } });
+        const answer = await ask("/v1/completions", { body: { model, prompt: EVERYBODY, n: TIMES, max_tokens: 160, ignore_eos: true, temperature: 1, stream: true } });
         for await (const { data } of eventsOf(answer)) if (data.startsWith('{"error"')) return JSON.parse(data).error.message;
         return "";
       } catch (error) {
         return error.message;
       }
-    }));
-    this.life.say(`${asked.length} requests are on their way: see the pool fill, and the queues.`);
+    });
+    const count = TIMES * names.length;
+    this.life.say(`${count} answers are on their way: see the pool fill, and the queues.`);
     const problems = (await Promise.all(asked)).filter(Boolean);
-    this.life.say(problems[0] ?? `${asked.length} requests are answered. What they leave in the pool is cached: the pale part.`);
+    this.life.say(problems[0] ?? `${count} answers are there. What they leave in the pool is cached: the pale part.`);
   }
 }

@@ -16,14 +16,17 @@ const toneOf = (type) => Object.keys(TONES).find((tone) => TONES[tone].includes(
 /** An event in words. */
 export function wordsOf({ event }) {
   const words = [event.type.replace("_", " ")];
+  if (event.kind) words.push(event.kind);
   if (event.model) words.push(event.model);
+  if (event.base) words.push(`of ${event.base}`);
   if (event.name) words.push(event.name);
   if (event.state) words.push(event.state);
   if (event.source) words.push(`from ${event.source} to ${event.destination}`);
   if (event.blocks) words.push(`${event.blocks} blocks`);
   if (event.count) words.push(`${event.count} events`);
   if (event.models?.length) words.push(`(${event.models.join(", ")})`);
-  if (typeof event.seconds === "number") words.push(`after ${showSeconds(event.seconds)}`);
+  if (event.node) words.push(`on ${event.node}`);
+  if (typeof event.seconds === "number") words.push(`${event.kind ? "for" : "after"} ${showSeconds(event.seconds)}`);
   let said = words.join(" ");
   if (event.reason) said += `: ${event.reason}`;
   if (typeof event.again === "number") said += `; it is started again in ${showSeconds(event.again)}`;
@@ -120,12 +123,27 @@ export class Lanes {
       mark.className = `mark ${worst}`;
       mark.dataset.types = types.join(" ");
       mark.style.left = `${left(records.at(-1).at)}%`;
-      mark.lines = records.slice(-MOST_LINES).map((record) => `${showMoment(record.at, this.store.virtual)}  ${wordsOf(record)}`);
-      if (records.length > MOST_LINES) mark.lines.unshift(`${records.length - MOST_LINES} more before`);
+      mark.lines = this.linesOf(records);
       mark.setAttribute("aria-label", mark.lines.join("\n"));
     });
     const all = [...track.marks.children];
     if (all.length && !all.some((mark) => mark.tabIndex === 0)) all.at(-1).tabIndex = 0;
+  }
+
+  /** What is said of events: of many alike, the last one and their number. */
+  linesOf(records) {
+    const alike = new Map();
+    for (const record of records) {
+      const key = `${record.component}\n${record.event.type}\n${record.event.model}`;
+      const count = 1 + (alike.get(key)?.count ?? 0);
+      alike.delete(key);
+      alike.set(key, { record, count });
+    }
+    const all = [...alike.values()];
+    const lines = all.slice(-MOST_LINES).map(({ record, count }) =>
+      `${showMoment(record.at, this.store.virtual)}  ${wordsOf(record)}${count > 1 ? ` (the last of ${count})` : ""}`);
+    if (all.length > MOST_LINES) lines.unshift(`${all.length - MOST_LINES} others before`);
+    return lines;
   }
 
   /** The last events up to now, as text. */
@@ -139,7 +157,7 @@ export class Lanes {
     const shown = records.slice(Math.max(0, end - MOST_LOGGED), end).reverse();
     keyed(this.log, shown.map((record) => record.id), (id) => {
       const record = shown.find((one) => one.id === id);
-      return element("li", { data: { type: record.event.type, component: record.component, record: id } },
+      return element("li", { data: { type: record.event.type, component: record.component, record: id, at: record.at } },
         element("time", {}, showMoment(record.at, this.store.virtual)), element("i", { class: `mark ${toneOf(record.event.type)}`, "aria-hidden": "true" }),
         element("strong", {}, record.component), element("span", {}, wordsOf(record)));
     });

@@ -3,9 +3,7 @@ import { askJson } from "./source.js";
 import { element, setText } from "./dom.js";
 import { showMoment, showSeconds } from "./format.js";
 
-const PHASE_AFTER = {
-  came: "queued", admitted: "prefill", first_token: "decode", moved: "decode", resumed: "decode", preempted: "queued",
-};
+const PHASE_AFTER = { admitted: "prefill", first_token: "decode", moved: "queued", resumed: "queued", preempted: "queued" };
 const OVER = ["ended", "failed", "cancelled"];
 const PHASES = ["queued", "prefill", "decode"];
 
@@ -15,7 +13,8 @@ export function stretchesOf(life, now) {
   let phase = "queued";
   for (const [i, step] of life.steps.entries()) {
     if (OVER.includes(step.what)) break;
-    phase = PHASE_AFTER[step.what] ?? phase;
+    // one that has begun is not told to be computed again: its tokens go on soon
+    if (phase !== "decode") phase = PHASE_AFTER[step.what] ?? phase;
     const end = life.steps[i + 1]?.at ?? Math.max(step.at, now);
     const last = found.at(-1);
     if (last?.phase === phase) last.end = end;

@@ -12,6 +12,7 @@ const PARTS = [
 ];
 const POWERS = Array.from({ length: 40 }, (_, power) => 2 ** power);
 const ROOM = 2.5; // as often as its peak a pool must be to be drawn in part
+const ROOM_OVER_QUOTAS = 8; // the same where the line of a quota is not seen then
 const COLUMNS = [
   ["used", "kvloom_kv_blocks_used"],
   ["cached", "kvloom_kv_blocks_cached"],
@@ -105,7 +106,10 @@ class PoolCard {
     // a pool that is nearly empty is drawn in part, so that there is something to see
     const peak = Math.max(1, ...sums, ...this.units.map((unit) => (unit ? unit.blocks - unit.free : 0)));
     this.most = this.total;
-    while (this.most >= ROOM * peak) this.most /= 2;
+    const reach = lines.flatMap((line) => line.values.slice(-1)).filter((value) => value !== null && value <= this.total);
+    const hides = (most) => reach.some((value) => most / 2 < value && value <= most);
+    while (this.most >= (hides(this.most) ? ROOM_OVER_QUOTAS : ROOM) * peak) this.most /= 2;
+    this.above = reach.length > 0 && reach.every((value) => value > this.most);
     this.chart.draw(this.shown.map((sample) => sample.at), [...layers, ...lines], view.span);
   }
 
@@ -114,7 +118,7 @@ class PoolCard {
     const waits = (unit.waves ?? []).map((wave) => `, ${wave.peer || "a peer"} waits ${showSeconds(wave.wait_seconds)} for it`);
     const lent = unit.lent ? `, ${size(unit.lent)} lent` : "";
     const home = unit.node ? ` on ${unit.node}` : "";
-    setText(this.said, unit.blocks ? `${size(unit.free)} of ${size(unit.blocks)} free${lent}${waits.join("")}${home}${this.most < this.total ? `; drawn up to ${size(this.most)}` : ""}` : `${unit.state}${home}`);
+    setText(this.said, unit.blocks ? `${size(unit.free)} of ${size(unit.blocks)} free${lent}${waits.join("")}${home}${this.most < this.total ? `; drawn up to ${size(this.most)}${this.above ? ", below all quotas" : ""}` : ""}` : `${unit.state}${home}`);
     Object.assign(this.figure.dataset, { blocks: unit.blocks, free: unit.free, lent: unit.lent, blockBytes: unit.block_bytes, state: unit.state });
     keyed(this.rows, unit.models.map((model) => model.model), (name) =>
       element("tr", {}, nameCell(this.store, name), ...COLUMNS.map(([, metric]) => element("td", { data: { metric, unit: unit.unit, model: name } }))),

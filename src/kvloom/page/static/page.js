@@ -64,6 +64,7 @@ function draw(now) {
   const ends = store.virtual ? [store.samples[0].at, store.samples.at(-1).at] : [Math.max(now - span, Math.min(store.samples[0].at, now - LEAST_SECONDS)), now];
   const view = { sample, place, now, span: ends, drawn: store.version };
   document.body.classList.remove("empty");
+  document.body.dataset.at = sample.at;
   tiles(view);
   legend();
   for (const panel of panels) panel.update(view);

@@ -5,7 +5,7 @@ const KEPT_SECONDS = 3600;
 const FINE_SECONDS = 660; // for which each sample is kept; of what is older, one in ten seconds
 const COARSE = 9;
 const MOST_RECORDS = 10000;
-const COLOURS = 8;
+const COLOURS = 24; // that page.css has
 const FLOW_SECONDS = 5; // over which a rate is taken
 const MEAN_SECONDS = 60; // over which a time is a mean
 

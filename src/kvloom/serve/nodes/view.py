@@ -75,6 +75,9 @@ class View:
     def __init__(
         self, screen: Screen, clock: Clock, home: FleetHome, order: FleetOrder, manager: ServiceManager
     ) -> None:
+        """Lets the screen show lines as the fleet's settings have it."""
+        config = order.config()
+        screen.show_as(config.log_level, config.log_format)
         self._screen = screen
         self._clock = clock
         self._home = home
