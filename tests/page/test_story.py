@@ -21,7 +21,7 @@ from tests.page.conftest import Served
 from tests.processes import DEADLINE
 from tests.serve.streaming import call, said, serving
 from tests.serve.test_journal_live import followed
-from tests.serve.test_rescheduling_live import MOST, Stream
+from tests.serve.test_rescheduling_live import MOST, Stream, home
 
 CONFIG = """
 block_bytes: 4KiB
@@ -92,12 +92,6 @@ def id_of(record: dict[str, Any]) -> str:
     return f"{record['journal']}-{record['number']}"
 
 
-def busy(url: str) -> list[str]:
-    """Units at which the model of two units runs."""
-    loads = call(url, "/admin/fleet")["loads"]
-    return [unit for unit, load in loads.items() if load["models"].get("llama", {}).get("running")]
-
-
 def test_the_page_tells_a_story_as_it_happens(browser: Browser, fleet: Served) -> None:
     url = fleet.url
     with (
@@ -132,11 +126,11 @@ def test_the_page_tells_a_story_as_it_happens(browser: Browser, fleet: Served) -
 
         told.begin_chapter()
         stream = Stream(url, pool)
-        [unit] = busy(url)
+        unit = home(url)
         assert call(url, f"/admin/units/{unit}/drain", {})["state"] == "drained"
         assert "ordered" in told.waits_for(unit, "draining")["text"]
         stream.more()
-        [elsewhere] = busy(url)
+        elsewhere = home(url, but=unit)
         moved = told.waits_for("gateway/1", "moved")["text"]
         assert f"from {unit} to {elsewhere}: it drains" in moved
         call(url, f"/admin/units/{unit}/admit", {})

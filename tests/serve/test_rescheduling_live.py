@@ -76,9 +76,21 @@ class Stream:
 
 
 def busy(url: str) -> list[str]:
-    """Units at which something runs."""
+    """Units at which something of the model runs, by their last reports, which come after tokens do."""
     loads = call(url, "/admin/fleet")["loads"]
-    return [unit for unit, load in loads.items() if load["models"]["llama"]["running"]]
+    return [unit for unit, load in loads.items() if load["models"].get("llama", {}).get("running")]
+
+
+def home(url: str, but: str = "") -> str:
+    """Waits until one unit alone is busy, which is another than `but`, and returns it."""
+    found: list[str] = []
+
+    def alone() -> bool:
+        found[:] = busy(url)
+        return len(found) == 1 and found[0] != but
+
+    eventually(alone, f"one busy unit, which is not {but!r}")
+    return found[0]
 
 
 def moved(url: str) -> float:
@@ -87,13 +99,12 @@ def moved(url: str) -> float:
 
 def drained(url: str, stream: Stream) -> None:
     """The unit where the stream runs is emptied while it goes on, and admitted again."""
-    [unit] = busy(url)
+    unit = home(url)
     before = moved(url)
     state = call(url, f"/admin/units/{unit}/drain", {})
     assert (state["state"], state["calls"]) == ("drained", 0)
     stream.more()
-    [elsewhere] = busy(url)
-    assert elsewhere != unit
+    home(url, but=unit)
     # the source lets it go before the move is counted
     eventually(lambda: moved(url) == before + 1, "the count of the move")
     call(url, f"/admin/units/{unit}/admit", {})

@@ -10,6 +10,7 @@ as it is rather than wrongly. The loader compares the whole model's logits in th
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -225,8 +226,9 @@ _ROTARY: Final = "apply_rotary_pos_emb"
 
 def fuse_rotary(module: nn.Module, turn: RotaryFunction, device: torch.device) -> None:
     """Gives this attention module's forward our rotary function for the one its source names, if the two
-    agree on `device`. The module's class and its file's globals stay as they are: other models share them."""
-    forward = type(module).forward
+    agree on `device`. The module's class and its file's globals stay as they are: other models share them.
+    What transformers wraps around the forward, to rename arguments of old callers, is left out."""
+    forward = inspect.unwrap(type(module).forward)
     if not isinstance(forward, FunctionType) or _ROTARY not in forward.__code__.co_names:
         return
     stock = forward.__globals__.get(_ROTARY)

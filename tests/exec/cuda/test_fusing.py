@@ -26,20 +26,22 @@ def fused(path: Path, architecture: str) -> tuple[Any, dict[type, int]]:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "merged", "norms", "gated"),
+    ("architecture", "merged", "norms", "gated", "turned"),
     [
-        ("llama", 9, 7, 3),
-        ("qwen3", 9, 13, 3),  # each head's q and k are normed too
-        ("gemma2", 12, 17, 4),  # four norms a layer
-        ("gpt_neox", 0, 0, 0),  # its q, k and v are one product, its norms no RMS
-        ("mixtral", 9, 7, 0),  # experts
+        ("llama", 9, 7, 3, 3),
+        ("qwen3", 9, 13, 3, 3),  # each head's q and k are normed too
+        ("gemma2", 12, 17, 4, 4),  # four norms a layer
+        ("gpt_neox", 0, 0, 0, 3),  # its q, k and v are one product, its norms no RMS
+        ("mixtral", 9, 7, 0, 3),  # experts
     ],
 )
 def test_found_by_structure_in_half_precision(
-    tmp_path: Path, architecture: str, merged: int, norms: int, gated: int
+    tmp_path: Path, architecture: str, merged: int, norms: int, gated: int, turned: int
 ) -> None:
+    """turned: attention modules whose forward calls our rotary function."""
     model, counts = fused(tmp_path, architecture)
     assert counts == {MergedLinearPart: merged, DeviceNorm: norms, DeviceGatedMLP: gated}
+    assert sum("forward" in vars(module) for module in model.modules()) == turned
     ids = torch.arange(12)[None]
     stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
     with torch.inference_mode():

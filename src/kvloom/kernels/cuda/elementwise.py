@@ -74,11 +74,17 @@ def write_kv(
     arguments = {
         **{"arena": arena, "page_map": page_map, "k": k, "v": v},
         **{"slot_page": slot_page, "slot_offset": slot_offset, "rows": rows, "layer": layer},
-        **{"k_row": k.stride(0), "k_head": k.stride(1), "v_row": v.stride(0), "v_head": v.stride(1)},
+        **{"k_row": k.stride(0), "k_head": _head_stride(k), "v_row": v.stride(0), "v_head": _head_stride(v)},
         **{"arena_block": arena.stride(0), "map_page": page_map.stride(0), "map_layer": page_map.stride(1)},
         **{"KV_HEADS": kv_heads, "PAGE_TOKENS": tokens, "HEAD_DIM": head_dim, "DIMS": dims, "ROWS": tile},
     }
     return Launch(_write, (triton.cdiv(rows * kv_heads, tile),), arguments)
+
+
+def _head_stride(values: Tensor) -> int:
+    """Returns how far the heads of [rows, heads, dim] are apart. The stride of one head means nothing, and
+    may grow with the rows, so that Triton would compile the kernel anew where it is a multiple of 16."""
+    return values.stride(1) if values.shape[1] > 1 else values.shape[2]
 
 
 _GATED_VALUES = 1024  # a program
