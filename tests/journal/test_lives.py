@@ -85,3 +85,12 @@ def test_lives_are_bounded_and_the_newest_of_an_id_is_found() -> None:
     assert (len(steps), steps[-1].what) == (MOST_STEPS - 1, "ended")
     lives.tell(B, "queued", "unit-0")  # after its end
     assert stories[0].life().steps == steps
+
+
+def test_a_life_of_many_steps_still_knows_its_state() -> None:
+    story = Lives().begin("mine")
+    for _ in range(MOST_STEPS):
+        story.add("admitted", "unit-0")
+    story.add("first_token", "unit-0")
+    assert len(story.life().steps) < MOST_STEPS
+    assert story.life().state == "decode"

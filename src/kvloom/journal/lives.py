@@ -108,13 +108,14 @@ class Story:
         self._count = count
 
     def add(self, what: str, unit: str = "", reason: str = "", *, ago: float = 0.0) -> None:
-        """Writes a step of `ago` seconds ago, which was no sooner than the one before."""
+        """Writes a step of `ago` seconds ago, which was no sooner than the one before. A life that has all of
+        its steps still knows its state."""
+        if what in _STATES and not (what in ("admitted", "resumed") and self._state == "decode"):
+            self._state = _STATES[what]
         if len(self._steps) == MOST_STEPS - 1:
             return
         at = max([round(time.time() - ago, 6), *(step.at for step in self._steps[-1:])])
         self._steps.append(Step(at=at, what=what, unit=unit, reason=reason))
-        if what in _STATES and not (what in ("admitted", "resumed") and self._state == "decode"):
-            self._state = _STATES[what]
 
     def end(self, status: int, reason: str = "") -> None:
         """Writes the last step, and lets go of whatever counted its tokens. status: of the answer."""

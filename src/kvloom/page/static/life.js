@@ -3,7 +3,7 @@ import { askJson } from "./source.js";
 import { element, setText } from "./dom.js";
 import { showMoment, showSeconds } from "./format.js";
 
-const PHASE_AFTER = { admitted: "prefill", first_token: "decode", moved: "queued", resumed: "queued", preempted: "queued" };
+const PHASE_AFTER = { admitted: "prefill", first_token: "decode", resumed: "queued", preempted: "queued" };
 const OVER = ["ended", "failed", "cancelled"];
 const PHASES = ["queued", "prefill", "decode"];
 
