@@ -42,6 +42,7 @@ from tests.hosts.launchers import idle_launcher
 from tests.oracle import Oracle
 
 SECRET = "between us"
+KEEPER = ("-m", "kvloom.serve.nodes.keeper_process")
 LEASE = 9.0
 DEADLINE = 120.0
 
@@ -97,21 +98,25 @@ async def controller(address: str, context: ssl.SSLContext, life: int = 1) -> As
 @pytest.fixture
 def keeper(two: list[Host], tmp_path: Path) -> Iterator[tuple[str, ssl.SSLContext]]:
     """The address of a keeper at the first host, and with what it is called."""
-    with keeping(two[0], tmp_path, "-m", "kvloom.serve.nodes.keeper_process") as kept:
+    with keeping(two[0], tmp_path, *KEEPER) as kept:
         yield kept
 
 
 @contextmanager
-def keeping(host: Host, folder: Path, *program: str) -> Iterator[tuple[str, ssl.SSLContext]]:
+def keeping(
+    host: Host, folder: Path, *program: str, by: signal.Signals | None = signal.SIGTERM
+) -> Iterator[tuple[str, ssl.SSLContext]]:
     """Lets a keeper run, and yields its address, and with what it is called. program: what the interpreter
-    runs."""
+    runs. by: what ends it; None: a controller has told it to end, and a signal could come after its handler
+    of signals is gone."""
     identity = FleetIdentity.make()
     order = KeeperOrder(host=host.address, secret=SECRET, identity=identity, fleet="test")
     process = host.start(sys.executable, *program)
     process.stdin.write(msgspec.json.encode(order) + b"\n")
     process.stdin.close()
     yield process.stdout.readline().decode().strip(), calling_context(identity.keep(folder))
-    process.signal(signal.SIGTERM)
+    if by is not None:
+        process.signal(by)
     assert process.wait(DEADLINE) == 0
     assert not host.processes()
     assert not [file for file in host.folder.rglob("*") if not file.is_dir()]
@@ -123,19 +128,20 @@ async def generated(client: HttpEngineClient, prompt: list[int], count: int) -> 
     return [event.token async for frame in frames for event in frame if isinstance(event, TokenEvent)]
 
 
-def test_an_engine_answers_another_host(keeper: tuple[str, ssl.SSLContext], checkpoint: Path) -> None:
+def test_an_engine_answers_another_host(two: list[Host], tmp_path: Path, checkpoint: Path) -> None:
+    """Afterwards the keeper is told to end."""
     prompt = [5, 6, 7]
 
-    async def play() -> list[int]:
-        async with controller(*keeper) as here:
+    async def play(address: str, context: ssl.SSLContext) -> list[int]:
+        async with controller(address, context) as here:
             assert isinstance(await here.first(NodeHere), NodeHere)
             here.wire.send(StartOrder("unit-0", 1, spec_of({"m": checkpoint}, threads=1)))
             answered = await here.first(Answered)
             assert isinstance(answered, Answered)
-            client = HttpEngineClient(answered.endpoint, secret=SECRET, tls=keeper[1])
+            client = HttpEngineClient(answered.endpoint, secret=SECRET, tls=context)
             async with client:
                 tokens = await generated(client, prompt, 12)
-            wrong = HttpEngineClient(answered.endpoint, secret="another", tls=keeper[1])
+            wrong = HttpEngineClient(answered.endpoint, secret="another", tls=context)
             async with wrong:
                 with pytest.raises(Exception, match="secret"):
                     await wrong.models()
@@ -144,7 +150,9 @@ def test_an_engine_answers_another_host(keeper: tuple[str, ssl.SSLContext], chec
                 await here.gone.wait()
             return tokens
 
-    Oracle(checkpoint).check_at_once(prompt, asyncio.run(play()))
+    with keeping(two[0], tmp_path, *KEEPER, by=None) as kept:
+        tokens = asyncio.run(play(*kept))
+    Oracle(checkpoint).check_at_once(prompt, tokens)
 
 
 async def started(here: Controller, checkpoint: Path) -> str:
