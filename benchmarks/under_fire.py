@@ -41,12 +41,15 @@ from safetensors.torch import load_file, save_file
 
 from kvloom.cluster.controller import Controller
 from kvloom.cluster.launcher import Answered, Ended, Missed, Started
+from kvloom.cluster.mirror import Mirror
 from kvloom.cluster.reconcile import Timing
 from kvloom.cluster.state import ComponentStatus, FleetSpec, UnitSpec
 from kvloom.config.config import DEMO
+from kvloom.lab.sim.fleet import take
 from kvloom.router.client import HttpEngineClient
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
+from kvloom.router.units import FleetLink
 from kvloom.serve.local import ENGINE_MODULE, Heard, LocalLauncher, Role
 from kvloom.serve.processes.messages import EngineOrder
 from kvloom.types.client import Generator
@@ -57,6 +60,7 @@ from kvloom.types.spec import EngineSpec, ModelSpec
 from kvloom.types.verbs import Prefix
 
 MODEL: Final = "stories"
+GATEWAY: Final = "gateway/1"
 VOCAB: Final = 700
 SCHEMA: Final = (
     '{"type": "object", "properties": {"a": {"type": "string", "maxLength": 80}}, "required": ["a"]}'
@@ -181,6 +185,8 @@ class Engines:
             launcher = LocalLauncher(self._role, group, clock, hear=self._hear, log=lambda *_: None)
             fleet = FleetSpec(units={name: UnitSpec(engine=self._spec(name)) for name in names}, gateway=0)
             self._controller = Controller(fleet, launcher, clock, timing=timing, watch=self._watch)
+            controller = self._controller
+            self._mirror = Mirror(controller.snapshot, lambda said: take(controller, GATEWAY, said))
             controlling = group.create_task(self._controller.run())
             for name in names:
                 client = HttpEngineClient(f"unix://{self._path(name)}", secret=self._secret)
@@ -191,6 +197,11 @@ class Engines:
             finally:
                 controlling.cancel()
                 await launcher.end(10.0)
+
+    @property
+    def link(self) -> FleetLink:
+        """What a router knows of them: that of the controller."""
+        return FleetLink(self._mirror, self.clients.__getitem__)
 
     def kill(self, name: str) -> bool:
         """With -9, where it answers and is not the only one that does."""
@@ -224,6 +235,7 @@ class Engines:
                 self.pids.pop(name, None)
             case "failed":
                 raise RuntimeError(f"{name} {process.problem}")
+        self._mirror.heed(self._controller.snapshot)
         self._news.set()
 
 
@@ -270,7 +282,7 @@ async def fight(effort: Effort, console: Console) -> Fought:
         engines = Engines(folder, partial(_spec, models=models, memory=effort.memory, folder=folder))
         began = time.perf_counter()
         async with engines.running(names):
-            router = Router(engines.clients, load_program("data_parallel"), WallClock())
+            router = Router(engines.link, load_program("data_parallel"), WallClock())
             async with router, asyncio.TaskGroup() as group:
                 foes = [group.create_task(_kill(engines, names, effort, fought))]
                 foes += [

@@ -13,10 +13,20 @@ from kvloom.engine.batching import POLICIES
 from kvloom.engine.engine import Engine
 from kvloom.types.request import SamplingParams, StartGenerate
 from kvloom.types.spec import Policy
-from tests.engine.plays import MOST_JOBS, check, order
+from tests.engine.plays import MOST_JOBS, check, order, serve
 from tests.engines import Answer
 from tests.examples import examples
-from tests.modelled import CONTEXT, GEOMETRIES, VOCAB, ModelledExecutor, engine_over, finish, modelled, turns
+from tests.modelled import (
+    CONTEXT,
+    GEOMETRIES,
+    VOCAB,
+    ModelledExecutor,
+    ask,
+    engine_over,
+    finish,
+    modelled,
+    turns,
+)
 
 
 @dataclass(frozen=True)
@@ -180,3 +190,25 @@ def test_a_run_replays_exactly() -> None:
     assert runs[0][0] == runs[1][0]
     first, second = ([(j.model, j.phase, j.share, j.tokens.tolist()) for j in run[1].jobs] for run in runs)
     assert first == second
+
+
+def test_a_prompt_that_was_preempted_is_told_when_it_begins_again() -> None:
+    """An empty frame comes when it is let in, and one each time that it begins to be computed."""
+    executor = ModelledExecutor(84, models=("wide",))
+    engine, frames, preemptions = engine_over(executor), list[int](), list[int]()
+
+    async def late() -> None:
+        async for frame in engine.start_generate(order("late", "wide", 52, max_tokens=4, priority=5)):
+            frames.append(len(frame))
+
+    async def play() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for name in ("one", "another"):
+                tasks.create_task(ask(engine, order(name, "wide", 13, max_tokens=12)))
+            await turns(2)
+            tasks.create_task(late())
+        preemptions.append((await engine.load()).models["wide"].preemptions_total)
+
+    serve(play(), engine, executor)
+    assert preemptions == [1]
+    assert frames[:4] == [0, 0, 0, 1]

@@ -19,7 +19,7 @@ def test_a_life_goes_from_queued_over_decode_to_its_end() -> None:
     lives.ask(story, [A])
     states = [story.life().state]
     lives.tell(A, "queued", "unit-0")
-    lives.tell(A, "admitted", "unit-0", ago=0.0)
+    lives.tell(A, "admitted", "unit-0")
     states.append(story.life().state)
     lives.tell(A, "first_token", "unit-0")
     states.append(story.life().state)
@@ -65,6 +65,20 @@ def test_records_of_the_request_and_of_its_later_attempts_stand_between_its_step
         ("preempted", "unit-0", "gave way to code"),
         ("moved", "unit-1", "freeness 1 against 9"),
     ]
+
+
+def test_a_request_that_was_preempted_before_its_first_token_waits_until_it_is_admitted_again() -> None:
+    lives = Lives()
+    story = lives.begin("mine")
+    lives.ask(story, [A])
+    lives.tell(A, "admitted", "unit-0")
+    lost = record(story.life().steps[-1].at, "unit-0", Preempted(model="m", request=A, reason="gave way"))
+    states = [story.life([lost]).state]
+    lives.tell(A, "admitted", "unit-0")
+    states.append(story.life([lost]).state)
+    lives.tell(A, "first_token", "unit-0")
+    again = record(story.life().steps[-1].at, "unit-0", Preempted(model="m", request=A, reason="gave way"))
+    assert [*states, story.life([lost, again]).state] == ["queued", "prefill", "decode"]
 
 
 def test_lives_are_bounded_and_the_newest_of_an_id_is_found() -> None:

@@ -22,6 +22,11 @@ BEGAN = 1_000_000.0
         ("prefill", "came queued admitted", "queued prefill"),
         ("decode", "came queued admitted first_token", "queued prefill decode"),
         ("queued", "came queued admitted preempted", "queued prefill queued"),
+        (
+            "ended",
+            "came queued admitted preempted admitted first_token ended",
+            "queued prefill queued prefill decode",
+        ),
         ("queued", "came queued admitted resumed", "queued prefill queued"),
         ("queued", "came queued moved", "queued"),
         (

@@ -293,6 +293,7 @@ class LedgerEngine:
             await self.answering.wait()
             await asyncio.sleep(0)
             self._fail(late)
+            yield []
             if body.sampling.prompt_logprobs is not None and not body.begin:
                 yield [PromptEvent([TokenLogprob(-1.0) for _ in body.prompt[1:]])]
             made = {one.choice: len(one.tokens) for one in body.choices}

@@ -55,7 +55,7 @@ def down(fleets: Fleets) -> int:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("frames", [0, 1], ids=["before it is let in", "before its first token"])
+@pytest.mark.parametrize("frames", [0, 2], ids=["before it is let in", "before its first token"])
 async def test_one_that_engines_die_of_is_given_up(program: str, frames: int) -> None:
     async with routed(UNITS, program) as fleets:
         for engine in fleets.engines:
@@ -71,7 +71,7 @@ async def test_after_the_first_token_it_may_live_longer() -> None:
     """Each engine tells it one token more before it dies."""
     async with routed(UNITS) as fleets:
         for engine in fleets.engines:
-            dies(engine, 2)
+            dies(engine, 3)
         answer = Answer()
 
         async def reading() -> None:
@@ -84,9 +84,19 @@ async def test_after_the_first_token_it_may_live_longer() -> None:
         assert len(answer.tokens[0]) == DEATHS_AFTER
 
 
+async def test_while_it_waits_it_may_live_longer() -> None:
+    """It does nothing there yet."""
+    async with routed(UNITS) as fleets:
+        for engine in fleets.engines:
+            dies(engine, 1)
+        with pytest.raises(RequestQuarantined, match=f"0 engines died before.* {DEATHS_AFTER} after"):
+            await ask(fleets.router, body(POISON))
+        assert down(fleets) == DEATHS_AFTER
+
+
 async def test_one_death_is_forgiven() -> None:
     async with routed(3) as fleets:
-        dies(fleets.engines[0], 1)
+        dies(fleets.engines[0], 2)
         await ask_well(fleets.router, body(POISON))
         assert down(fleets) == 1
 
@@ -154,7 +164,9 @@ async def test_a_crash_under_a_controller_counts() -> None:
             async def dying(
                 request: StartGenerate, engine: LedgerEngine = engine, real: Callable[..., Frames] = real
             ) -> AsyncGenerator[list[Event], None]:
-                yield await anext(real(request))
+                frames = real(request)
+                for _ in range(2):
+                    yield await anext(frames)
                 played.processes.die(engine.name)
                 raise ConnectionLost("the connection broke")
 
@@ -244,7 +256,7 @@ async def test_a_death_of_one_that_waits_for_a_restart_is_no_endless_wait() -> N
     """The only unit dies of it, comes back, and dies of it again."""
     async with routed(1) as fleets:
         [engine] = fleets.engines
-        dies(engine, 1)
+        dies(engine, 2)
         asking = asyncio.create_task(ask(fleets.router, body(POISON)))
         await turns()
         assert not asking.done()

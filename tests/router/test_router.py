@@ -299,5 +299,5 @@ async def test_frames_pass_through_as_they_are() -> None:
 
         engine.start_generate = noted  # type: ignore[method-assign,assignment]
         got = [frame async for frame in fleets.router.start_generate(body(tokens=20))]
-        assert len(got) == len(made) == 22
+        assert len(got) == len(made) == 23
         assert all(one is other for one, other in zip(got, made, strict=True))

@@ -226,8 +226,8 @@ class Engine:
         return [*self._queues.cards.values()]
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
-        """Yields an empty frame once the request is let in, another when a prompt of several jobs begins to
-        be computed, and then its events. See `EngineClient`."""
+        """Yields an empty frame once the request is let in, another each time that its prompt begins to
+        be computed, unless a token is there as soon, and then its events. See `EngineClient`."""
         self._requests.check(body)
         body = self._queues.salted(body)
         stream = self._requests.open(body)

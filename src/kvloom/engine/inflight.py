@@ -127,11 +127,10 @@ class OutputProcessor:
         self._requests = requests
 
     def begin(self, chunks: list[tuple[Sequence, int]]) -> None:
-        """Lets the callers of prompts that are admitted know it, if these take more than the job that begins:
-        of others the first token tells it soon. chunks: prompts, each with its tokens in the job."""
-        for sequence, count in chunks:
-            long = sequence.new_here and count < sequence.pending
-            if long and (stream := self._requests.stream(sequence.request)):
+        """Lets the callers of prompts that have been admitted know that a job with them begins. chunks:
+        prompts, each with its tokens in the job."""
+        for sequence, _ in chunks:
+            if sequence.new_here and (stream := self._requests.stream(sequence.request)):
                 stream.begin()
             sequence.new_here = False
 

@@ -225,8 +225,6 @@ class ModelQueue:
         found = self.cache.adopt(sequence.id, tokens, most, salt=sequence.salt, whole_pages=whole)
         sequence.adopted(found)
         if new:
-            now = self._clock.now()
-            sequence.waited = now - (now if sequence.came is None else sequence.came)
             self.waiting.charge(sequence, INPUT_COST * sequence.pending)
         sequence.become(Status.RUNNING)
         self._run(sequence)

@@ -18,7 +18,6 @@ from kvloom.types.request import (
     EndEvent,
     Event,
     FinishReason,
-    FirstToken,
     ModelCard,
     PromptEvent,
     StartGenerate,
@@ -403,10 +402,7 @@ class Requests:
         if sequence.guide and not sequence.guide.accepts(token):
             self._fail_guide(sequence, sequence.guide, index, "token {} breaks the guide that drew it")
             return
-        event = TokenEvent(sequence.choice, index, token, logprob)
-        if not index:
-            event = FirstToken(sequence.choice, index, token, logprob, sequence.waited)
-        self._streams[sequence.request].add(event)
+        self._streams[sequence.request].add(TokenEvent(sequence.choice, index, token, logprob))
         self._end_after(sequence, token)
 
     def _fail_guide(self, sequence: Sequence, guide: GuideState, index: int, broken: str) -> None:

@@ -140,8 +140,6 @@ class Sequence:
     """The clock's time when it was first enqueued."""
     new_here: bool = False
     """It has been admitted, and no job with it has begun since."""
-    waited: float = 0.0
-    """Seconds until it was first admitted."""
     first_at: float | None = None
     """The clock's time of its first token."""
     found: int = 0

@@ -27,8 +27,7 @@ class Step(Struct, frozen=True, kw_only=True):
     at: float
     """Seconds of Unix time."""
     what: str
-    """came: to the gateway. queued: a unit has let it in. admitted: the unit has given it blocks, and begins
-    with its prompt; of a prompt of several jobs this is told at once, of others with the first token.
+    """came: to the gateway. queued: a unit has let it in. admitted: the unit begins with its prompt.
     first_token. resumed: another unit goes on after a failure. ended, failed, cancelled. Others are types of
     the journal's records."""
     unit: str = ""
@@ -107,14 +106,13 @@ class Story:
         """count: counts its tokens until its end."""
         self._count = count
 
-    def add(self, what: str, unit: str = "", reason: str = "", *, ago: float = 0.0) -> None:
-        """Writes a step of `ago` seconds ago, which was no sooner than the one before. A life that has all of
-        its steps still knows its state."""
+    def add(self, what: str, unit: str = "", reason: str = "") -> None:
+        """Writes a step of now. A life that has all of its steps still knows its state."""
         if what in _STATES and not (what in ("admitted", "resumed") and self._state == "decode"):
             self._state = _STATES[what]
         if len(self._steps) == MOST_STEPS - 1:
             return
-        at = max([round(time.time() - ago, 6), *(step.at for step in self._steps[-1:])])
+        at = max([round(time.time(), 6), *(step.at for step in self._steps[-1:])])
         self._steps.append(Step(at=at, what=what, unit=unit, reason=reason))
 
     def end(self, status: int, reason: str = "") -> None:
@@ -127,18 +125,21 @@ class Story:
 
     def life(self, records: Iterable[Record] = ()) -> Life:
         """Returns the life up to now. records: of the journal, among which its own are looked for."""
-        steps = [*self._steps, *filter(None, map(self._told, records))]
-        tokens = self._count()
+        steps = sorted([*self._steps, *filter(None, map(self._told, records))], key=lambda step: step.at)
+        state, tokens = self._state, self._count()
+        last = next((step.what for step in reversed(steps) if step.what in ("admitted", "preempted")), "")
+        if state == "prefill" and last == "preempted":
+            state = "queued"
         return Life(
             id=self.id,
             api_id=self.api_id,
             model=self.model,
-            state=self._state,
+            state=state,
             began=self.began,
             prompt_tokens=tokens.prompt,
             output_tokens=tokens.output,
             cached_tokens=tokens.cached,
-            steps=tuple(sorted(steps, key=lambda step: step.at)),
+            steps=tuple(steps),
         )
 
     def line(self) -> LifeLine:
@@ -182,10 +183,10 @@ class Lives:
         story.requests = tuple(requests)
         self._asked.update(dict.fromkeys(story.requests, story))
 
-    def tell(self, request: str, what: str, unit: str, reason: str = "", ago: float = 0.0) -> None:
+    def tell(self, request: str, what: str, unit: str, reason: str = "") -> None:
         """Satisfies `Teller`."""
         if story := self._asked.get(request):
-            story.add(what, unit, reason, ago=ago)
+            story.add(what, unit, reason)
 
     def last(self) -> list[LifeLine]:
         """Returns the last ones, newest first."""
@@ -214,11 +215,11 @@ class Lives:
 
 
 class Teller(Protocol):
-    """Takes what a router knows of a request's life: its id there, a `Step`, and how long ago that was. It
+    """Takes what a router knows of a request's life: its id there, and a `Step`. It
     neither blocks nor raises."""
 
-    def __call__(self, request: str, what: str, unit: str, reason: str = "", ago: float = 0.0) -> None: ...
+    def __call__(self, request: str, what: str, unit: str, reason: str = "") -> None: ...
 
 
-def untold(request: str, what: str, unit: str, reason: str = "", ago: float = 0.0) -> None:
+def untold(request: str, what: str, unit: str, reason: str = "") -> None:
     """Satisfies `Teller` where no lives are kept."""

@@ -112,10 +112,11 @@ class SessionHeld:
         except Unavailable as error:
             raise await self.missed(replica, error) from error
 
-    async def missed(self, replica: Replica, error: Unavailable) -> KvloomError:
+    async def missed(self, replica: Replica, error: Unavailable, *, waits: bool = False) -> KvloomError:
         """Returns the error with the unit's name, after the unit was asked whether it is still there. If it
-        is not, that counts as a death of the request, and the error may be RequestQuarantined."""
-        return self._deaths.counted(await replica.missed(error))
+        is not, that counts as a death of the request, and the error may be RequestQuarantined. waits: whether
+        the request has been let in there, and has not begun."""
+        return self._deaths.counted(await replica.missed(error), waits=waits)
 
     def is_to_compute(self, replica: Replica, tokens: int) -> None:
         """Sets the request's part of the replica's queue."""

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from kvloom.journal.lives import Teller
 from kvloom.types.clock import Clock
 from kvloom.types.errors import KvloomError
-from kvloom.types.request import EndEvent, Event, FirstToken, Made, PromptEvent, TokenEvent
+from kvloom.types.request import EndEvent, Event, Made, PromptEvent, TokenEvent
 
 
 class RequestProgress:
@@ -157,33 +157,28 @@ class RequestProgress:
 class Milestones:
     """Tells of a request's life what each unit has done of it for the first time."""
 
-    def __init__(self, request: str, progress: RequestProgress, clock: Clock, tell: Teller) -> None:
+    def __init__(self, request: str, progress: RequestProgress, tell: Teller) -> None:
         self.failed_of = ""
         """The code of the error after which the request goes on elsewhere."""
         self._request = request
         self._progress = progress
-        self._clock = clock
         self._tell = tell
-        self._let_in_at: dict[str, float] = {}
         self._reads = ""  # the unit that has said that it computes the prompt
 
     def came(self, unit: str, frame: list[Event], *, new: bool, follows: bool) -> None:
         """Takes a unit's frames up to the first one with events, before that is noted. new: whether it is the
-        first of all, with which the unit lets the request in, and an empty one after it says that the unit
-        has begun with a long prompt; follows: whether the request goes on there for another unit, which the
-        journal tells."""
-        now = self._clock.now()
+        first of all, with which the unit lets the request in; an empty one after it says that the unit begins
+        with the prompt. follows: whether the request goes on there for another unit, which the journal
+        tells."""
         if new:
-            self._let_in_at[unit] = now
+            self._reads = ""
             if not follows:
                 what = "resumed" if self.failed_of else "queued"
                 self._tell(self._request, what, unit, self.failed_of)
         elif not frame and not self._progress.begun:
             self._reads = unit
             self._tell(self._request, "admitted", unit)
-        first = next((event for event in frame if isinstance(event, FirstToken)), None)
-        if first is not None and not self._progress.begun:
-            ago = now - self._let_in_at[unit] - first.waited
+        if not self._progress.begun and any(isinstance(event, TokenEvent) for event in frame):
             if unit != self._reads:
-                self._tell(self._request, "admitted", unit, ago=max(0.0, ago))
+                self._tell(self._request, "admitted", unit)
             self._tell(self._request, "first_token", unit)

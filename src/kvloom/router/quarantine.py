@@ -20,8 +20,8 @@ DEATHS_BEFORE: Final = 2
 """So many engines may die of a request that has no token yet: the first may have been killed by somebody
 else, and what its grammar or its prompt does to an engine it does before its first token."""
 DEATHS_AFTER: Final = 4
-"""So many engines may die of a request that has tokens. What it does to an engine it would most likely have
-done before, and its caller has seen a part of the answer; so it is trusted for longer."""
+"""So many engines may die of a request that has tokens, or waits for its turn. What it does to an engine it
+would most likely have done before the first token, or does not do yet; so it is trusted for longer."""
 QUARANTINE_SECONDS: Final = 600.0
 """The time for which a quarantined request is refused if its client sends it again."""
 MOST_QUARANTINED: Final = 256
@@ -64,7 +64,7 @@ class Quarantine:
 
 
 class Deaths:
-    """Counts the engines that have died of one request, before its first token and after it."""
+    """Counts the engines that have died while they had one request."""
 
     def __init__(self, body: StartGenerate, progress: RequestProgress, quarantine: Quarantine) -> None:
         self.verdict: RequestQuarantined | None = None
@@ -75,12 +75,12 @@ class Deaths:
         self._before = 0
         self._after = 0
 
-    def counted(self, error: Unavailable) -> KvloomError:
+    def counted(self, error: Unavailable, *, waits: bool) -> KvloomError:
         """Counts the error if an engine has died. Returns it, or RequestQuarantined if that was one death too
-        many."""
+        many. waits: whether the request was only waiting there."""
         if not isinstance(error, EngineDied):
             return error
-        if self._progress.tokens:
+        if waits or self._progress.tokens:
             self._after += 1
         else:
             self._before += 1
@@ -90,7 +90,8 @@ class Deaths:
 
     def _quarantined(self, error: EngineDied) -> RequestQuarantined:
         digest = self._quarantine.add(self._body)
-        deaths = f"{self._before} engines died before its first token, and {self._after} after it"
+        before, after = self._before, self._after
+        deaths = f"{before} engines died before its first token, and {after} after it or while it waited"
         _log.error(
             "request %s for %s is quarantined (%s): %s; at last %s",
             self._body.request,

@@ -59,7 +59,7 @@ class Session:
         """The request's id at the replicas. After `release`, and with a migration, it has another, so that a
         late abort, or a call that arrives twice, harms no further attempt."""
         self.progress = RequestProgress(body.n, clock)
-        self.milestones = Milestones(body.request, self.progress, clock, tell)
+        self.milestones = Milestones(body.request, self.progress, tell)
         self.tasks = tasks
         self.migrating = False
         self.running: Leg | None = None
@@ -335,6 +335,7 @@ class Leg:
         self._state = LegState.UNASKED
         self._new = True  # until its first event has come
         self._let_in = False
+        self._waits = False  # from when it is let in until its prompt begins to be computed
         self._failure: str | None = None  # why nothing comes any more, though the request is not over
 
     def __aiter__(self) -> Leg:
@@ -394,10 +395,11 @@ class Leg:
         self._frames, self._state = replica.unit.client.start_generate(body), LegState.STREAMING
 
     def _has_come(self, frame: list[Event]) -> None:
-        """Notes the first frame, which says that the engine has let the request in, and the first event,
-        which says that it has computed the prompt."""
+        """Notes the first frame, which says that the engine has let the request in, the second, which says
+        that it begins with the prompt, and the first event, which says that it has computed it."""
         session, follows = self._session, self._made is not None
         session.milestones.came(self.replica.name, frame, new=not self._let_in, follows=follows)
+        self._waits = not self._let_in
         if not self._let_in:
             self._let_in = True
             if not follows:
@@ -414,7 +416,7 @@ class Leg:
         try:
             await self._frames.aclose()
             if isinstance(error, Unavailable):
-                raise await session.held.missed(self.replica, error) from error
+                raise await session.held.missed(self.replica, error, waits=self._waits) from error
         finally:
             # A leg that began on K and V that were sent may fail for these; without them the replica may do.
             if isinstance(error, KvloomError) and (not self._begin_at or session.progress.begun):

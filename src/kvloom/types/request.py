@@ -78,7 +78,7 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True, kw_only=True):
         )
 
 
-PROTOCOL = "7"
+PROTOCOL = "8"
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=200)]
@@ -139,13 +139,6 @@ class TokenEvent(Struct, frozen=True, array_like=True, tag="token"):
     logprob: TokenLogprob | None = None
 
 
-class FirstToken(TokenEvent, frozen=True, array_like=True, tag="first"):
-    """The first token of a choice."""
-
-    waited: float = 0.0
-    """Seconds from when the engine let the choice in to when it had blocks for it."""
-
-
 class PromptEvent(Struct, frozen=True, array_like=True, tag="prompt"):
     """The log-probabilities of the prompt's tokens from the second on. It comes once, before any token."""
 
@@ -166,7 +159,7 @@ class EndEvent(Struct, frozen=True, array_like=True, tag="end"):
     param: str = ""
 
 
-Event = TokenEvent | FirstToken | PromptEvent | EndEvent
+Event = TokenEvent | PromptEvent | EndEvent
 
 
 class SamplingDefaults(Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -7,7 +7,7 @@ const TONES = {
   warn: ["preempted", "draining", "stayed", "ended", "removed"],
   good: ["ready", "admitted", "awake"],
 };
-const BUCKETS = 120; // marks that a lane has room for
+const BUCKETS = 120; // marks that a lane has room for, at most
 const MOST_LOGGED = 60;
 const MOST_LINES = 6;
 
@@ -54,7 +54,7 @@ export class Lanes {
     });
     if (this.drawn === view.drawn) return this.logged(view);
     this.drawn = view.drawn;
-    const width = (to - from) / BUCKETS;
+    const width = 2 ** Math.ceil(Math.log2((to - from) / BUCKETS)); // the same while the span grows, so that marks stay, and the focus on them
     const marks = new Map();
     for (const record of this.store.records) {
       if (record.at < from || record.at > to + 1) continue;
@@ -130,11 +130,12 @@ export class Lanes {
     if (all.length && !all.some((mark) => mark.tabIndex === 0)) all.at(-1).tabIndex = 0;
   }
 
-  /** What is said of events: of many alike, the last one and their number. */
+  /** What is said of events: of many that differ in numbers alone, the last one and how many there are. */
   linesOf(records) {
     const alike = new Map();
     for (const record of records) {
-      const key = `${record.component}\n${record.event.type}\n${record.event.model}`;
+      const { type, model, state, reason = "" } = record.event;
+      const key = [record.component, type, model, state, reason.replace(/\d+/g, "0")].join("\n");
       const count = 1 + (alike.get(key)?.count ?? 0);
       alike.delete(key);
       alike.set(key, { record, count });
