@@ -1,5 +1,5 @@
 """A story on a real fleet, as the page tells it: units weave, a pool fills, a model is woken, a stream moves,
-and an engine is killed. Times are the page's own: those of the records and of the samples that it shows."""
+and an engine is killed. How late an event is shown is told by the clock that all processes share."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ addEventListener("DOMContentLoaded", () => {
   window.told = [];
   new MutationObserver((changes) => {
     for (const { addedNodes } of changes) for (const { dataset, textContent } of addedNodes) {
-      const [at, shown] = [dataset.at, document.body.dataset.at].map(Number);
-      told.push({ ...dataset, at, text: textContent, late: shown - at });
+      const at = Number(dataset.at);
+      told.push({ ...dataset, at, text: textContent, late: Date.now() / 1000 - at });
     }
   }).observe(document.getElementById("log"), { childList: true });
 });
@@ -162,7 +162,12 @@ def test_the_page_tells_a_story_as_it_happens(browser: Browser, fleet: Served) -
                 continue
             assert listed["at"] == record["at"]
             assert record["event"].get("reason", "") in listed["text"]
-        late = [one["late"] for one in shown_by_id.values() if one["at"] > began]
-        assert median(late) <= SOON
-        assert max(late) <= SOON + ROOM
+        check_late([one["late"] for one in shown_by_id.values() if one["at"] > began])
         assert seen.complaints == []
+
+
+def check_late(late: list[float]) -> None:
+    """late: seconds from each event to when it was shown."""
+    print(f"{len(late)} events: half within {median(late):.3f} s, the last after {max(late):.3f} s")
+    assert median(late) <= SOON
+    assert max(late) <= SOON + ROOM

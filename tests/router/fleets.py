@@ -8,6 +8,7 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from string import ascii_lowercase
 from typing import Any, TypeVar
 
 from kvloom.router.program import Program, load_program
@@ -116,7 +117,7 @@ async def routed(
 ) -> AsyncIterator[Fleets]:
     """Units a, b, c …, each with the model m; at the end nobody holds anything."""
     world, clock = World(), ManualClock()
-    for name in "abcdefgh"[:units]:
+    for name in ascii_lowercase[:units]:
         world.engine(name)
     chosen = load_program(program, options) if isinstance(program, str) else program
     async with Router(world.engines, chosen, clock, patience=patience) as router:

@@ -16,6 +16,7 @@ from kvloom.router.programs import PROGRAMS
 from kvloom.router.quarantine import (
     DEATHS_AFTER,
     DEATHS_BEFORE,
+    DEATHS_IN_ALL,
     MOST_QUARANTINED,
     QUARANTINE_SECONDS,
     Quarantine,
@@ -30,12 +31,14 @@ UNITS = 7
 POISON = 9  # tokens of a prompt of which engines die
 
 
-def dies(engine: LedgerEngine, frames: int) -> None:
-    """Dies of a request that is poison, after so many of its frames."""
+def dies(engine: LedgerEngine, frames: int, *, token: int | None = None) -> None:
+    """Dies of a request that is poison, after so many of its frames; or after the second, as it computes this
+    token of the answer."""
     real = engine.start_generate
 
     async def dying(request: StartGenerate) -> AsyncGenerator[list[Event], None]:
-        left = frames
+        made = sum(len(one.tokens) for one in request.made)
+        left = frames if token is None else frames + token - made
         async with aclosing(real(request)) as told:
             while len(request.prompt) != POISON or left:
                 frame = await anext(told, None)
@@ -68,30 +71,31 @@ async def test_one_that_engines_die_of_is_given_up(program: str, frames: int) ->
 
 
 async def test_after_the_first_token_it_may_live_longer() -> None:
-    """Each engine tells it one token more before it dies."""
+    """Each engine dies at its second token."""
     async with routed(UNITS) as fleets:
         for engine in fleets.engines:
-            dies(engine, 3)
+            dies(engine, 2, token=1)
         answer = Answer()
 
         async def reading() -> None:
             async for frame in fleets.router.start_generate(body(POISON, tokens=20)):
                 answer.take(frame)
 
-        with pytest.raises(RequestQuarantined, match=f"0 engines died before.* {DEATHS_AFTER} after"):
+        with pytest.raises(RequestQuarantined, match=f"{DEATHS_AFTER} engines died after 1 tokens"):
             await reading()
         assert down(fleets) == DEATHS_AFTER
-        assert len(answer.tokens[0]) == DEATHS_AFTER
+        assert len(answer.tokens[0]) == 1
 
 
-async def test_while_it_waits_it_may_live_longer() -> None:
-    """It does nothing there yet."""
-    async with routed(UNITS) as fleets:
+@pytest.mark.parametrize("frames", [1, 3], ids=["that only waits", "that goes on"])
+async def test_one_that_is_not_to_blame_lives_long(frames: int) -> None:
+    """One does nothing there yet; of the other each engine makes a token more before it dies."""
+    async with routed(DEATHS_IN_ALL + 1) as fleets:
         for engine in fleets.engines:
-            dies(engine, 1)
-        with pytest.raises(RequestQuarantined, match=f"0 engines died before.* {DEATHS_AFTER} after"):
-            await ask(fleets.router, body(POISON))
-        assert down(fleets) == DEATHS_AFTER
+            dies(engine, frames)
+        with pytest.raises(RequestQuarantined, match=f"and {DEATHS_IN_ALL} in all"):
+            await ask(fleets.router, body(POISON, tokens=DEATHS_IN_ALL + 4))
+        assert down(fleets) == DEATHS_IN_ALL
 
 
 async def test_one_death_is_forgiven() -> None:

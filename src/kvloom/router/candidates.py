@@ -13,6 +13,7 @@ from kvloom.router.held import SessionHeld
 from kvloom.router.progress import RequestProgress
 from kvloom.router.replicas import Fleet, Replica
 from kvloom.types.errors import (
+    EngineDied,
     KvloomError,
     OutOfBlocks,
     QueueFull,
@@ -24,7 +25,7 @@ from kvloom.types.request import StartGenerate
 
 FAILURES: Final = 3
 """An engine's failure may be the request's doing: the request goes on after so many failures between two of
-its tokens, and no more. An engine's death counts here, and in `Deaths` too."""
+its tokens, and no more. An engine's death counts in `Deaths` instead."""
 
 _log = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ class Candidates:
         not the request itself that a replica has refused."""
         if self._progress.tokens > self._tokens:
             self._tokens, self._failures = self._progress.tokens, 0
-        if isinstance(error, Unavailable | Lost):
+        if isinstance(error, Unavailable | Lost) and not isinstance(error, EngineDied):
             self._failures += self._let_in
         if self._held.aborted or self._failures > FAILURES or isinstance(error, RequestQuarantined):
             return False

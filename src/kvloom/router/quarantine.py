@@ -20,8 +20,11 @@ DEATHS_BEFORE: Final = 2
 """So many engines may die of a request that has no token yet: the first may have been killed by somebody
 else, and what its grammar or its prompt does to an engine it does before its first token."""
 DEATHS_AFTER: Final = 4
-"""So many engines may die of a request that has tokens, or waits for its turn. What it does to an engine it
-would most likely have done before the first token, or does not do yet; so it is trusted for longer."""
+"""So many engines may die of a request that has tokens, without one more in between. What it does to an
+engine it would most likely have done before, and its caller has seen a part of the answer; so it is trusted
+for longer. A token more says that what the last engine died at has been computed elsewhere."""
+DEATHS_IN_ALL: Final = 16
+"""So many engines may die while they have a request, those counted at which it only waited for its turn."""
 QUARANTINE_SECONDS: Final = 600.0
 """The time for which a quarantined request is refused if its client sends it again."""
 MOST_QUARANTINED: Final = 256
@@ -72,26 +75,29 @@ class Deaths:
         self._body = body
         self._progress = progress
         self._quarantine = quarantine
-        self._before = 0
-        self._after = 0
+        self._all = 0
+        self._stuck = 0  # while they computed the same token of it
+        self._tokens = 0  # that it had when the last of these died
 
     def counted(self, error: Unavailable, *, waits: bool) -> KvloomError:
         """Counts the error if an engine has died. Returns it, or RequestQuarantined if that was one death too
         many. waits: whether the request was only waiting there."""
         if not isinstance(error, EngineDied):
             return error
-        if waits or self._progress.tokens:
-            self._after += 1
-        else:
-            self._before += 1
-        if self.verdict is None and (self._before >= DEATHS_BEFORE or self._after >= DEATHS_AFTER):
+        tokens = self._progress.tokens
+        self._all += 1
+        if not waits:
+            self._stuck = 1 if tokens > self._tokens else self._stuck + 1
+            self._tokens = tokens
+        most = DEATHS_AFTER if tokens else DEATHS_BEFORE
+        if self.verdict is None and (self._stuck >= most or self._all >= DEATHS_IN_ALL):
             self.verdict = self._quarantined(error)
         return self.verdict or error
 
     def _quarantined(self, error: EngineDied) -> RequestQuarantined:
         digest = self._quarantine.add(self._body)
-        before, after = self._before, self._after
-        deaths = f"{before} engines died before its first token, and {after} after it or while it waited"
+        at = f"after {self._tokens} tokens" if self._tokens else "before its first token"
+        deaths = f"{self._stuck} engines died {at}, and {self._all} in all"
         _log.error(
             "request %s for %s is quarantined (%s): %s; at last %s",
             self._body.request,
