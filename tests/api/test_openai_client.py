@@ -230,10 +230,10 @@ def test_a_request_is_sampled_as_its_model_wants_to_be(client: openai.OpenAI, en
 def test_errors(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     with pytest.raises(openai.NotFoundError, match="`other` does not exist or you do not have access"):
         client.completions.create(model="other", prompt="x")
-    with pytest.raises(openai.BadRequestError, match=r"512 tokens; the prompt has 600") as caught:
+    with pytest.raises(openai.BadRequestError, match=r"This model's maximum context length is 512") as caught:
         client.completions.create(model="tiny", prompt=[9] * 600)
     assert caught.value.code == PromptTooLong.code
-    with pytest.raises(openai.BadRequestError, match=r"prompt has 10 and 510 tokens of output"):
+    with pytest.raises(openai.BadRequestError, match=r"520 tokens \(10 in the prompt, 510 in the completion\)"):
         client.completions.create(model="tiny", prompt=[9] * 10, max_tokens=510)
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="tiny", prompt="x", temperature=3)

@@ -62,7 +62,7 @@ def test_processes_answer_as_they_would_inline() -> None:
         tiny = await served(catalog)
         long = "hello " * SHORT
         assert await tiny.tokens(PlainPrompt(long)) == [token("<s>"), *tokens(long)]
-        with pytest.raises(BadRequest, match="is 5 tokens; the prompt has 6") as error:
+        with pytest.raises(BadRequest, match=r"is 5 tokens\. However, messages has 6") as error:
             await (await catalog.get("narrow")).tokens(CHAT)
         assert (error.value.code, error.value.param) == ("context_length_exceeded", "messages")
         with pytest.raises(BadRequest, match="chat template of picky: no") as error:

@@ -30,6 +30,7 @@ from kvloom.api.metrics import CONTENT_TYPE, Metrics
 from kvloom.api.openai.chat import ChatEndpoint
 from kvloom.api.openai.completions import CompletionEndpoint
 from kvloom.api.openai.generation import EndpointContext
+from kvloom.api.openai.tokens import TokenEndpoints
 from kvloom.api.openapi import Documents
 from kvloom.api.routes import PAGE, PUBLIC, Caller, Handler, asgi_routes
 from kvloom.api.texts.prompts import Texts
@@ -76,12 +77,16 @@ def create_app(
     def nodes() -> dict[str, NodeService]:
         return {node.name: node.state for node in admin.orders.nodes} if admin else {}
 
+    tokens = TokenEndpoints(gateway.catalog)
     info = _Information(gateway, documents, moves, nodes, keys, int(time.time()))
     handlers: dict[str, Handler] = {
         "models": info.models,
         "model": info.model,
         "completions": CompletionEndpoint(gateway).__call__,
         "chat_completions": ChatEndpoint(gateway).__call__,
+        "tokenize": tokens.tokenize,
+        "detokenize": tokens.detokenize,
+        "tokenizer_info": tokens.information,
         "health": info.health,
         "metrics": info.metrics,
         "openapi": info.openapi,

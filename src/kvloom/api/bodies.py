@@ -15,8 +15,8 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvloom.api import schemas
 from kvloom.api.errors import JSON, MSGPACK, BodyTooLarge, BodyTooSlow, error_response
-from kvloom.api.schemas import GenerationBody
 from kvloom.types.errors import BadRequest, KvloomError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ _FORMS = {
 }
 
 Body = TypeVar("Body")
-B = TypeVar("B", bound=GenerationBody)
+B = TypeVar("B", bound=schemas.Body)
 
 
 class LimitBody:
@@ -185,7 +185,7 @@ def decode(request: Request, body: bytes, kind: type[Body]) -> Body:
 
 
 def parse(schema: type[B], raw: bytes) -> B:
-    """Returns the body of a request to an endpoint of OpenAI. Raises BadRequest that names the field."""
+    """Returns the body of a request to an endpoint of clients. Raises BadRequest that names the field."""
     containers = raw.count(b"[") + raw.count(b"{") + raw.count(b'":')
     if containers > MAX_CONTAINERS or raw.count(b'"') > MAX_QUOTES:
         raise BadRequest(f"the request body has more than {MAX_CONTAINERS} lists, objects and fields")

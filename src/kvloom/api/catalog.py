@@ -14,7 +14,7 @@ from kvloom.api.texts.template import ChatTemplate
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.api.tools import Family, family_of
 from kvloom.types.client import ModelServer
-from kvloom.types.errors import ConfigError, Unavailable, UnknownModel
+from kvloom.types.errors import BadRequest, ConfigError, Unavailable, UnknownModel
 from kvloom.types.request import ModelCard
 
 NO_UNIT: Final = "the fleet has no unit; `kvloom config apply` adds some"
@@ -28,10 +28,11 @@ class ServedModel(TextModel):
     texts: Texts
 
     async def tokens(self, prompt: Prompt, tenant: str = "") -> list[int]:
-        """Returns the prompt's tokens, at most as many as the context has. tenant: who asks. Raises
-        BadRequest, QueueFull, Unavailable, and PromptTooLong before anything is done with a prompt whose
-        bytes cannot fit."""
-        self.check_size(prompt.size, prompt.most_times, prompt.param)
+        """Returns the prompt's tokens, at most as many as the context has if it is bounded. tenant: who asks.
+        Raises BadRequest, QueueFull, Unavailable, and PromptTooLong before anything is done with a prompt
+        whose bytes cannot fit."""
+        if prompt.bounded:
+            self.check_size(prompt.size, prompt.most_times, prompt.param)
         return await self.texts.encode(self.key, self, prompt, tenant)
 
 
@@ -96,6 +97,16 @@ class Catalog:
         if isinstance(found, UnreadableModel):
             raise Unavailable(found.why, param="model")
         return found
+
+    async def chosen(self, name: str | None, may_use: Callable[[str], bool] = _any) -> ServedModel:
+        """Returns a model, or the only one if none is named. Raises BadRequest if there are several."""
+        if name is not None:
+            return await self.get(name, may_use)
+        served = await self.models(may_use)
+        if len(served) != 1:
+            names = ", ".join(sorted(one.card.name for one in served)) or "none"
+            raise BadRequest(f"model: one has to be named, of those that are served: {names}", param="model")
+        return served[0]
 
     def _readable(self, may_use: Callable[[str], bool] = _any) -> list[ServedModel]:
         return [

@@ -17,7 +17,15 @@ from starlette.routing import BaseRoute, Route
 
 from kvloom.api.errors import JSON
 from kvloom.api.schemas import CompletionAnswer, CompletionBody, ErrorAnswer, ModelAnswer, ModelList
-from kvloom.api.schemas_chat import ChatAnswer, ChatBody, ChatChunk
+from kvloom.api.schemas_chat import (
+    ChatAnswer,
+    ChatBody,
+    ChatChunk,
+    DetokenizeAnswer,
+    DetokenizeBody,
+    TokenizeAnswer,
+    TokenizeBody,
+)
 from kvloom.cluster.models import AddModel, Applied, Apply, ModelState
 from kvloom.journal.lives import Life, LifeLine
 from kvloom.page import PAGE_PATH
@@ -131,6 +139,32 @@ PUBLIC: Final[tuple[RouteRow, ...]] = (
         ChatAnswer,
         *(404, 415, 429, 503, 504),
         chunk=ChatChunk,
+        caller=Caller.KEY,
+    ),
+    _post(
+        "tokenize",
+        "/tokenize",
+        "Makes tokens of a text or a conversation.",
+        TokenizeBody,
+        TokenizeAnswer,
+        *(404, 415, 429, 503),
+        caller=Caller.KEY,
+    ),
+    _post(
+        "detokenize",
+        "/detokenize",
+        "Makes a text of tokens.",
+        DetokenizeBody,
+        DetokenizeAnswer,
+        *(404, 415, 429, 503),
+        caller=Caller.KEY,
+    ),
+    _get(
+        "tokenizer_info",
+        "/tokenizer_info",
+        "Tells special tokens and chat template of a model, `?model=`, or of the only one.",
+        dict[str, Any],
+        *(400, 404, 503),
         caller=Caller.KEY,
     ),
     _get("health", "/health", "Answers 200 if requests are taken.", None, 503, caller=Caller.ANYONE),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvloom.api.schemas import Answer, Body, GenerationBody, Unserved, Usage, wrong
+from kvloom.api.schemas import Answer, Body, GenerationBody, TokenIds, Unserved, Usage, wrong
 
 MAX_MESSAGES, MAX_TOOLS = 4096, 128
 
@@ -64,6 +64,9 @@ class ChatMessage(Body):
         return self
 
 
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
 class FunctionTool(Body):
     name: ToolName
     description: str | None = None
@@ -89,7 +92,7 @@ class ChatBody(GenerationBody):
     """`max_completion_tokens`, or the older `max_tokens`, is all that is left of the context where absent.
     `chat_template_kwargs` are the template's own switches, as vLLM names them."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -145,6 +148,47 @@ class ChatBody(GenerationBody):
     @property
     def forces_tool(self) -> bool:
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+
+class TokenizeBody(Body):
+    """A text (`prompt`) or a conversation (`messages`), as vLLM takes them. The model may be left out if one
+    alone is served."""
+
+    model: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    continue_final_message: Annotated[
+        None, Unserved("a conversation's tokens end after its last message", False)
+    ] = None
+
+    @model_validator(mode="after")
+    def _one_text(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise wrong("prompt", "either prompt or messages is needed")
+        return self
+
+
+class TokenizeAnswer(Answer):
+    """token_strs: the tokens as the vocabulary has them, if they were asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeBody(Body):
+    model: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    tokens: TokenIds
+
+
+class DetokenizeAnswer(Answer):
+    prompt: str
 
 
 class ChatTop(Answer):

@@ -86,6 +86,11 @@ class Tokenizer:
         found: int | None = self._hf.token_to_id(text)
         return found
 
+    def token_word(self, token: int) -> str:
+        """Returns the token as the vocabulary has it; empty for unknown ids."""
+        word: str | None = self._hf.id_to_token(token)
+        return word or ""
+
     def token_bytes(self, token: int) -> bytes:
         """Returns what the token adds to a text, special tokens as written. Unknown ids add nothing."""
         return self.spelled[token]

@@ -15,7 +15,7 @@ from kvloom.api.metrics import Watch
 from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece, Writer, encode
 from kvloom.api.openai.resume import Origin
 from kvloom.api.openai.sampling import chat_logprobs, check_prompt, room_for, sampling_params, start_of
-from kvloom.api.schemas_chat import ChatBody, ChatMessage, NamedTool
+from kvloom.api.schemas_chat import ChatBody, ChatMessage, NamedTool, Tool
 from kvloom.api.texts.prompts import UNRENDERED, ChatPrompt, content_bytes
 from kvloom.api.tools import Family, ToolCall, ToolParser, forced_guide, marks_of
 from kvloom.types.request import Guide
@@ -37,7 +37,9 @@ class ChatEndpoint:
     async def _prepare(
         self, body: ChatBody, model: ServedModel, watch: Watch, tenant: str, origin: Origin
     ) -> Answering:
-        prompt = await model.tokens(prompt_of(body, model), tenant)
+        offered = body.tools if body.tool_choice != "none" else None
+        given = prompt_of(model, body.messages, offered or [], body.chat_template_kwargs or {})
+        prompt = await model.tokens(given, tenant)
         check_prompt(prompt, model.card)
         family = parsed_family(body, model)
         asked = body.max_completion_tokens or body.max_tokens
@@ -57,14 +59,16 @@ class ChatEndpoint:
         return Answering(self.gateway, writer, [generation], watch)
 
 
-def prompt_of(body: ChatBody, model: ServedModel) -> ChatPrompt:
-    """Returns what the model's chat template is given. Raises PromptTooLong."""
-    offered = body.tools if body.tool_choice != "none" else None
-    tools = [tool.model_dump(exclude_none=True) for tool in offered or []] or None
+def prompt_of(
+    model: ServedModel, messages: list[ChatMessage], tools: list[Tool], options: dict[str, Any]
+) -> ChatPrompt:
+    """Returns what the model's chat template is given. options: the template's own switches. Raises
+    PromptTooLong."""
+    offered = [tool.model_dump(exclude_none=True) for tool in tools] or None
     knows_developer = "developer" in (model.template.text or "")
-    messages = [_message(message, knows_developer=knows_developer) for message in body.messages]
-    model.check_size(content_bytes(messages), UNRENDERED, "messages")
-    return ChatPrompt.of(messages, tools, body.chat_template_kwargs or {})
+    said = [_message(message, knows_developer=knows_developer) for message in messages]
+    model.check_size(content_bytes(said), UNRENDERED, "messages")
+    return ChatPrompt.of(said, offered, options)
 
 
 def _message(message: ChatMessage, *, knows_developer: bool) -> dict[str, Any]:

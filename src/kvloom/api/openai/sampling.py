@@ -10,6 +10,7 @@ from pydantic_core import to_json
 
 from kvloom.api.catalog import ServedModel
 from kvloom.api.schemas import GenerationBody, JsonObjectFormat, JsonSchemaFormat
+from kvloom.api.texts.prompts import context_of
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.types.errors import BadRequest, PromptTooLong
 from kvloom.types.request import (
@@ -89,10 +90,11 @@ def room_for(
     """
     room = card.context_length - len(prompt)
     if room < 1 or (max_tokens or 0) > room:
-        asked = f" and {max_tokens} tokens of output were asked for" if max_tokens else ""
+        most = len(prompt) + (max_tokens or 0)
+        completion = f", {max_tokens} in the completion" if max_tokens else ""
         raise PromptTooLong(
-            f"the context length of {card.name} is {card.context_length} tokens; "
-            f"the prompt has {len(prompt)}{asked}",
+            f"{context_of(card)}. However, you requested {most} tokens ({len(prompt)} in the {field}"
+            f"{completion}). Please reduce the length of the {field} or completion.",
             param=field if room < 1 else limit,
         )
     return room if max_tokens is None else max_tokens

@@ -26,9 +26,12 @@ ATTEMPTS: Final = tuple(
 
 
 class PlainPrompt(msgspec.Struct, frozen=True, tag="plain"):
-    """A text as it is."""
+    """A text as it is. special: whether it gets the tokens that the model wants around plain text; bounded:
+    whether it is to fit the model's context."""
 
     text: str
+    special: bool = True
+    bounded: bool = True
 
     @property
     def param(self) -> str:
@@ -69,6 +72,10 @@ class ChatPrompt(msgspec.Struct, frozen=True, tag="chat"):
         return UNRENDERED
 
     @property
+    def bounded(self) -> bool:
+        return True
+
+    @property
     def size(self) -> int:
         return self.content
 
@@ -86,6 +93,11 @@ def content_bytes(messages: list[dict[str, Any]]) -> int:
     return sum(utf8(message["content"]) for message in messages)
 
 
+def context_of(card: ModelCard) -> str:
+    """Returns how long the model's context is, in OpenAI's words, by which clients know such an error."""
+    return f"This model's maximum context length is {card.context_length} tokens"
+
+
 @dataclass(frozen=True, slots=True)
 class TextModel:
     """The parts of a model that make tokens of prompts, wherever they run."""
@@ -100,21 +112,25 @@ class TextModel:
         return TextModel(card, tokenizer or Tokenizer(card.tokenizer), ChatTemplate(card))
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Returns the prompt's tokens, at most as many as the context has. Raises BadRequest and
-        PromptTooLong."""
-        plain = isinstance(prompt, PlainPrompt)
+        """Returns the prompt's tokens, at most as many as the context has if it is bounded. Raises BadRequest
+        and PromptTooLong."""
+        special = False  # a chat template has added them
         if isinstance(prompt, PlainPrompt):
-            text = prompt.text
+            text, special = prompt.text, prompt.special
         else:
             text = self.template.render(*json.loads(prompt.given))
             self.check_size(utf8(text), 1, prompt.param)
         try:
-            ids = self.tokenizer.encode(text, special=plain)
+            ids = self.tokenizer.encode(text, special=special)
         except BadRequest as error:
             raise BadRequest(f"model {self.card.name}: {error.message}", param=prompt.param) from None
-        ids = self._begun(ids, special=plain)
-        if len(ids) > self.card.context_length:
-            raise PromptTooLong(f"{self._context()}; the prompt has {len(ids)}", param=prompt.param)
+        if not (prompt.bounded or special):
+            return ids
+        ids = self._begun(ids, special=special)
+        if prompt.bounded and len(ids) > self.card.context_length:
+            raise PromptTooLong(
+                f"{context_of(self.card)}. However, {prompt.param} has {len(ids)} tokens", param=prompt.param
+            )
         return ids
 
     def check_size(self, size: int, times: int, param: str) -> None:
@@ -122,13 +138,10 @@ class TextModel:
         longest = self.tokenizer.most_bytes
         if longest is not None and size > (most := times * longest * self.card.context_length):
             raise PromptTooLong(
-                f"{self._context()} of at most {longest} bytes each; the prompt has {size} bytes or more, "
-                f"and at most {most} are read",
+                f"{context_of(self.card)} of at most {longest} bytes each. However, {param} has {size} "
+                f"bytes or more, and at most {most} are read",
                 param=param,
             )
-
-    def _context(self) -> str:
-        return f"the context length of {self.card.name} is {self.card.context_length} tokens"
 
     def _begun(self, ids: list[int], *, special: bool) -> list[int]:
         """Returns the tokens behind the one with which the model's texts begin. `special` adds what the model
