@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from kvloom.config.config import DEMO
 from kvloom.config.fields import parse_seconds, parse_size, show_size
-from kvloom.config.file import load_config
+from kvloom.config.file import load_config, model_named
 from kvloom.config.machine import Machine
 from kvloom.plan.cost.shapes import read_shape
 from kvloom.plan.plan import PROCESS_BYTES, host_bytes
@@ -500,3 +500,16 @@ def test_what_is_open_is_no_more_than_any_node_of_a_cluster_has(folder: Path) ->
     nodes = [Machine(cores=2, memory=3 << 30, name="a"), Machine(cores=6, memory=9 << 30, name="b")]
     [engine] = load(folder, "models: {a: ./model}", machine=Machine.together(nodes)).engines
     assert (engine.threads, engine.kv_bytes) == (2, 1 << 30)
+
+
+def test_a_model_may_stand_in_a_config_s_place(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(folder)
+    assert model_named(Path("model")) == {"model": str(folder / "model")}
+    assert model_named(folder / "model" / ".") == {"model": str(folder / "model")}
+    assert model_named(Path("tiny-q4_0.gguf")) == {"tiny-q4_0": str(folder / "tiny-q4_0.gguf")}
+    assert model_named(Path("Qwen/Qwen3-0.6B")) == {"Qwen/Qwen3-0.6B": "Qwen/Qwen3-0.6B"}
+    (tmp_path / "fleet").write_text(M)
+    for config in ("fleet.yaml", "of/mine.yml", "deep/in/it", "/fleet", "plan.json", str(tmp_path / "fleet")):
+        assert model_named(Path(config)) == {}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -15,7 +16,9 @@ from pydantic import (
     WithJsonSchema,
     model_validator,
 )
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema, from_json
+
+from kvloom.api.texts.closing import closed
 
 MAX_STOPS, MAX_STOP_LENGTH, MAX_BIASES, MAX_CHOICE = 16, 1024, 1024, 1024
 
@@ -105,6 +108,11 @@ class JsonSchema(Body):
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 
+    @model_validator(mode="after")
+    def _close(self) -> JsonSchema:
+        self.schema_ = closed(self.schema_, strict=bool(self.strict))
+        return self
+
 
 class TextFormat(Body):
     type: Literal["text"]
@@ -123,7 +131,21 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 Regex = Annotated[str, Field(min_length=1)]
-Schema = Annotated[str, Field(min_length=1)] | dict[str, Any]
+
+
+def _read(text: str) -> str | dict[str, Any]:
+    """Returns the schema closed. What is no schema stays as it is, and the engine tells why."""
+    try:
+        value = from_json(text)
+    except ValueError:
+        return text
+    return closed(value) if isinstance(value, dict) else text
+
+
+Schema = (
+    Annotated[str, Field(min_length=1), AfterValidator(_read)]
+    | Annotated[dict[str, Any], AfterValidator(closed)]
+)
 Grammar = Annotated[str, Field(min_length=1)]
 Choice = Annotated[
     list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICE, fail_fast=True)

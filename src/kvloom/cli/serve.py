@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 EXAMPLES: Final = """\
 examples:
   kvloom serve
+  kvloom serve Qwen/Qwen3-0.6B
   kvloom serve --model chat=Qwen/Qwen3-0.6B --model code=/models/coder
   kvloom serve fleet.yaml --port 9000
 
@@ -85,7 +86,9 @@ app = App(name="serve", help_epilogue=EXAMPLES)
 
 @app.default
 def serve(
-    config: Annotated[Path | None, Parameter(help="what to serve, and how: see below")] = None,
+    what: Annotated[
+        Path | None, Parameter(help="a config, see below; or a model: a folder, a GGUF file or a hub id")
+    ] = None,
     /,
     *,
     model: Models = (),
@@ -125,8 +128,8 @@ def serve(
 ) -> None:
     """Serve several models from one KV pool behind an OpenAI API.
 
-    With neither CONFIG nor --model it serves the demo fleet: three tiny models that came with kvloom. Flags
-    override what CONFIG says."""
+    With neither WHAT nor --model it serves the demo fleet: three tiny models that came with kvloom. Flags
+    override what a config says. A model as WHAT is named by its hub id, or as its folder or file is."""
     given = {"host": host, "port": port, "kv_memory": kv_memory, "memory": memory, "policy": policy}
     given |= {"otlp": otlp, "access_log": access_log, "log_level": log_level, "log_format": log_format}
     flags: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
@@ -143,9 +146,11 @@ def serve(
     with ExitStack() as stack:
         forks = None if cluster is not None else stack.enter_context(launched())
         # imported while that process imports torch
-        from kvloom.config.file import parse_models, read_settings  # noqa: PLC0415
+        from kvloom.config.file import model_named, parse_models, read_settings  # noqa: PLC0415
 
-        settings = read_settings(config, flags, parse_models(model))
+        named = {} if what is None else model_named(what)
+        config = None if named else what
+        settings = read_settings(config, flags, named | parse_models(model))
         try:
             outcome = _served(settings, forks, cluster)
         except ConfigError as error:

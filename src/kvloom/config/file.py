@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 from msgspec import Struct
@@ -17,6 +18,9 @@ from kvloom.config.models import resolve_model
 from kvloom.plan.cluster import CPU
 from kvloom.plan.plan import LEAST_RATE, PlannedUnit, is_plan, read_plan
 from kvloom.types.errors import ConfigError
+
+_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_CONFIGS: Final = (".yaml", ".yml", ".json")
 
 
 class Settings(Struct, frozen=True, kw_only=True):
@@ -88,6 +92,18 @@ def parse_models(texts: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"--model {name}: given twice; each model needs a name of its own")
         models[name] = path
     return models
+
+
+def model_named(what: Path) -> dict[str, str]:
+    """Returns the model that stands in a config's place, by its name: a checkpoint's folder, a GGUF file, or
+    an id on the hub, which is its name, too. It is empty if `what` is a config, there or not."""
+    if what.is_dir():
+        return {what.resolve().name: str(what.absolute())}
+    if what.suffix == ".gguf":
+        return {what.stem: str(what.absolute())}
+    if not what.exists() and _HUB_ID.fullmatch(str(what)) and what.suffix not in _CONFIGS:
+        return {str(what): str(what)}
+    return {}
 
 
 def read_yaml(file: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from kvloom.api.openai.generation import Answering, EndpointContext, Generation,
 from kvloom.api.openai.resume import Origin
 from kvloom.api.openai.sampling import chat_logprobs, check_prompt, room_for, sampling_params, start_of
 from kvloom.api.schemas_chat import ChatBody, ChatMessage, NamedTool, Tool
+from kvloom.api.texts.closing import closed
 from kvloom.api.texts.prompts import UNRENDERED, ChatPrompt, content_bytes
 from kvloom.api.tools import Family, ToolCall, ToolParser, forced_guide, marks_of
 from kvloom.types.request import Guide
@@ -109,7 +110,9 @@ def _forced(body: ChatBody, model: ServedModel, family: Family | None) -> Guide 
         return None
     only = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
     functions = [tool.function for tool in body.tools or [] if only in (None, tool.function.name)]
-    tools = [(one.name, one.parameters or {"type": "object"}) for one in functions]
+    tools = [
+        (one.name, closed(one.parameters or {"type": "object"}, strict=bool(one.strict))) for one in functions
+    ]
     several = only is None and body.parallel_tool_calls is not False
     return forced_guide(family, tools, model.tokenizer, several=several)
 
