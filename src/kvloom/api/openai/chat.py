@@ -15,8 +15,8 @@ from kvloom.api.metrics import Watch
 from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece, Writer, encode
 from kvloom.api.openai.resume import Origin
 from kvloom.api.openai.sampling import chat_logprobs, check_prompt, room_for, sampling_params, start_of
+from kvloom.api.schemas import closed
 from kvloom.api.schemas_chat import ChatBody, ChatMessage, NamedTool, Tool
-from kvloom.api.texts.closing import closed
 from kvloom.api.texts.prompts import UNRENDERED, ChatPrompt, content_bytes
 from kvloom.api.tools import Family, ToolCall, ToolParser, forced_guide, marks_of
 from kvloom.types.request import Guide
