@@ -12,8 +12,8 @@ from pydantic import BaseModel
 
 from kvloom.api.errors import BodyTooLarge  # noqa: F401  (the API's own errors are defined beside it)
 from kvloom.api.metrics import Metrics
-from kvloom.api.schemas import CompletionBody, GenerationBody
-from kvloom.api.schemas_chat import ChatBody
+from kvloom.api.schemas.chat import ChatBody
+from kvloom.api.schemas.generation import CompletionBody, GenerationBody
 from kvloom.cli.__main__ import main
 from kvloom.config.config import Config
 from kvloom.config.fields import parse_size

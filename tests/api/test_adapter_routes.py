@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from kvloom.api.auth import Keys
-from kvloom.api.schemas import ErrorAnswer
+from kvloom.api.schemas.generation import ErrorAnswer
 from kvloom.types.errors import BadRequest
 from kvloom.types.spec import AdapterSpec
 from tests.api.fleet import Administered, Curt, administered

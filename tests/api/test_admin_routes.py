@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from starlette.testclient import TestClient
 
 from kvloom.api.auth import Keys
-from kvloom.api.schemas import ErrorAnswer
+from kvloom.api.schemas.generation import ErrorAnswer
 from kvloom.cluster.state import NodeSpec
 from kvloom.types.service import Pair, Pairs
 from kvloom.types.spec import ProgramSpec

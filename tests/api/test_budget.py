@@ -87,7 +87,7 @@ def test_large_bodies_are_read_one_at_a_time_with_a_rest_after_each(monkeypatch:
             if len(raw) >= LARGE:
                 read.append((begun, time.monotonic()))
 
-    monkeypatch.setattr("kvloom.api.openai.generation.parse", timed)
+    monkeypatch.setattr("kvloom.api.openai.completions.parse", timed)
     properties = {f"p{at}": {"type": "string"} for at in range(LARGE // 20)}
     large = json.dumps(BODY | {"max_tokens": 1, "guided_json": {"properties": properties}})
 

@@ -18,8 +18,8 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 from starlette.testclient import TestClient
 
 from kvloom.api.auth import Keys
-from kvloom.api.schemas import CompletionBody, ErrorAnswer
-from kvloom.api.schemas_chat import ChatBody
+from kvloom.api.schemas.chat import ChatBody
+from kvloom.api.schemas.generation import CompletionBody, ErrorAnswer
 from tests.api.fleet import ADDRESS, FORM, LOAD, PEER, administered
 from tests.examples import examples
 

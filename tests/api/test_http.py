@@ -14,8 +14,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from kvloom.api.app import create_app
-from kvloom.api.schemas import CompletionAnswer, ErrorAnswer, ModelList
-from kvloom.api.schemas_chat import ChatAnswer, ChatChunk
+from kvloom.api.schemas.chat import ChatAnswer, ChatChunk
+from kvloom.api.schemas.generation import CompletionAnswer, ErrorAnswer, ModelList
 from kvloom.types.errors import RequestQuarantined, Unavailable, UnknownModel
 from kvloom.types.request import EndEvent
 from tests.api.scripted import ScriptedEngine, card, says, serving

@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from kvloom.api.app import create_app
-from kvloom.api.schemas_chat import DetokenizeAnswer, TokenizeAnswer
+from kvloom.api.schemas.chat import DetokenizeAnswer, TokenizeAnswer
 from tests.api.scripted import EOS, ScriptedEngine, byte_level, card, says, token, tokens
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello <s> world"}]

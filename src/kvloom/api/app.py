@@ -21,6 +21,7 @@ from kvloom.api.access.proxies import TrustProxies
 from kvloom.api.access.tenants import MeterRequests, access_of
 from kvloom.api.access.turns import TakeTurns
 from kvloom.api.admin import Admin
+from kvloom.api.anthropic.messages import MessagesEndpoint
 from kvloom.api.auth import Keys, RequireKey
 from kvloom.api.bodies import LimitBody
 from kvloom.api.catalog import NO_UNIT, Catalog, ServedModel
@@ -77,13 +78,15 @@ def create_app(
     def nodes() -> dict[str, NodeService]:
         return {node.name: node.state for node in admin.orders.nodes} if admin else {}
 
-    tokens = TokenEndpoints(gateway.catalog)
+    messages, tokens = MessagesEndpoint(gateway), TokenEndpoints(gateway.catalog)
     info = _Information(gateway, documents, moves, nodes, keys, int(time.time()))
     handlers: dict[str, Handler] = {
         "models": info.models,
         "model": info.model,
         "completions": CompletionEndpoint(gateway).__call__,
         "chat_completions": ChatEndpoint(gateway).__call__,
+        "messages": messages.__call__,
+        "count_tokens": messages.count,
         "tokenize": tokens.tokenize,
         "detokenize": tokens.detokenize,
         "tokenizer_info": tokens.information,

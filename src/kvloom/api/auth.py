@@ -71,7 +71,10 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            given = dict(scope["headers"]).get(b"authorization")
+            headers = dict(scope["headers"])
+            given = headers.get(b"authorization")
+            if given is None and (key := headers.get(b"x-api-key")) is not None:  # as Anthropic's clients do
+                given = b"Bearer " + key
             access = self._identify(scope, given)
             if error := self._problem(scope, given, access):
                 await error_response(scope, error)(scope, receive, send)

@@ -15,8 +15,8 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvloom.api import schemas
 from kvloom.api.errors import JSON, MSGPACK, BodyTooLarge, BodyTooSlow, error_response
+from kvloom.api.schemas import generation
 from kvloom.types.errors import BadRequest, KvloomError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ _FORMS = {
 }
 
 Body = TypeVar("Body")
-B = TypeVar("B", bound=schemas.Body)
+B = TypeVar("B", bound=generation.Body)
 
 
 class LimitBody:

@@ -20,7 +20,16 @@ ID_STATE: Final = "kvloom.id"
 """Where a request's scope has the id."""
 MSGPACK, JSON = "application/msgpack", "application/json"
 VERBS_PATH: Final = "/verbs"
+MESSAGES_PATH: Final = "/v1/messages"
 
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 _TYPES = {429: "rate_limit_error", 503: "service_unavailable_error"}
 
 
@@ -108,13 +117,23 @@ def error_object(error: KvloomError) -> dict[str, Any]:
     return {"error": inner}
 
 
+def messages_error(error: KvloomError) -> dict[str, Any]:
+    """Returns the error as Anthropic writes it."""
+    kind = _MESSAGES_TYPES.get(error.status) or (
+        "invalid_request_error" if error.status < 500 else "api_error"
+    )
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
 def error_response(scope: Scope, error: KvloomError) -> Response:
-    """Returns the error as callers of the path read it: a verb's is a `WireError`, any other OpenAI's."""
+    """Returns the error as callers of the path read it: a verb's is a `WireError`, that of messages is
+    Anthropic's, and any other OpenAI's."""
     request = Request(scope)
     if is_verb(scope):
         response = answer(request, error.to_wire(), error.status)
     else:
-        body = msgspec.json.encode(error_object(error))
+        form = messages_error if scope["path"].startswith(MESSAGES_PATH) else error_object
+        body = msgspec.json.encode(form(error))
         response = Response(body, status_code=error.status, media_type="application/json")
     response.headers.update(_headers(error))
     return response

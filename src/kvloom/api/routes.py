@@ -15,9 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from kvloom.api.errors import JSON
-from kvloom.api.schemas import CompletionAnswer, CompletionBody, ErrorAnswer, ModelAnswer, ModelList
-from kvloom.api.schemas_chat import (
+from kvloom.api.errors import JSON, MESSAGES_PATH
+from kvloom.api.schemas.chat import (
     ChatAnswer,
     ChatBody,
     ChatChunk,
@@ -25,6 +24,21 @@ from kvloom.api.schemas_chat import (
     DetokenizeBody,
     TokenizeAnswer,
     TokenizeBody,
+)
+from kvloom.api.schemas.generation import (
+    CompletionAnswer,
+    CompletionBody,
+    ErrorAnswer,
+    ModelAnswer,
+    ModelList,
+)
+from kvloom.api.schemas.messages import (
+    CountBody,
+    Message,
+    MessageEvent,
+    MessagesBody,
+    MessagesError,
+    TokenCount,
 )
 from kvloom.cluster.models import AddModel, Applied, Apply, ModelState
 from kvloom.journal.lives import Life, LifeLine
@@ -140,6 +154,27 @@ PUBLIC: Final[tuple[RouteRow, ...]] = (
         *(404, 415, 429, 503, 504),
         chunk=ChatChunk,
         caller=Caller.KEY,
+    ),
+    _post(
+        "messages",
+        MESSAGES_PATH,
+        "Answers a conversation, as Anthropic does.",
+        MessagesBody,
+        Message,
+        *(404, 415, 429, 503, 504),
+        chunk=MessageEvent,
+        caller=Caller.KEY,
+        error=MessagesError,
+    ),
+    _post(
+        "count_tokens",
+        MESSAGES_PATH + "/count_tokens",
+        "Counts the tokens of a conversation, as Anthropic does.",
+        CountBody,
+        TokenCount,
+        *(404, 415, 429, 503),
+        caller=Caller.KEY,
+        error=MessagesError,
     ),
     _post(
         "tokenize",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -22,7 +23,6 @@ Write = Callable[[bytes], Awaitable[None]]
 
 SILENT_SECONDS: Final = 15.0  # after which a comment says that the stream lives
 RECORDS_AT_ONCE: Final = 200  # records that are sent at once
-DONE = b"data: [DONE]\n\n"
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -71,15 +71,35 @@ class TimeLimit:
 NO_LIMIT: Final = TimeLimit(None)
 
 
+def _openai_error(error: KvloomError) -> bytes:
+    return b"data: " + msgspec.json.encode(error_object(error)) + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class EventForm:
+    """How a stream of events ends."""
+
+    last: bytes
+    """The last event of one that has ended well."""
+    error: Callable[[KvloomError], bytes]
+    """Returns the event that tells an error."""
+
+
+OPENAI_EVENTS: Final = EventForm(b"data: [DONE]\n\n", _openai_error)
+
+
 class EventStream(Response):
     """An answer whose events are written one after the other, or by several writers at a time. The headers go
     with the first event, so that an error before it is an answer of its own."""
 
-    def __init__(self, opening: Awaitable[Callable[[Write], Awaitable[None]]]) -> None:
+    def __init__(
+        self, opening: Awaitable[Callable[[Write], Awaitable[None]]], form: EventForm = OPENAI_EVENTS
+    ) -> None:
         """opening: prepares the answer while the client is there, and returns what writes its events."""
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._opening = opening
+        self._form = form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -103,20 +123,16 @@ class EventStream(Response):
         try:
             events = await self._opening
             await events(write)
-            body = DONE
+            body = self._form.last
         except KvloomError as error:
             if not begun:
                 raise
-            body = _error_event(error)
+            body = self._form.error(error)
         except Exception as error:
             if not begun:
                 raise
-            body = _error_event(internal_error(error))
+            body = self._form.error(internal_error(error))
         await write(body, more=False)
-
-
-def _error_event(error: KvloomError) -> bytes:
-    return b"data: " + msgspec.json.encode(error_object(error)) + b"\n\n"
 
 
 class JournalStream(Response):

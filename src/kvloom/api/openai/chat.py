@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvloom.api.bodies import parse
 from kvloom.api.catalog import ServedModel
 from kvloom.api.metrics import Watch
 from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece, Writer, encode
 from kvloom.api.openai.resume import Origin
 from kvloom.api.openai.sampling import chat_logprobs, check_prompt, room_for, sampling_params, start_of
-from kvloom.api.schemas import closed
-from kvloom.api.schemas_chat import ChatBody, ChatMessage, NamedTool, Tool
+from kvloom.api.schemas.chat import ChatBody, ChatMessage, NamedTool, Tool
+from kvloom.api.schemas.generation import closed
 from kvloom.api.texts.prompts import UNRENDERED, ChatPrompt, content_bytes
 from kvloom.api.tools import Family, ToolCall, ToolParser, forced_guide, marks_of
 from kvloom.types.request import Guide
@@ -33,31 +35,43 @@ class ChatEndpoint:
     gateway: EndpointContext
 
     async def __call__(self, request: Request) -> Response:
-        return await self.gateway.answer(request, ChatBody, self._prepare)
+        return await self.gateway.answer(request, partial(parse, ChatBody), self._prepare)
 
     async def _prepare(
         self, body: ChatBody, model: ServedModel, watch: Watch, tenant: str, origin: Origin
     ) -> Answering:
-        offered = body.tools if body.tool_choice != "none" else None
-        given = prompt_of(model, body.messages, offered or [], body.chat_template_kwargs or {})
-        prompt = await model.tokens(given, tenant)
-        check_prompt(prompt, model.card)
-        family = parsed_family(body, model)
-        asked = body.max_completion_tokens or body.max_tokens
-        limit = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
-        sampling = sampling_params(
-            body,
-            model,
-            max_tokens=room_for(prompt, asked, model.card, "messages", limit),
-            drawn=origin.seed_of(0),
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            guide=_forced(body, model, family),
-        )
-        start = start_of(body, origin.request_id(PREFIX), prompt, sampling)
-        keep = marks_of(family, model.tokenizer)
-        generation = Generation(start, model.tokenizer, body.stops, keep)
+        generation, family = await chat_generation(body, model, tenant, origin, PREFIX)
         writer = ChatWriter(origin, model, body, family)
         return Answering(self.gateway, writer, [generation], watch)
+
+
+async def chat_generation(
+    body: ChatBody, model: ServedModel, tenant: str, origin: Origin, prefix: str
+) -> tuple[Generation, Family | None]:
+    """Returns what a chat asks of an engine, and how calls are looked for in its answer. prefix: of the
+    answer's id. Raises KvloomError."""
+    given = prompt_of(model, body.messages, offered(body), body.chat_template_kwargs or {})
+    prompt = await model.tokens(given, tenant)
+    check_prompt(prompt, model.card)
+    family = parsed_family(body, model)
+    asked = body.max_completion_tokens or body.max_tokens
+    limit = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
+    sampling = sampling_params(
+        body,
+        model,
+        max_tokens=room_for(prompt, asked, model.card, "messages", limit),
+        drawn=origin.seed_of(0),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        guide=_forced(body, model, family),
+    )
+    start = start_of(body, origin.request_id(prefix), prompt, sampling)
+    keep = marks_of(family, model.tokenizer)
+    return Generation(start, model.tokenizer, body.stops, keep), family
+
+
+def offered(body: ChatBody) -> list[Tool]:
+    """Returns the tools of which the model is told."""
+    return body.tools or [] if body.tool_choice != "none" else []
 
 
 def prompt_of(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvloom.api.bodies import parse
 from kvloom.api.catalog import ServedModel
 from kvloom.api.metrics import Watch
 from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece, Writer, encode
 from kvloom.api.openai.resume import Origin
 from kvloom.api.openai.sampling import LogprobsCollector, check_prompt, room_for, sampling_params, start_of
-from kvloom.api.schemas import CompletionBody
+from kvloom.api.schemas.generation import CompletionBody
 from kvloom.api.texts.prompts import PlainPrompt
 from kvloom.types.errors import BadRequest
 
@@ -26,7 +28,7 @@ class CompletionEndpoint:
     gateway: EndpointContext
 
     async def __call__(self, request: Request) -> Response:
-        return await self.gateway.answer(request, CompletionBody, self._prepare)
+        return await self.gateway.answer(request, partial(parse, CompletionBody), self._prepare)
 
     async def _prepare(
         self, body: CompletionBody, model: ServedModel, watch: Watch, tenant: str, origin: Origin

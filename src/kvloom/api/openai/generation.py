@@ -19,14 +19,22 @@ from kvloom.api.access.log import measured_by
 from kvloom.api.access.tenants import NOBODY, Access, access_of
 from kvloom.api.access.turns import LARGE, Pace
 from kvloom.api.auth import priority
-from kvloom.api.bodies import OPEN_BYTES, PARSED, Account, account, parse, read_body
+from kvloom.api.bodies import OPEN_BYTES, PARSED, Account, account, read_body
 from kvloom.api.catalog import Catalog, ServedModel
 from kvloom.api.errors import ID_STATE
 from kvloom.api.metrics import Metrics, Watch
 from kvloom.api.openai.resume import HEADER, Origin
 from kvloom.api.openai.text import StopStrings, detokenizer
-from kvloom.api.schemas import GenerationBody
-from kvloom.api.stream import NO_LIMIT, EventStream, TimeLimit, Write, while_connected
+from kvloom.api.schemas.generation import GenerationBody
+from kvloom.api.stream import (
+    NO_LIMIT,
+    OPENAI_EVENTS,
+    EventForm,
+    EventStream,
+    TimeLimit,
+    Write,
+    while_connected,
+)
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.journal.lives import Lives, Tokens
 from kvloom.types.client import ModelServer
@@ -46,6 +54,8 @@ class Piece:
     tokens: list[TokenEvent] = field(default_factory=list)
     finish: str | None = None
     """Why the choice ended; set in its last piece only."""
+    stop: str | None = None
+    """The stop string that ended it, if one did."""
 
 
 class Generation:
@@ -143,7 +153,7 @@ class _Choice:
             text = self._text.push(event.token)
             piece.text += text if self._stops is None else self._shown(text)
             if self._stops is not None and self._stops.hit is not None:
-                piece.finish, self.over = "stop", True
+                piece.finish, piece.stop, self.over = "stop", self._stops.hit, True
                 break
         if end is not None and not self.over:
             self._finish(piece, end)
@@ -163,7 +173,7 @@ class _Choice:
         if self._stops is not None:
             piece.text += self._stops.end()
             if self._stops.hit is not None:
-                piece.finish = "stop"
+                piece.finish, piece.stop = "stop", self._stops.hit
         self.over = True
 
 
@@ -190,10 +200,12 @@ class EndpointContext:
     async def answer(
         self,
         request: Request,
-        form: type[Body],
+        read: Callable[[bytes], Body],
         prepare: Prepare[Body],
+        form: EventForm = OPENAI_EVENTS,
     ) -> Response:
-        """Answers a request whose body has this form with what `prepare` makes of it for a tenant."""
+        """Answers a request with what `prepare` makes of its body for a tenant. read: reads the body; form:
+        that of a stream's end."""
         trace = request.headers.get("traceparent", "")
         watch = self.metrics.watch(request.scope.get("state", {}).get(ID_STATE, ""), trace)
         held, limit = account(request), TimeLimit(self.seconds)
@@ -204,9 +216,9 @@ class EndpointContext:
                 raw = await read_body(request)
                 held.add(OPEN_BYTES + PARSED * len(raw))
                 if len(raw) < LARGE:
-                    body = parse(form, raw)
+                    body = read(raw)
                 else:
-                    reading = self.pace.run(access.tenant, partial(parse, form, raw))
+                    reading = self.pace.run(access.tenant, partial(read, raw))
                     body = await while_connected(request.receive, reading)
                 origin = _origin(request, body, raw)
             del raw
@@ -214,7 +226,7 @@ class EndpointContext:
         stream = bool(body.stream)
         coming = self._prepared(body, origin, prepare, watch, held, access, limit)
         if stream:
-            return EventStream(_stream(coming))
+            return EventStream(_stream(coming), form)
         answer = await while_connected(request.receive, _whole(coming, held))
         return Response(answer, media_type="application/json")
 

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from kvloom.api.catalog import ServedModel
-from kvloom.api.schemas import GenerationBody, JsonObjectFormat, JsonSchemaFormat
+from kvloom.api.schemas.generation import GenerationBody, JsonObjectFormat, JsonSchemaFormat
 from kvloom.api.texts.prompts import context_of
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.types.errors import BadRequest, PromptTooLong

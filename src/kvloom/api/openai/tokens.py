@@ -13,7 +13,7 @@ from kvloom.api.access.tenants import access_of
 from kvloom.api.bodies import PARSED, account, parse, read_body
 from kvloom.api.catalog import Catalog, ServedModel
 from kvloom.api.openai.chat import prompt_of
-from kvloom.api.schemas_chat import DetokenizeBody, TokenizeBody
+from kvloom.api.schemas.chat import DetokenizeBody, TokenizeBody
 from kvloom.api.stream import while_connected
 from kvloom.api.texts.prompts import PlainPrompt, Prompt
 from kvloom.types.errors import BadRequest

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvloom.api.schemas import Answer, Body, GenerationBody, TokenIds, Unserved, Usage, wrong
+from kvloom.api.schemas.generation import Answer, Body, GenerationBody, TokenIds, Unserved, Usage, wrong
 
 MAX_MESSAGES, MAX_TOOLS = 4096, 128
 

@@ -1,0 +1,254 @@
+"""The forms of requests and answers of /v1/messages, and what a request is as a chat of OpenAI's."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, Tag, WithJsonSchema, model_validator
+from pydantic.types import Discriminator
+from pydantic_core import PydanticCustomError
+
+from kvloom.api.schemas.chat import MAX_MESSAGES, MAX_TOOLS, ChatBody, ToolName
+from kvloom.api.schemas.generation import Answer, Body, StopList, Unserved
+
+
+class TextBlock(Body):
+    type: Literal["text"]
+    text: str
+
+
+class ToolUseBlock(Body):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(Body):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+
+
+class ThinkingBlock(Body):
+    """What a model has thought before. Templates leave out the thoughts of past messages, and so does this
+    server."""
+
+    type: Literal["thinking", "redacted_thinking"]
+
+
+class UnservedBlock(Body):
+    """A block of another type, such as an image."""
+
+    type: str
+
+    @model_validator(mode="after")
+    def _refuse(self) -> UnservedBlock:
+        said = {"kind": self.type[:40]}
+        raise PydanticCustomError(
+            "block", "blocks of type '{kind}' are not served, only text and tools", said
+        )
+
+
+def _kind(block: Any) -> str:
+    kind = block.get("type") if isinstance(block, dict) else None
+    return "thinking" if kind == "redacted_thinking" else kind if kind in _KINDS else "other"
+
+
+_BLOCK_SCHEMA = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {
+        "type": {"enum": ["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]},
+        "text": {"type": "string"},
+    },
+}
+"""What the document says of a block; what each type needs, an error tells."""
+_KINDS = ("text", "tool_use", "tool_result", "thinking")
+Block = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[UnservedBlock, Tag("other")],
+    Discriminator(_kind),
+    WithJsonSchema(_BLOCK_SCHEMA),
+]
+
+
+class Turn(Body):
+    role: Literal["user", "assistant"]
+    content: str | Annotated[list[Block], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Returns the turn as messages of a chat: each result of a tool is one of its own."""
+        if isinstance(self.content, str):
+            return [{"role": self.role, "content": self.content}]
+        said: list[dict[str, Any]] = []
+        text: list[dict[str, Any]] = []
+        calls: list[dict[str, Any]] = []
+        for block in self.content:
+            match block:
+                case TextBlock():
+                    text.append({"type": "text", "text": block.text})
+                case ToolUseBlock():
+                    function = {"name": block.name, "arguments": json.dumps(block.input)}
+                    calls.append({"id": block.id, "type": "function", "function": function})
+                case ToolResultBlock(tool_use_id=call):
+                    said.append({"role": "tool", "tool_call_id": call, "content": _result(block)})
+        if text or calls or not said:
+            message = {"role": self.role, "content": text or None if self.role == "assistant" else text}
+            said.append(message | ({"tool_calls": calls} if calls else {}))
+        return said
+
+
+def _result(block: ToolResultBlock) -> str:
+    content = block.content or ""
+    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+    return f"Error: {text}" if block.is_error else text
+
+
+class OwnTool(Body):
+    """A tool of the client's."""
+
+    name: ToolName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    type: Annotated[None, Unserved("tools of the server's own are not served", "custom")] = None
+
+
+class ToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: ToolName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _named(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise PydanticCustomError("choice", "a tool's name is right with type 'tool', and with no other")
+        return self
+
+
+class Thinking(Body):
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class PromptBody(Body):
+    """The part of a request from which its prompt is made."""
+
+    model: Annotated[str, Field(min_length=1, max_length=512)]
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: str | Annotated[list[TextBlock], Field(max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[OwnTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    mcp_servers: Annotated[None, Unserved("not served; a client can call such servers", [])] = None
+    container: Annotated[None, Unserved("no code is run")] = None
+
+    @model_validator(mode="after")
+    def _ends_with_the_user(self) -> PromptBody:
+        if self.messages[-1].role == "assistant":
+            raise PydanticCustomError(
+                "field:messages", "messages: an answer begins after the user's last message; end with one"
+            )
+        return self
+
+    def chat(self, **more: Any) -> ChatBody:
+        """Returns the same request in OpenAI's form. more: further fields. Raises ValidationError."""
+        system = self.system or ""
+        text = system if isinstance(system, str) else "\n".join(part.text for part in system)
+        messages = [{"role": "system", "content": text}] if text else []
+        for turn in self.messages:
+            messages += turn.messages()
+        fields: dict[str, Any] = {"model": self.model, "messages": messages} | more
+        if self.tools:
+            fields["tools"] = [_function(tool) for tool in self.tools]
+        if self.tool_choice is not None:
+            fields["tool_choice"] = _choice(self.tool_choice)
+            fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        thinks = self.thinking is not None and self.thinking.type != "disabled"
+        fields["chat_template_kwargs"] = {"enable_thinking": thinks}
+        return ChatBody.model_validate(fields)
+
+
+def _function(tool: OwnTool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": function | {"strict": tool.strict}}
+
+
+def _choice(choice: ToolChoice) -> Any:
+    if choice.name is not None:
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type
+
+
+class CountBody(PromptBody):
+    """The body of /v1/messages/count_tokens."""
+
+
+class MessagesBody(PromptBody):
+    """`top_k`, `temperature` and `top_p` are the model's own where absent."""
+
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
+    stop_sequences: StopList | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+
+    def as_chat(self) -> ChatBody:
+        names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
+        return self.chat(stop=self.stop_sequences or None, **{name: getattr(self, name) for name in names})
+
+
+class TokenCount(Answer):
+    input_tokens: int
+
+
+class TextContent(Answer):
+    type: Literal["text"]
+    text: str
+
+
+class ToolUseContent(Answer):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessageUsage(Answer):
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+
+
+class Message(Answer):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextContent | ToolUseContent]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageEvent(Answer):
+    """An event of a stream; each type has fields of its own."""
+
+    type: str
+
+
+class MessagesError(Answer):
+    class Told(Answer):
+        type: str
+        message: str
+
+    type: Literal["error"]
+    error: Told
+    request_id: str | None = None
