@@ -377,7 +377,7 @@ def _why_ending(name: str, process: ComponentStatus, spec: FleetSpec) -> str:
 
 
 def _most(process: ComponentStatus, now: float) -> str:
-    return "" if process.until is None else f"; what runs has {process.until - now:g} s at most"
+    return "" if process.until is None else f"; what runs has {process.until - now:.3g} s at most"
 
 
 def failed_turn(component: str, problem: str) -> RestartStep:

@@ -111,7 +111,9 @@ def read_yaml(file: Path) -> dict[str, Any]:
     try:
         text = file.read_text("utf-8")
     except OSError as error:
-        raise ConfigError(told_unread(file, error, "the path of a YAML file")) from error
+        raise ConfigError(
+            told_unread(file, error, "the path of a YAML file, a model's folder or a GGUF file")
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: not UTF-8 text at byte {error.start}") from error
     try:

@@ -19,6 +19,7 @@ SHORT: Final = 8_192  # characters of a text that is encoded on the loop, at abo
 UNRENDERED: Final = 4
 """The messages of a chat may have so many times the bytes that fit a context: templates leave out parts of
 past messages, such as what was thought."""
+_SHORTER: Final = "Please reduce its length."
 ATTEMPTS: Final = tuple(
     run * (SHORT // len(run)) + "!" for run in ("a", " ", "\n", "1", "中", "ab 1.é\u0301")
 )
@@ -129,7 +130,8 @@ class TextModel:
         ids = self._begun(ids, special=special)
         if prompt.bounded and len(ids) > self.card.context_length:
             raise PromptTooLong(
-                f"{context_of(self.card)}. However, {prompt.param} has {len(ids)} tokens", param=prompt.param
+                f"{context_of(self.card)}. However, {prompt.param} has {len(ids)} tokens. {_SHORTER}",
+                param=prompt.param,
             )
         return ids
 
@@ -139,7 +141,7 @@ class TextModel:
         if longest is not None and size > (most := times * longest * self.card.context_length):
             raise PromptTooLong(
                 f"{context_of(self.card)} of at most {longest} bytes each. However, {param} has {size} "
-                f"bytes or more, and at most {most} are read",
+                f"bytes or more, and at most {most} are read. {_SHORTER}",
                 param=param,
             )
 

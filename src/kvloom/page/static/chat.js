@@ -182,9 +182,8 @@ export class Chat {
         return error.message;
       }
     });
-    const count = TIMES * names.length;
-    this.life.say(`${count} answers are on their way: see the pool fill, and the queues.`);
+    this.life.say(`${names.length} requests with ${TIMES} answers each are on their way: see the pool fill.`);
     const problems = (await Promise.all(asked)).filter(Boolean);
-    this.life.say(problems[0] ?? `${count} answers are there. What they leave in the pool is cached: the pale part.`);
+    this.life.say(problems[0] ?? `All ${TIMES * names.length} answers are there. What they leave in the pool is cached: the pale part.`);
   }
 }

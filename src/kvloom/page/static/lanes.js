@@ -7,7 +7,7 @@ const TONES = {
   warn: ["preempted", "draining", "stayed", "ended", "removed"],
   good: ["ready", "admitted", "awake"],
 };
-const BUCKETS = 120; // marks that a lane has room for, at most
+const BUCKETS = 60; // marks that a lane has room for, at most
 const MOST_LOGGED = 60;
 const MOST_LINES = 6;
 

@@ -33,6 +33,8 @@ function tiles(view) {
   const bytes = (value) => units.reduce((total, unit) => total + value(unit) * unit.block_bytes, 0);
   const blocks = bytes((unit) => unit.blocks);
   const held = bytes((unit) => unit.models.reduce((total, model) => total + model.used + model.weights, 0) + unit.lent);
+  const pale = bytes((unit) => unit.models.reduce((total, model) => total + model.cached, 0));
+  const kept = blocks && pale ? `, ${showShare(pale / blocks)} cached` : "";
   const computed = sum((flow) => flow.computed);
   const cached = sum((flow) => flow.cached);
   const oldest = Math.max(0, ...flows.map((flow) => flow.oldest));
@@ -41,7 +43,7 @@ function tiles(view) {
     ["rate", "tokens a second", showNumber(sum((flow) => flow.rate)), sum((flow) => flow.rate)],
     ["running", "requests running", showCount(sum((flow) => flow.running)), sum((flow) => flow.running)],
     ["waiting", oldest ? `waiting, the oldest for ${showSeconds(oldest)}` : "waiting", showCount(sum((flow) => flow.waiting)), sum((flow) => flow.waiting)],
-    ["held", `of ${showBytes(blocks)} of memory in use`, blocks ? showShare(held / blocks) : "–", held],
+    ["held", `of ${showBytes(blocks)} of memory in use${kept}`, blocks ? showShare(held / blocks) : "–", held],
     ["hits", "of prompts found cached", computed + cached ? showShare(cached / (computed + cached)) : "–", cached],
     ["up", units.length === 1 ? "unit up" : "units up", `${up} of ${units.length}`, up],
   ];
@@ -61,7 +63,7 @@ function draw(now) {
   if (!store.samples.length) return;
   const place = store.virtual ? store.placeOf(now) : store.samples.length - 1;
   const sample = store.samples[place];
-  const ends = store.virtual ? [store.samples[0].at, store.samples.at(-1).at] : [Math.max(now - span, Math.min(store.samples[0].at, now - LEAST_SECONDS)), now];
+  const ends = store.virtual ? [store.samples[0].at, store.samples.at(-1).at] : [Math.max(now - span, Math.min(store.samples[0].at, store.records[0]?.at ?? now, now - LEAST_SECONDS)), now];
   const view = { sample, place, now, span: ends, drawn: store.version };
   document.body.classList.remove("empty");
   document.body.dataset.at = sample.at;
