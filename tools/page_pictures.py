@@ -58,7 +58,7 @@ def picture(browser: Browser, url: str, scheme: Literal["light", "dark"], height
     page.locator("#span").select_option("60")
     for _ in range(TURNS):
         page.get_by_role("button", name="Ask every model").click()
-        expect(page.locator("#chat-life")).to_contain_text("are answered")
+        expect(page.locator("#chat-life")).to_contain_text("answers are there")
     page.get_by_role("button", name="dragon").click()
     expect(page.locator("#chat-life")).to_have_attribute("data-state", "ended")
     page.screenshot(path=PICTURES / f"page-{scheme}.png")
