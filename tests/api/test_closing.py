@@ -30,8 +30,6 @@ SHUT: dict[str, Any] = OPEN | {"additionalProperties": False}
         ({"type": "array", "items": OPEN}, {"type": "array", "items": SHUT}),
         ({"$defs": {"d": OPEN}, "$ref": "#/$defs/d"}, {"$defs": {"d": SHUT}, "$ref": "#/$defs/d"}),
         ({"anyOf": [OPEN, TEXT]}, {"anyOf": [SHUT, TEXT]}),
-        (OPEN | {"anyOf": [{"required": ["c"]}]}, OPEN | {"anyOf": [{"required": ["c"]}]}),
-        ({"allOf": [OPEN, {"required": ["c"]}]}, {"allOf": [OPEN, {"required": ["c"]}]}),
         ({"type": "object", "additionalProperties": OPEN}, {"type": "object", "additionalProperties": SHUT}),
         ({"type": "string"}, {"type": "string", "maxLength": MOST_CHARACTERS}),
         ({"type": "string", "pattern": "a+"}, {"type": "string", "pattern": "a+"}),
@@ -50,6 +48,32 @@ def test_a_schema_is_closed_where_it_lists_its_properties(
     assert closed(schema) == made
     assert json.dumps(schema) == before
     assert closed(made) == made
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        OPEN | {"anyOf": [{"required": ["c"]}]},
+        {"allOf": [OPEN, {"required": ["c"]}]},
+        {
+            "$defs": {"d": OPEN},
+            "allOf": [{"$ref": "#/$defs/d"}, {"properties": {"x": TEXT}, "required": ["x"]}],
+        },
+        {"type": "object", "properties": {"k": TEXT}, "anyOf": [{"properties": {"a": TEXT}}]},
+        {"$defs": {"d": OPEN}, "$ref": "#/$defs/d", "properties": {"x": TEXT}},
+        {"oneOf": [OPEN, {"type": "object", "properties": {"b": TEXT}}]},
+        {"type": "object", "properties": {"a": TEXT}, "required": ["a", "b"]},
+        OPEN | {"minProperties": 2},
+        OPEN | {"unevaluatedProperties": TEXT},
+        {"properties": {"a": OPEN | {"if": {"required": ["a"]}, "then": {"required": ["b"]}}}},
+        {"type": {"type": "string"}},
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_schema_whose_parts_depend_on_each_other_stays_as_it_is(
+    schema: dict[str, Any], strict: bool
+) -> None:
+    assert closed(schema, strict=strict) == schema
 
 
 def test_strict_closes_what_says_otherwise() -> None:

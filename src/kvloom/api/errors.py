@@ -29,6 +29,7 @@ _MESSAGES_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 _TYPES = {429: "rate_limit_error", 503: "service_unavailable_error"}
 
@@ -132,7 +133,7 @@ def error_response(scope: Scope, error: KvloomError) -> Response:
     if is_verb(scope):
         response = answer(request, error.to_wire(), error.status)
     else:
-        form = messages_error if scope["path"].startswith(MESSAGES_PATH) else error_object
+        form = messages_error if f"{scope['path']}/".startswith(MESSAGES_PATH + "/") else error_object
         body = msgspec.json.encode(form(error))
         response = Response(body, status_code=error.status, media_type="application/json")
     response.headers.update(_headers(error))

@@ -182,7 +182,7 @@ PUBLIC: Final[tuple[RouteRow, ...]] = (
         "Makes tokens of a text or a conversation.",
         TokenizeBody,
         TokenizeAnswer,
-        *(404, 415, 429, 503),
+        *(404, 429, 503),
         caller=Caller.KEY,
     ),
     _post(
@@ -191,7 +191,7 @@ PUBLIC: Final[tuple[RouteRow, ...]] = (
         "Makes a text of tokens.",
         DetokenizeBody,
         DetokenizeAnswer,
-        *(404, 415, 429, 503),
+        *(404, 429, 503),
         caller=Caller.KEY,
     ),
     _get(

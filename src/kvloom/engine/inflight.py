@@ -126,10 +126,10 @@ class OutputProcessor:
         self._queues = queues
         self._requests = requests
 
-    def begin(self, chunks: list[tuple[Sequence, int]]) -> None:
-        """Lets the callers of prompts that have been admitted know that a job with them begins. chunks:
-        prompts, each with its tokens in the job."""
-        for sequence, _ in chunks:
+    def begin(self, batch: list[tuple[Sequence, int]]) -> None:
+        """Lets the callers of sequences that have been admitted know that a job with them begins. batch:
+        sequences, each with its tokens in the job."""
+        for sequence, _ in batch:
             if sequence.new_here and (stream := self._requests.stream(sequence.request)):
                 stream.begin()
             sequence.new_here = False

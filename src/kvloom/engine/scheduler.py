@@ -158,7 +158,6 @@ class Scheduler:
         if isinstance(action, Mixed):
             ready = [] if self._arrivals.waits(queue) else queue.decodable()
         chunks = queue.prefill_batch(action.blocks, tokens, self.jobs)
-        self._outputs.begin(chunks)
         phase = Phase.PREFILL if not ready else Phase.MIXED if chunks else Phase.DECODE
         batch = [(sequence, 1) for sequence in ready] + chunks
         return self._start(queue, phase, action.share, batch) or len(queue.running) > running
@@ -173,6 +172,7 @@ class Scheduler:
     ) -> bool:
         if not batch:
             return False
+        self._outputs.begin(batch)
         on_step = self._on_step if steps > 1 and self._executor.lookahead else None
         inflight = compose(queue, phase, share, batch, steps, on_step)
         self.jobs += 1

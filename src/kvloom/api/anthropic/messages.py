@@ -123,7 +123,7 @@ class MessageWriter(Writer):
             events.append(self._closed())
             block, place = self._tool_use(call), self._place
             events.append(_event("content_block_start", index=place, content_block=block | {"input": {}}))
-            delta = {"type": "input_json_delta", "partial_json": call.arguments}
+            delta = {"type": "input_json_delta", "partial_json": encode(block["input"]).decode()}
             events.append(_event("content_block_delta", index=place, delta=delta))
             events.append(_event("content_block_stop", index=place))
             content.blocks.append(block)
@@ -170,7 +170,7 @@ class MessageWriter(Writer):
         if piece.finish is not None:
             self._stop = piece.stop
             self._reason = "stop_sequence" if piece.stop else _REASONS[piece.finish]
-            if self._called and piece.finish == "stop":
+            if self._called and piece.finish == "stop" and not piece.stop:
                 self._reason = "tool_use"
         return text, calls
 

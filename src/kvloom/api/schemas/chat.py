@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from kvloom.api.schemas.generation import Answer, Body, GenerationBody, TokenIds, Unserved, Usage, wrong
 
-MAX_MESSAGES, MAX_TOOLS = 4096, 128
+MAX_MESSAGES, MAX_TOOLS, MAX_DETOKENIZED = 4096, 128, 1 << 18
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 
@@ -184,7 +184,7 @@ class TokenizeAnswer(Answer):
 
 class DetokenizeBody(Body):
     model: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-    tokens: TokenIds
+    tokens: Annotated[TokenIds, Field(max_length=MAX_DETOKENIZED)]
 
 
 class DetokenizeAnswer(Answer):

@@ -136,6 +136,13 @@ class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
+_NO_FORMAT = "not served here; response_format of /v1/chat/completions is"
+
+
+class OutputConfig(Body):
+    format: Annotated[None, Unserved(_NO_FORMAT)] = None
+
+
 class PromptBody(Body):
     """The part of a request from which its prompt is made."""
 
@@ -146,6 +153,8 @@ class PromptBody(Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     mcp_servers: Annotated[None, Unserved("not served; a client can call such servers", [])] = None
+    output_format: Annotated[None, Unserved(_NO_FORMAT)] = None
+    output_config: OutputConfig | None = None
     container: Annotated[None, Unserved("no code is run")] = None
 
     @model_validator(mode="after")
@@ -251,4 +260,3 @@ class MessagesError(Answer):
 
     type: Literal["error"]
     error: Told
-    request_id: str | None = None
