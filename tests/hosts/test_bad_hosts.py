@@ -155,8 +155,7 @@ def test_clocks_that_differ_two_networks_and_a_disk_that_fills_up(
     config = tmp_path / "fleet.yaml"
     config.write_text(CONFIG)
     with served(head, str(config), "--cluster", "auto") as fleet:
-        assert units_of(head)
-        assert units_of(other)
+        eventually(lambda: bool(units_of(head) and units_of(other)), seconds=DEADLINE)
         right = "".join(pieces(fleet.url))
         assert ["".join(pieces(fleet.url)) for _ in range(2)] == [right] * 2  # of all replicas
         assert "10.77.0.1" not in other.run("ss", "-tnH")
