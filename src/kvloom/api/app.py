@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -25,7 +24,14 @@ from kvloom.api.anthropic.messages import MessagesEndpoint
 from kvloom.api.auth import Keys, RequireKey
 from kvloom.api.bodies import LimitBody
 from kvloom.api.catalog import NO_UNIT, Catalog, ServedModel
-from kvloom.api.errors import error_response, on_disconnect, on_http_error, on_kvloom_error, on_unexpected
+from kvloom.api.errors import (
+    error_response,
+    json_answer,
+    on_disconnect,
+    on_http_error,
+    on_kvloom_error,
+    on_unexpected,
+)
 from kvloom.api.live.page import serve_page
 from kvloom.api.metrics import CONTENT_TYPE, Metrics
 from kvloom.api.openai.chat import ChatEndpoint
@@ -139,11 +145,13 @@ class _Information:
 
     async def models(self, request: Request) -> Response:
         served = await self.gateway.catalog.models(access_of(request.scope).may_use)
-        return _json({"object": "list", "data": [self._describe(model) for model in served]})
+        return json_answer({"object": "list", "data": [self._describe(model) for model in served]})
 
     async def model(self, request: Request) -> Response:
         may_use = access_of(request.scope).may_use
-        return _json(self._describe(await self.gateway.catalog.get(request.path_params["model"], may_use)))
+        return json_answer(
+            self._describe(await self.gateway.catalog.get(request.path_params["model"], may_use))
+        )
 
     def _describe(self, model: ServedModel) -> dict[str, object]:
         card = model.card
@@ -164,11 +172,11 @@ class _Information:
             return error_response(request.scope, Unavailable(f"the engine does not answer: {error.message}"))
         services = self.gateway.client.services
         if any(services[unit] == "up" for unit in loads):
-            return _json({"status": "ok", "units": services})
+            return json_answer({"status": "ok", "units": services})
         awaited = [services[unit] for unit in self.gateway.client.awaited]
         for service in ("restarting", "starting", "down", "away"):
             if service in awaited:
-                return _json({"status": service, "units": services})
+                return json_answer({"status": service, "units": services})
         said = ", ".join(f"{unit} is {service}" for unit, service in services.items()) or NO_UNIT
         return error_response(request.scope, Unavailable(f"no engine takes requests: {said}"))
 
@@ -203,7 +211,3 @@ class _Information:
                 return await self.gateway.client.loads()
         except TimeoutError:
             raise Unavailable(f"no answer from the engine in {ENGINE_SECONDS:g} s") from None
-
-
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

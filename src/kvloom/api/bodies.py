@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvloom.api.errors import JSON, MSGPACK, BodyTooLarge, BodyTooSlow, error_response
-from kvloom.api.schemas import generation
+from kvloom.api.schemas.generation import Body as Form
 from kvloom.types.errors import BadRequest, KvloomError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,8 @@ _FORMS = {
 }
 
 Body = TypeVar("Body")
-B = TypeVar("B", bound=generation.Body)
+B = TypeVar("B", bound=Form)
+T = TypeVar("T")
 
 
 class LimitBody:
@@ -167,6 +168,13 @@ async def read_body(request: Request, limit: int | None = None) -> bytes:
         if limit is not None and len(body) > limit:
             raise BadRequest(f"body: more than {limit} bytes")
     return bytes(body)
+
+
+async def read_form(request: Request, read: Callable[[bytes], T]) -> T:
+    """Returns what `read` makes of the whole body, whose memory counts until the answer's end."""
+    raw = await read_body(request)
+    account(request).add(PARSED * len(raw))
+    return read(raw)
 
 
 def decode(request: Request, body: bytes, kind: type[Body]) -> Body:

@@ -112,6 +112,10 @@ def answer(request: Request, value: object, status: int = 200) -> Response:
     return Response(encode(value), status, media_type=kind)
 
 
+def json_answer(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type=JSON)
+
+
 def error_object(error: KvloomError) -> dict[str, Any]:
     kind = _TYPES.get(error.status) or ("invalid_request_error" if error.status < 500 else "server_error")
     inner = {"message": error.message, "type": kind, "param": error.param, "code": error.code}

@@ -130,6 +130,14 @@ class ToolParser:
             text = self._outside(text, shown) if self._call is None else self._inside(text, shown, calls)
         return "".join(shown), calls
 
+    def take(self, text: str, *, last: bool) -> Found:
+        """Returns the text and the calls of one piece. last: whether the answer ends with it."""
+        shown, calls = self.push(text)
+        if last:
+            rest, more = self.end()
+            shown, calls = shown + rest, calls + more
+        return shown, calls
+
     def end(self) -> Found:
         """Returns what is left at the end of the text. A call without its end counts if it can be read."""
         if self._call is None:

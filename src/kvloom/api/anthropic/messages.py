@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -12,15 +13,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvloom.api.access.tenants import access_of
-from kvloom.api.bodies import PARSED, account, bad_parameter, parse, read_body
+from kvloom.api.bodies import bad_parameter, parse, read_form
 from kvloom.api.catalog import ServedModel
-from kvloom.api.errors import messages_error
+from kvloom.api.errors import json_answer, messages_error
 from kvloom.api.metrics import Watch
 from kvloom.api.openai.chat import chat_generation, offered, prompt_of
 from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece, Writer, encode
 from kvloom.api.openai.resume import Origin
 from kvloom.api.schemas.chat import ChatBody
-from kvloom.api.schemas.messages import CountBody, MessagesBody
+from kvloom.api.schemas.messages import CountBody, MessagesBody, PromptBody
 from kvloom.api.stream import EventForm, while_connected
 from kvloom.api.tools import Family, ToolCall, ToolParser
 from kvloom.types.errors import KvloomError
@@ -40,11 +41,11 @@ def _error_event(error: KvloomError) -> bytes:
 EVENTS: Final = EventForm(last=b"", error=_error_event)
 
 
-def _read(raw: bytes) -> ChatBody:
+def _read(form: type[PromptBody], raw: bytes) -> ChatBody:
     """Returns the request as a chat. Raises BadRequest."""
-    body = parse(MessagesBody, raw)
+    body = parse(form, raw)
     try:
-        return body.as_chat()
+        return body.chat()
     except ValidationError as error:
         raise bad_parameter(error) from None
 
@@ -54,19 +55,14 @@ class MessagesEndpoint:
     gateway: EndpointContext
 
     async def __call__(self, request: Request) -> Response:
-        return await self.gateway.answer(request, _read, self._prepare, EVENTS)
+        return await self.gateway.answer(request, partial(_read, MessagesBody), self._prepare, EVENTS)
 
     async def count(self, request: Request) -> Response:
-        raw = await read_body(request)
-        account(request).add(PARSED * len(raw))
-        try:
-            body, access = parse(CountBody, raw).chat(), access_of(request.scope)
-        except ValidationError as error:
-            raise bad_parameter(error) from None
+        body, access = await read_form(request, partial(_read, CountBody)), access_of(request.scope)
         model = await self.gateway.catalog.get(body.model, access.may_use)
         prompt = prompt_of(model, body.messages, offered(body), body.chat_template_kwargs or {})
         tokens = await while_connected(request.receive, model.tokens(prompt, access.tenant))
-        return Response(encode({"input_tokens": len(tokens)}), media_type="application/json")
+        return json_answer({"input_tokens": len(tokens)})
 
     async def _prepare(
         self, body: ChatBody, model: ServedModel, watch: Watch, tenant: str, origin: Origin
@@ -162,10 +158,7 @@ class MessageWriter(Writer):
         """Returns the piece's text without the calls in it, and the calls."""
         text, calls = piece.text, list[ToolCall]()
         if self._parser is not None:
-            text, calls = self._parser.push(text)
-            if piece.finish is not None:
-                rest, more = self._parser.end()
-                text, calls = text + rest, calls + more
+            text, calls = self._parser.take(text, last=piece.finish is not None)
         self._called = self._called or bool(calls)
         if piece.finish is not None:
             self._stop = piece.stop

@@ -217,10 +217,7 @@ class ChatWriter(Writer):
         """Returns the piece's text without the calls in it, and the calls."""
         text, calls = piece.text, list[ToolCall]()
         if choice.parser is not None:
-            text, calls = choice.parser.push(text)
-            if piece.finish is not None:
-                rest, more = choice.parser.end()
-                text, calls = text + rest, calls + more
+            text, calls = choice.parser.take(text, last=piece.finish is not None)
         written = []
         for call in calls:
             written.append(self._call(call, piece.choice, len(choice.calls)))

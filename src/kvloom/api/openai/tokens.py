@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvloom.api.access.tenants import access_of
-from kvloom.api.bodies import PARSED, account, parse, read_body
+from kvloom.api.bodies import parse, read_form
 from kvloom.api.catalog import Catalog, ServedModel
+from kvloom.api.errors import json_answer
 from kvloom.api.openai.chat import prompt_of
 from kvloom.api.schemas.chat import DetokenizeBody, TokenizeBody
 from kvloom.api.stream import while_connected
@@ -24,9 +25,7 @@ class TokenEndpoints:
     catalog: Catalog
 
     async def tokenize(self, request: Request) -> Response:
-        raw = await read_body(request)
-        account(request).add(PARSED * len(raw))
-        body, access = parse(TokenizeBody, raw), access_of(request.scope)
+        body, access = await read_form(request, partial(parse, TokenizeBody)), access_of(request.scope)
         model = await self.catalog.chosen(body.model, access.may_use)
         prompt: Prompt
         if body.messages is None:
@@ -38,7 +37,7 @@ class TokenEndpoints:
             prompt = prompt_of(model, body.messages, body.tools or [], options)
         tokens = await while_connected(request.receive, model.tokens(prompt, access.tenant))
         words = [model.tokenizer.token_word(one) for one in tokens] if body.return_token_strs else None
-        return _json(
+        return json_answer(
             {
                 "count": len(tokens),
                 "max_model_len": model.card.context_length,
@@ -48,18 +47,16 @@ class TokenEndpoints:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        raw = await read_body(request)
-        account(request).add(PARSED * len(raw))
-        body = parse(DetokenizeBody, raw)
+        body = await read_form(request, partial(parse, DetokenizeBody))
         model = await self.catalog.chosen(body.model, access_of(request.scope).may_use)
         size = model.card.vocab_size
         if (most := max(body.tokens, default=0)) >= size:
             raise BadRequest(f"tokens: token {most} is not in the vocabulary of {size}", param="tokens")
-        return _json({"prompt": model.tokenizer.decode(body.tokens, keep_special=True)})
+        return json_answer({"prompt": model.tokenizer.decode(body.tokens, keep_special=True)})
 
     async def information(self, request: Request) -> Response:
         name = request.query_params.get("model")
-        return _json(_information(await self.catalog.chosen(name, access_of(request.scope).may_use)))
+        return json_answer(_information(await self.catalog.chosen(name, access_of(request.scope).may_use)))
 
 
 def _information(model: ServedModel) -> dict[str, Any]:
@@ -74,7 +71,3 @@ def _information(model: ServedModel) -> dict[str, Any]:
         "model_max_length": card.context_length,
         "vocab_size": card.vocab_size,
     }
-
-
-def _json(value: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

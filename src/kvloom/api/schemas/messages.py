@@ -33,7 +33,7 @@ class ToolResultBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """What a model has thought before. Templates leave out the thoughts of past messages, and so does this
+    """Holds a model's earlier thoughts. Templates leave out the thoughts of past messages, and so does this
     server."""
 
     type: Literal["thinking", "redacted_thinking"]
@@ -208,9 +208,10 @@ class MessagesBody(PromptBody):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
-    def as_chat(self) -> ChatBody:
+    def chat(self, **more: Any) -> ChatBody:
         names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
-        return self.chat(stop=self.stop_sequences or None, **{name: getattr(self, name) for name in names})
+        own = {name: getattr(self, name) for name in names}
+        return super().chat(stop=self.stop_sequences or None, **own, **more)
 
 
 class TokenCount(Answer):
