@@ -82,6 +82,18 @@ new Promise((done, fail) => {{
 """
 
 
+# A unit reports what it keeps a moment after a request's last token.
+SETTLED = f"""
+() => {{
+  const drawn = Object.entries(({DRAWN})());
+  const sum = (start) =>
+    drawn.filter(([name]) => name.startsWith(start)).reduce((all, [, value]) => all + value, 0);
+  const cached = ["unit-0 sums", "unit-1 sums", "unit-2 plain"].map((who) => sum("kvloom_kv_blocks_cached " + who));
+  return cached[0] + cached[1] > 0 && cached[2] > 0 && sum("kvloom_kv_blocks_used ") === 0;
+}}
+"""
+
+
 def ask(page: Page, model: str, prompt: str) -> None:
     page.get_by_role("radio", name=model, exact=True).check(force=True)
     page.get_by_label("Your question").fill(prompt)
@@ -92,7 +104,7 @@ def test_numbers_drawn_are_those_of_metrics(browser: Browser, served: Served) ->
     for model in ("sums", "plain"):
         call(served.url, "/v1/completions", {"model": model, "prompt": "1 2 3", "max_tokens": 9})
     with shown(browser, served.url, key=KEY) as (page, seen):
-        page.wait_for_selector("[data-metric]")
+        page.wait_for_function(SETTLED, timeout=1000 * DEADLINE)
         told = metrics(served.url)
         names = set(page.evaluate(DRAWN))
         assert len(names) >= 3 * 4 + 3 * 5 + 2 * 6
