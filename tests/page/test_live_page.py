@@ -88,8 +88,9 @@ SETTLED = f"""
   const drawn = Object.entries(({DRAWN})());
   const sum = (start) =>
     drawn.filter(([name]) => name.startsWith(start)).reduce((all, [, value]) => all + value, 0);
-  const cached = ["unit-0 sums", "unit-1 sums", "unit-2 plain"].map((who) => sum("kvloom_kv_blocks_cached " + who));
-  return cached[0] + cached[1] > 0 && cached[2] > 0 && sum("kvloom_kv_blocks_used ") === 0;
+  const cached = (who) => sum("kvloom_kv_blocks_cached " + who);
+  const sums = cached("unit-0 sums") + cached("unit-1 sums");
+  return sums > 0 && cached("unit-2 plain") > 0 && sum("kvloom_kv_blocks_used ") === 0;
 }}
 """
 
