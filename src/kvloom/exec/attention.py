@@ -51,6 +51,10 @@ class BatchPart:
 
 def _parts(plan: ForwardPlan, page_tokens: int) -> tuple[BatchPart, ...]:
     """Cuts a batch where sequences that append one token and those that append several meet."""
+    batch = len(plan.appends)
+    if batch == plan.positions.size and batch:  # a decode step
+        every, shared = slice(0, batch), shared_prefixes(plan.tables, plan.starts, page_tokens)
+        return (BatchPart(True, every, every, torch.arange(batch + 1, dtype=torch.int32), shared),)
     ones, edges = plan.appends == 1, np.concatenate(([0], plan.appends.cumsum())).astype(np.int32)
     cuts = [*(np.flatnonzero(ones[1:] != ones[:-1]) + 1).tolist(), len(ones)] if len(ones) else []
     parts, first = [], 0

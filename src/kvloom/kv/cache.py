@@ -30,9 +30,11 @@ def make_plan(
     starts: I64 = np.asarray([held.length for held in helds], dtype=np.int64)
     rows = np.asarray([held.row for held in helds])
     tables = table.tables[rows, : max(held.pages for held in helds)]
-    firsts = np.cumsum(counts) - counts
-    positions = np.arange(int(counts.sum())) + np.repeat(starts - firsts, counts)
-    batch = np.repeat(np.arange(len(helds)), counts)
+    batch, positions = np.arange(len(helds)), starts
+    if max(appends) > 1:
+        firsts = np.cumsum(counts) - counts
+        positions = np.arange(int(counts.sum())) + np.repeat(starts - firsts, counts)
+        batch = np.repeat(batch, counts)
     edge, offset = np.divmod(positions, table.width)
     sends = tuple(
         transfer.owed(table.row(held), held.length, held.length + count, table.pages.rank_blocks)

@@ -110,6 +110,10 @@ class SequenceTable:
         tail = self.tail(held)
         return tail is not None and int(self.pages.refs[tail]) > 1
 
+    def _fits(self, held: SequencePages, count: int) -> bool:
+        """Returns whether `count` more tokens go into pages that the sequence has to itself."""
+        return held.length + count <= held.pages * self.width and not self.shares_tail(held)
+
     def need(self, held: SequencePages, count: int) -> int:
         """Returns the pages that appending `count` tokens takes at least, a copied one included."""
         fresh = max(self.pages.geometry.pages(held.length + count) - held.pages, 0)
@@ -140,6 +144,8 @@ class SequenceTable:
         holds the page beside these sequences, one of them writes to it, and the tree lets go of it: what is
         cached never costs a sequence more than it would take without.
         """
+        if len(helds) <= _FEW and all(self._fits(*each) for each in zip(helds, appends, strict=True)):
+            return ()
         lengths, pages, shared = self._tails(helds)
         fresh = np.maximum(-(-(lengths + np.asarray(appends)) // self.width) - pages, 0)
         if (pages + fresh > self.tables.shape[1]).any():

@@ -38,6 +38,31 @@ from kvloom.types.job import ForwardPlan
 
 Head = Linear | TiedLinear | Gathered
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+_TABLE = 8192  # positions that are computed once; 8 MB for heads of 128
+
+
+class _Angles:
+    """Cos and sin by position, which a rotary module computes once for the positions that steps often ask
+    for. Where what it computes changes with the longest position of a call, it is asked each time."""
+
+    def __init__(self, rotary: Rotary, like: Tensor) -> None:
+        self._rotary, self._like = rotary, like
+        self._most = 0 if getattr(rotary, "rope_type", None) in ("dynamic", "longrope") else _TABLE
+        self._table = self._computed(torch.arange(0))
+
+    def __call__(self, positions: I64) -> tuple[Tensor, Tensor]:
+        """Returns cos and sin [N, R] of positions [N]."""
+        index, end = torch.from_numpy(positions), int(positions.max()) + 1
+        if end > self._most:
+            return self._computed(index)
+        if end > len(self._table[0]):
+            self._table = self._computed(torch.arange(min(self._most, 2 * end)))
+        cos, sin = self._table
+        return cos.index_select(0, index), sin.index_select(0, index)
+
+    def _computed(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self._rotary(self._like, positions[None])
+        return cos[0].contiguous(), sin[0].contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +84,7 @@ class FusedDecoder:
         self._records = model_records(parts.layers)
         heads = parts.layers[0].heads
         self._heads = heads.kv, heads.q // heads.kv
+        self._angles = _Angles(parts.rotary, parts.norm.weight)  # whose number format they take
         self._small_batch = SmallBatchDecode.of(parts.embedding, parts.layers, parts.norm, parts.head)
 
     @property
@@ -86,7 +112,7 @@ class FusedDecoder:
         self, tokens: I64, kept: I64, state: ForwardState, adapted: AdaptedRows | None = None
     ) -> Tensor:
         """adapted: the adapters of the rows, if one has any."""
-        cos, sin = self._angles(state)
+        cos, sin = self._angles(state.positions)
         small_batch = self._small_batch if state.decode else None
         if small_batch is not None and not small_batch.takes(tokens, kept):
             small_batch = None
@@ -104,12 +130,6 @@ class FusedDecoder:
         for layer in self._parts.layers:
             state.send(layer.index)
         return logits
-
-    def _angles(self, state: ForwardState) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin [N, R] of the new tokens' positions."""
-        positions = torch.from_numpy(state.positions)[None]
-        cos, sin = self._parts.rotary(self._parts.norm.weight, positions)  # whose format it takes
-        return cos[0].contiguous(), sin[0].contiguous()
 
     def _layers(
         self,
