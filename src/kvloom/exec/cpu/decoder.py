@@ -48,7 +48,7 @@ class _Angles:
     def __init__(self, rotary: Rotary, like: Tensor) -> None:
         self._rotary, self._like = rotary, like
         self._most = 0 if getattr(rotary, "rope_type", None) in ("dynamic", "longrope") else _TABLE
-        self._table = self._computed(torch.arange(0))
+        self._table = self._computed(torch.arange(1))
 
     def __call__(self, positions: I64) -> tuple[Tensor, Tensor]:
         """Returns cos and sin [N, R] of positions [N]."""
