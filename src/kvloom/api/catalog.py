@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
 
+from kvloom.api.answers.reader import AnswerForm
 from kvloom.api.texts.prompts import InlineTexts, Prompt, TextModel, Texts
 from kvloom.api.texts.template import ChatTemplate
 from kvloom.api.tokenizer import Tokenizer
-from kvloom.api.tools import Family, family_of
 from kvloom.types.client import ModelServer
 from kvloom.types.errors import BadRequest, ConfigError, Unavailable, UnknownModel
 from kvloom.types.request import ModelCard
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServedModel(TextModel):
-    family: Family | None
+    form: AnswerForm
     key: str
     texts: Texts
 
@@ -149,8 +149,8 @@ class Catalog:
             equal = [one.tokenizer for one in self._readable() if one.card.tokenizer == card.tokenizer]
             # Reading a large one takes a second; the loop has streams to serve meanwhile.
             tokenizer = equal[0] if equal else await asyncio.to_thread(Tokenizer, card.tokenizer)
-            family = family_of(card.chat_template)
-            made = ServedModel(card, tokenizer, ChatTemplate(card), family, unread.key, self._texts)
+            form = AnswerForm.of(card.chat_template)
+            made = ServedModel(card, tokenizer, ChatTemplate(card), form, unread.key, self._texts)
             if self._models.get(card.name) is unread:
                 self._models[card.name] = made
             return made

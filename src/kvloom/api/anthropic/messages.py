@@ -13,17 +13,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvloom.api.access.tenants import access_of
+from kvloom.api.answers.calls import Kind, Part
 from kvloom.api.bodies import bad_parameter, parse, read_form
 from kvloom.api.catalog import ServedModel
 from kvloom.api.errors import json_answer, messages_error
 from kvloom.api.metrics import Watch
-from kvloom.api.openai.chat import chat_generation, offered, prompt_of
+from kvloom.api.openai.chat import Readers, chat_generation, offered, prompt_of, switches
 from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece, Writer, encode
 from kvloom.api.openai.resume import Origin
 from kvloom.api.schemas.chat import ChatBody
 from kvloom.api.schemas.messages import CountBody, MessagesBody, PromptBody
 from kvloom.api.stream import EventForm, while_connected
-from kvloom.api.tools import Family, ToolCall, ToolParser
 from kvloom.types.errors import KvloomError
 
 PREFIX: Final = "msg"
@@ -60,31 +60,51 @@ class MessagesEndpoint:
     async def count(self, request: Request) -> Response:
         body, access = await read_form(request, partial(_read, CountBody)), access_of(request.scope)
         model = await self.gateway.catalog.get(body.model, access.may_use)
-        prompt = prompt_of(model, body.messages, offered(body), body.chat_template_kwargs or {})
+        prompt = prompt_of(model, body.messages, offered(body), switches(body, model))
         tokens = await while_connected(request.receive, model.tokens(prompt, access.tenant))
         return json_answer({"input_tokens": len(tokens)})
 
     async def _prepare(
         self, body: ChatBody, model: ServedModel, watch: Watch, tenant: str, origin: Origin
     ) -> Answering:
-        generation, family = await chat_generation(body, model, tenant, origin, PREFIX)
-        return Answering(self.gateway, MessageWriter(origin, body, generation, family), [generation], watch)
+        generation, readers = await chat_generation(body, model, tenant, origin, PREFIX)
+        return Answering(self.gateway, MessageWriter(origin, body, generation, readers), [generation], watch)
 
 
 @dataclass(slots=True)
-class _Content:
-    """The content blocks up to now. A block of text is open from its first piece until a call comes."""
+class _Block:
+    """A content block to which parts are added while they are of its kind."""
 
-    blocks: list[dict[str, Any]] = field(default_factory=list)
+    kind: Kind
+    head: dict[str, Any]
     text: list[str] = field(default_factory=list)
 
     @property
-    def open(self) -> bool:
-        return bool(self.text)
+    def whole(self) -> dict[str, Any]:
+        text = "".join(self.text)
+        match self.kind:
+            case Kind.THOUGHT:
+                return self.head | {"thinking": text}
+            case Kind.TEXT:
+                return self.head | {"text": text}
+            case _:
+                return self.head | {"input": _input(text)}
 
-    def close(self) -> None:
-        self.blocks.append({"type": "text", "text": "".join(self.text)})
-        self.text = []
+
+def _input(arguments: str) -> dict[str, Any]:
+    try:
+        given = json.loads(arguments)
+    except (ValueError, RecursionError):
+        given = None
+    # what is no object is the model's own mistake, which the client is to see
+    return given if isinstance(given, dict) else {"arguments": arguments}
+
+
+_DELTAS: Final = {
+    Kind.TEXT: ("text_delta", "text"),
+    Kind.THOUGHT: ("thinking_delta", "thinking"),
+    Kind.ARGUMENTS: ("input_json_delta", "partial_json"),
+}
 
 
 class MessageWriter(Writer):
@@ -92,90 +112,80 @@ class MessageWriter(Writer):
 
     kind = chunk_kind = "message"
 
-    def __init__(self, origin: Origin, body: ChatBody, generation: Generation, family: Family | None) -> None:
+    def __init__(self, origin: Origin, body: ChatBody, generation: Generation, readers: Readers) -> None:
         super().__init__(PREFIX, origin, body, 1)
         self._model = body.model
         self._prompt = len(generation.body.prompt)
-        self._parser = ToolParser(family) if family else None
-        self._content = _Content()
-        self._begun = self._called = False
+        self._reader = readers()
+        self._blocks: list[_Block] = []
+        self._begun = False
         self._reason: str | None = None
         self._stop: str | None = None
 
     def chunk(self, at: int, piece: Piece) -> bytes:
-        content, events = self._content, list[bytes]()
+        events = list[bytes]()
         if not self._begun:
             self._begun = True
             events.append(_event("message_start", message=self._message([], self._usage(self._prompt, 0))))
-        text, calls = self._read(piece)
-        if text:
-            if not content.open:
-                begun = {"type": "text", "text": ""}
-                events.append(_event("content_block_start", index=self._place, content_block=begun))
-            content.text.append(text)
-            delta = {"type": "text_delta", "text": text}
-            events.append(_event("content_block_delta", index=self._place, delta=delta))
-        for call in calls:
-            events.append(self._closed())
-            block, place = self._tool_use(call), self._place
-            events.append(_event("content_block_start", index=place, content_block=block | {"input": {}}))
-            delta = {"type": "input_json_delta", "partial_json": encode(block["input"]).decode()}
-            events.append(_event("content_block_delta", index=place, delta=delta))
-            events.append(_event("content_block_stop", index=place))
-            content.blocks.append(block)
+        for part in self._read(piece):
+            if (begun := self._begin(part)) is not None:
+                events += [self._stopped(), begun]
+            if part.kind in _DELTAS:
+                kind, name = _DELTAS[part.kind]
+                self._blocks[-1].text.append(part.text)
+                delta = {"type": kind, name: part.text}
+                events.append(_event("content_block_delta", index=len(self._blocks) - 1, delta=delta))
         return b"".join(events)
 
     def last_chunk(self, usage: dict[str, Any]) -> bytes:
         delta = {"stop_reason": self._reason, "stop_sequence": self._stop}
         told = _event("message_delta", delta=delta, usage=self._told(usage))
-        return self._closed() + told + _event("message_stop")
+        return (self._stopped(len(self._blocks)) if self._blocks else b"") + told + _event("message_stop")
 
     def add(self, at: int, piece: Piece) -> None:
-        text, calls = self._read(piece)
-        if text:
-            self._content.text.append(text)
-        for call in calls:
-            self._closed()
-            self._content.blocks.append(self._tool_use(call))
+        for part in self._read(piece):
+            self._begin(part)
+            if part.kind is not Kind.CALL:
+                self._blocks[-1].text.append(part.text)
 
     def answer(self, usage: dict[str, Any]) -> bytes:
-        self._closed()
-        return encode(self._message(self._content.blocks, self._told(usage)))
+        return encode(self._message([block.whole for block in self._blocks], self._told(usage)))
 
-    @property
-    def _place(self) -> int:
-        return len(self._content.blocks)
-
-    def _closed(self) -> bytes:
-        """Closes the block of text, if one is open, and returns the event that says so."""
-        if not self._content.open:
-            return b""
-        event = _event("content_block_stop", index=self._place)
-        self._content.close()
-        return event
-
-    def _read(self, piece: Piece) -> tuple[str, list[ToolCall]]:
-        """Returns the piece's text without the calls in it, and the calls."""
-        text, calls = piece.text, list[ToolCall]()
-        if self._parser is not None:
-            text, calls = self._parser.take(text, last=piece.finish is not None)
-        self._called = self._called or bool(calls)
+    def _read(self, piece: Piece) -> list[Part]:
+        parts = self._reader.take(piece.text, last=piece.finish is not None)
         if piece.finish is not None:
             self._stop = piece.stop
             self._reason = "stop_sequence" if piece.stop else _REASONS[piece.finish]
-            if self._called and piece.finish == "stop" and not piece.stop:
+            if self._reader.calls and piece.finish == "stop" and not piece.stop:
                 self._reason = "tool_use"
-        return text, calls
+        return parts
 
-    def _tool_use(self, call: ToolCall) -> dict[str, Any]:
-        number = f"toolu_{self.answer_id.partition('-')[2]}_{self._place}"
-        try:
-            given = json.loads(call.arguments)
-        except (ValueError, RecursionError):
-            given = None
-        if not isinstance(given, dict):  # the model's own mistake, which the client is to see
-            given = {"arguments": call.arguments}
-        return {"type": "tool_use", "id": number, "name": call.name, "input": given}
+    def _begin(self, part: Part) -> bytes | None:
+        """Begins a block for the part if it belongs to no open one, and returns the event that says so."""
+        if part.kind is Kind.ARGUMENTS or (
+            self._blocks and self._blocks[-1].kind is part.kind is not Kind.CALL
+        ):
+            return None
+        head: dict[str, Any]
+        empty: dict[str, Any]
+        match part.kind:
+            case Kind.THOUGHT:
+                head, empty = {"type": "thinking", "signature": ""}, {"thinking": ""}
+            case Kind.TEXT:
+                head, empty = {"type": "text"}, {"text": ""}
+            case _:
+                head, empty = self._tool_use(part), {"input": {}}
+        self._blocks.append(_Block(part.kind, head))
+        return _event("content_block_start", index=len(self._blocks) - 1, content_block=head | empty)
+
+    def _stopped(self, count: int | None = None) -> bytes:
+        """Returns the event that ends the block before the last of `count`; none before the first."""
+        at = len(self._blocks) - 2 if count is None else count - 1
+        return b"" if at < 0 else _event("content_block_stop", index=at)
+
+    def _tool_use(self, part: Part) -> dict[str, Any]:
+        number = f"toolu_{self.answer_id.partition('-')[2]}_{part.call}"
+        return {"type": "tool_use", "id": number, "name": part.text}
 
     def _message(self, blocks: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
         return {

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvloom.api.answers.calls import Family, Kind, Part
+from kvloom.api.answers.forced import forced_guide
+from kvloom.api.answers.reader import AnswerForm, AnswerReader, Tools
 from kvloom.api.bodies import parse
 from kvloom.api.catalog import ServedModel
 from kvloom.api.metrics import Watch
 from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece, Writer, encode
-from kvloom.api.openai.resume import Origin
+from kvloom.api.openai.resume import ChoiceIds, Origin
 from kvloom.api.openai.sampling import chat_logprobs, check_prompt, room_for, sampling_params, start_of
 from kvloom.api.schemas.chat import ChatBody, ChatMessage, NamedTool, Tool
 from kvloom.api.schemas.generation import closed
 from kvloom.api.texts.prompts import UNRENDERED, ChatPrompt, content_bytes
-from kvloom.api.tools import Family, ToolCall, ToolParser, forced_guide, marks_of
+from kvloom.types.errors import BadRequest
 from kvloom.types.request import Guide
 
 PREFIX: Final = "chatcmpl"
@@ -40,33 +43,67 @@ class ChatEndpoint:
     async def _prepare(
         self, body: ChatBody, model: ServedModel, watch: Watch, tenant: str, origin: Origin
     ) -> Answering:
-        generation, family = await chat_generation(body, model, tenant, origin, PREFIX)
-        writer = ChatWriter(origin, model, body, family)
+        generation, readers = await chat_generation(body, model, tenant, origin, PREFIX)
+        writer = ChatWriter(origin, model, body, readers)
         return Answering(self.gateway, writer, [generation], watch)
+
+
+class Readers(Protocol):
+    """Makes what reads a choice of an answer."""
+
+    def __call__(self, *, whole_calls: bool = False) -> AnswerReader: ...
 
 
 async def chat_generation(
     body: ChatBody, model: ServedModel, tenant: str, origin: Origin, prefix: str
-) -> tuple[Generation, Family | None]:
-    """Returns what a chat asks of an engine, and how calls are looked for in its answer. prefix: of the
-    answer's id. Raises KvloomError."""
-    given = prompt_of(model, body.messages, offered(body), body.chat_template_kwargs or {})
+) -> tuple[Generation, Readers]:
+    """Returns what a chat asks of an engine, and what reads its answer. prefix: of the answer's id. Raises
+    KvloomError."""
+    given = prompt_of(model, body.messages, offered(body), switches(body, model))
     prompt = await model.tokens(given, tenant)
     check_prompt(prompt, model.card)
-    family = parsed_family(body, model)
     asked = body.max_completion_tokens or body.max_tokens
     limit = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
+    form = _form(body, model)
+    guide = _forced(body, model, form.family)
     sampling = sampling_params(
         body,
         model,
         max_tokens=room_for(prompt, asked, model.card, "messages", limit),
         drawn=origin.seed_of(0),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        guide=_forced(body, model, family),
+        guide=guide,
     )
     start = start_of(body, origin.request_id(prefix), prompt, sampling)
-    keep = marks_of(family, model.tokenizer)
-    return Generation(start, model.tokenizer, body.stops, keep), family
+    thinks = sampling.guide is None  # what follows a grammar has no room for thoughts
+    readers = partial(
+        form.reader, _parameters(body), thinks=thinks, opened=thinks and form.opened(prompt, model.tokenizer)
+    )
+    keep = form.marks(model.tokenizer, calls=bool(offered(body)), thinks=thinks)
+    return Generation(start, model.tokenizer, body.stops, keep), readers
+
+
+def switches(body: ChatBody, model: ServedModel) -> dict[str, Any]:
+    """Returns the template's own switches. Raises BadRequest if thoughts are asked for that it lacks."""
+    effort, options = body.reasoning_effort, dict[str, Any]()
+    if effort is not None:
+        if effort != "none" and not model.form.thinks:
+            said = "reasoning_effort: the chat template of this model has no thoughts; leave it out, or none"
+            raise BadRequest(said, param="reasoning_effort")
+        options = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return options | (body.chat_template_kwargs or {})
+
+
+def _form(body: ChatBody, model: ServedModel) -> AnswerForm:
+    """Returns how the answer is written. A forced call in a model of unknown family is plain JSON."""
+    forced = body.forces_tool and model.form.family is None
+    return replace(model.form, family=Family.LLAMA) if forced else model.form
+
+
+def _parameters(body: ChatBody) -> Tools | None:
+    """Returns the tools that calls are looked for."""
+    functions = [tool.function for tool in offered(body)]
+    return {one.name: one.parameters or {} for one in functions} or None
 
 
 def offered(body: ChatBody) -> list[Tool]:
@@ -111,14 +148,6 @@ def _arguments(text: str) -> Any:
         return text
 
 
-def parsed_family(body: ChatBody, model: ServedModel) -> Family | None:
-    """Returns how calls are looked for in the answer. A forced call in a model of unknown family is plain
-    JSON."""
-    if not body.tools or body.tool_choice == "none":
-        return None
-    return model.family or (Family.LLAMA if body.forces_tool else None)
-
-
 def _forced(body: ChatBody, model: ServedModel, family: Family | None) -> Guide | None:
     if family is None or not body.forces_tool:
         return None
@@ -133,11 +162,12 @@ def _forced(body: ChatBody, model: ServedModel, family: Family | None) -> Guide 
 
 @dataclass(slots=True)
 class _WrittenChat:
-    """The text of one choice of the answer that has been written."""
+    """The parts of one choice of the answer that have been written."""
 
-    parser: ToolParser | None
+    reader: AnswerReader
     greeted: bool = False
     text: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
     logprobs: list[msgspec.Raw] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     finish: str | None = None
@@ -148,39 +178,37 @@ class ChatWriter(Writer):
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, origin: Origin, model: ServedModel, body: ChatBody, family: Family | None) -> None:
+    def __init__(self, origin: Origin, model: ServedModel, body: ChatBody, readers: Readers) -> None:
         super().__init__(PREFIX, origin, body, body.choices)
         self._tokenizer = model.tokenizer
         self._top = (body.top_logprobs or 0) if body.logprobs else None
-        self._choices = [_WrittenChat(ToolParser(family) if family else None) for _ in range(body.choices)]
+        whole = self._ids is not None  # an id tells how many calls there are
+        self._choices = [_WrittenChat(readers(whole_calls=whole)) for _ in range(body.choices)]
         self._open = b"data: " + encode(self._chunk_head)[:-1] + b',"choices":[{"index":'
         self._close = b'}],"usage":null}\n\n' if self._wants_usage else b"}]}\n\n"
 
     def chunk(self, at: int, piece: Piece) -> bytes:
-        choice = self._choices[piece.choice]
-        plain = choice.parser is None and piece.finish is None
-        text, calls = (piece.text, []) if plain else self._read(choice, piece)
+        choice, last = self._choices[piece.choice], piece.finish is not None
+        parts = choice.reader.take(piece.text, last=last)
+        finish = reason_of(piece, choice.reader) if last else None
         tokens = [] if self._top is None else piece.tokens
-        greeted, finish = choice.greeted, choice.finish
-        choice.greeted = True
+        greeted, choice.greeted = choice.greeted, True
         if self._ids is not None:
             had = self._ids.choices[piece.choice]
             greeted, finish = had.begun, None if had.ended else finish
-            ended = piece.finish is not None
-            text, skipped, first = had.unseen(text, len(tokens), len(calls), ended=ended)
-            tokens, calls = tokens[skipped:], calls[first:]
+            parts, skipped = _unseen(had, parts, len(tokens), last=last)
+            tokens = tokens[skipped:]
         # of each event its delta, log-probabilities and finish, and what it tells for its id
         events: list[tuple[bytes, bytes, bytes, _Told]] = []
         if not greeted:
             events.append((b'{"role":"assistant","content":""}', b"null", b"null", _NOTHING))
-        if self._top is not None and tokens:
+        deltas = self._deltas(piece.choice, parts)
+        if tokens and self._top is not None:
             content = {"content": chat_logprobs(tokens, self._tokenizer, self._top), "refusal": None}
-            told = text, len(tokens), 0, False
-            events.append((b'{"content":%b}' % encode(text), encode(content), b"null", told))
-        elif text:
-            events.append((b'{"content":%b}' % encode(text), b"null", b"null", (text, 0, 0, False)))
-        for number, call in enumerate(calls, len(choice.calls) - len(calls)):
-            events.append((encode({"tool_calls": [{"index": number, **call}]}), b"null", b"null", _CALL))
+            delta, (text, _, calls, end) = deltas[0] if deltas else (b'{"content":""}', _NOTHING)
+            events.append((delta, encode(content), b"null", (text, len(tokens), calls, end)))
+            deltas = deltas[1:]
+        events += [(delta, b"null", b"null", told) for delta, told in deltas]
         if finish is not None:
             events.append((b"{}", b"null", encode(finish), _END))
         ids, at = self._ids, piece.choice
@@ -202,8 +230,19 @@ class ChatWriter(Writer):
         )
 
     def add(self, at: int, piece: Piece) -> None:
-        choice = self._choices[piece.choice]
-        choice.text.append(self._read(choice, piece)[0])
+        choice, last = self._choices[piece.choice], piece.finish is not None
+        for part in choice.reader.take(piece.text, last=last):
+            match part.kind:
+                case Kind.TEXT:
+                    choice.text.append(part.text)
+                case Kind.THOUGHT:
+                    choice.thoughts.append(part.text)
+                case Kind.CALL:
+                    choice.calls.append(self._call(piece.choice, part))
+                case Kind.ARGUMENTS:
+                    choice.calls[-1]["function"]["arguments"] += part.text
+        if last:
+            choice.finish = reason_of(piece, choice.reader)
         if self._top is not None:
             # As text they take a sixth of the memory.
             entries = chat_logprobs(piece.tokens, self._tokenizer, self._top)
@@ -213,30 +252,42 @@ class ChatWriter(Writer):
         choices = [self._whole(index, choice) for index, choice in enumerate(self._choices)]
         return encode({**self._head, "choices": choices, "usage": usage})
 
-    def _read(self, choice: _WrittenChat, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
-        """Returns the piece's text without the calls in it, and the calls."""
-        text, calls = piece.text, list[ToolCall]()
-        if choice.parser is not None:
-            text, calls = choice.parser.take(text, last=piece.finish is not None)
-        written = []
-        for call in calls:
-            written.append(self._call(call, piece.choice, len(choice.calls)))
-            choice.calls.append(written[-1])
-        if piece.finish is not None:
-            choice.finish = "tool_calls" if choice.calls and piece.finish == "stop" else piece.finish
-        return text, written
+    def _deltas(self, choice: int, parts: list[Part]) -> list[tuple[bytes, _Told]]:
+        """Returns what chunks say of the parts, and what each of them tells for its id."""
+        deltas: list[tuple[bytes, _Told]] = []
+        for before, part in zip([None, *parts], parts, strict=False):
+            match part.kind:
+                case Kind.TEXT:
+                    deltas.append((b'{"content":%b}' % encode(part.text), (part.text, 0, 0, False)))
+                case Kind.THOUGHT:
+                    delta = b'{"reasoning_content":%b}' % encode(part.text)
+                    deltas.append((delta, (part.text, 0, 0, False)))
+                case Kind.CALL:
+                    deltas.append((self._call_delta(self._call(choice, part), part), _CALL))
+                case Kind.ARGUMENTS if before is not None and before.kind is Kind.CALL:
+                    call = self._call(choice, before)
+                    call["function"]["arguments"] = part.text
+                    deltas[-1] = self._call_delta(call, part), _CALL
+                case Kind.ARGUMENTS:
+                    deltas.append((self._call_delta({"function": {"arguments": part.text}}, part), _NOTHING))
+        return deltas
 
-    def _call(self, call: ToolCall, choice: int, number: int) -> dict[str, Any]:
-        function = {"name": call.name, "arguments": call.arguments}
+    @staticmethod
+    def _call_delta(call: dict[str, Any], part: Part) -> bytes:
+        return encode({"tool_calls": [{"index": part.call, **call}]})
+
+    def _call(self, choice: int, part: Part) -> dict[str, Any]:
         return {
-            "id": f"call_{self._head['id'].partition('-')[2]}_{choice}_{number}",
+            "id": f"call_{self._head['id'].partition('-')[2]}_{choice}_{part.call}",
             "type": "function",
-            "function": function,
+            "function": {"name": part.text, "arguments": ""},
         }
 
     def _whole(self, index: int, choice: _WrittenChat) -> dict[str, Any]:
         text = "".join(choice.text)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if choice.thoughts:
+            message["reasoning_content"] = "".join(choice.thoughts)
         if choice.calls:
             message["content"] = text if text.strip() else None
             message["tool_calls"] = choice.calls
@@ -246,3 +297,27 @@ class ChatWriter(Writer):
             "logprobs": None if self._top is None else {"content": choice.logprobs, "refusal": None},
             "finish_reason": choice.finish,
         }
+
+
+def reason_of(piece: Piece, reader: AnswerReader) -> str | None:
+    """Returns why a choice ended, in the words of a chat."""
+    return "tool_calls" if reader.calls and piece.finish == "stop" else piece.finish
+
+
+def _unseen(had: ChoiceIds, parts: list[Part], tokens: int, *, last: bool) -> tuple[list[Part], int]:
+    """Returns the parts, with whole calls, that a client does not have who has the beginning of the stream,
+    and how many of the piece's log-probabilities it has."""
+    text = "".join(part.text for part in parts if part.kind in (Kind.TEXT, Kind.THOUGHT))
+    calls = sum(part.kind is Kind.CALL for part in parts)
+    rest, skipped, known_calls = had.unseen(text, tokens, calls, ended=last)
+    known = len(text) - len(rest)
+    first = next((part.call for part in parts if part.kind is Kind.CALL), 0) + known_calls
+    left: list[Part] = []
+    for part in parts:
+        if part.kind in (Kind.TEXT, Kind.THOUGHT):
+            cut = min(known, len(part.text))
+            known -= cut
+            left += [replace(part, text=part.text[cut:])] if cut < len(part.text) else []
+        elif part.call >= first:
+            left.append(part)
+    return left, skipped

@@ -46,12 +46,15 @@ class PastCall(Body):
 
 
 class ChatMessage(Body):
+    """`reasoning_content` are the thoughts of a past answer, for templates that show them to the model."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[Part], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[PastCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
+    reasoning_content: str | None = None
     function_call: Annotated[
         None, Unserved("the older form of a call is not served; tool_calls is the newer one")
     ] = None
@@ -90,7 +93,8 @@ class NamedTool(Body):
 
 class ChatBody(GenerationBody):
     """`max_completion_tokens`, or the older `max_tokens`, is all that is left of the context where absent.
-    `chat_template_kwargs` are the template's own switches, as vLLM names them."""
+    `chat_template_kwargs` are the template's own switches, as vLLM names them; `reasoning_effort` sets those
+    of them that are named `reasoning_effort` and `enable_thinking`."""
 
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -109,9 +113,7 @@ class ChatBody(GenerationBody):
     modalities: Annotated[None, Unserved("answers are text only", ["text"])] = None
     audio: Annotated[None, Unserved("answers are text only")] = None
     web_search_options: Annotated[None, Unserved("nothing is looked up in the web")] = None
-    reasoning_effort: Annotated[
-        None, Unserved("not served; chat_template_kwargs switches what a model's template can")
-    ] = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     verbosity: Annotated[
         None, Unserved("not served; a message can ask for a shorter or a longer answer", "medium")
     ] = None
@@ -221,6 +223,7 @@ class MessageAnswer(Answer):
     role: Literal["assistant"]
     content: str | None
     refusal: None = None
+    reasoning_content: str | None = None
     tool_calls: list[ToolCallAnswer] | None = None
 
 
@@ -243,13 +246,24 @@ class ChatAnswer(Answer):
     usage: Usage
 
 
-class ToolCallDelta(ToolCallAnswer):
+class FunctionDelta(Answer):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(Answer):
+    """A call begins with its id and its name; later ones of the same index go on with its arguments."""
+
     index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
 
 
 class Delta(Answer):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
 

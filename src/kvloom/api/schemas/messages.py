@@ -33,10 +33,10 @@ class ToolResultBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """Holds a model's earlier thoughts. Templates leave out the thoughts of past messages, and so does this
-    server."""
+    """Holds a model's earlier thoughts, for templates that show them to it again."""
 
     type: Literal["thinking", "redacted_thinking"]
+    thinking: str = ""
 
 
 class UnservedBlock(Body):
@@ -88,6 +88,7 @@ class Turn(Body):
             return [{"role": self.role, "content": self.content}]
         said: list[dict[str, Any]] = []
         text: list[dict[str, Any]] = []
+        thoughts: list[str] = []
         calls: list[dict[str, Any]] = []
         for block in self.content:
             match block:
@@ -96,11 +97,14 @@ class Turn(Body):
                 case ToolUseBlock():
                     function = {"name": block.name, "arguments": json.dumps(block.input)}
                     calls.append({"id": block.id, "type": "function", "function": function})
+                case ThinkingBlock(thinking=thought) if thought:
+                    thoughts.append(thought)
                 case ToolResultBlock(tool_use_id=call):
                     said.append({"role": "tool", "tool_call_id": call, "content": _result(block)})
         if text or calls or not said:
             message = {"role": self.role, "content": text or None if self.role == "assistant" else text}
-            said.append(message | ({"tool_calls": calls} if calls else {}))
+            message |= {"tool_calls": calls} if calls else {}
+            said.append(message | ({"reasoning_content": "\n".join(thoughts)} if thoughts else {}))
         return said
 
 
@@ -237,12 +241,20 @@ class MessageUsage(Answer):
     cache_creation_input_tokens: int = 0
 
 
+class ThinkingContent(Answer):
+    """The model's thoughts. Nothing is signed here, so that the signature is empty."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
 class Message(Answer):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[TextContent | ToolUseContent]
+    content: list[TextContent | ThinkingContent | ToolUseContent]
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
     stop_sequence: str | None
     usage: MessageUsage

@@ -1,0 +1,101 @@
+"""Calls that a request forces: a grammar that allows nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from kvloom.api.answers.calls import Family
+from kvloom.api.tokenizer import Tokenizer
+from kvloom.types.request import JSON_SPACING, Guide
+
+_TAGGED: Final[Mapping[Family, tuple[str, str]]] = {
+    Family.HERMES: ("\n", "</tool_call>"),
+    Family.GEMMA: ("", "<tool_call|>"),
+    Family.FUNCTION_GEMMA: ("", "<end_function_call>"),
+}
+"""Of families whose every call has a mark before and after it: the space within, and the second mark."""
+_NAMED: Final[Mapping[Family, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]]] = {
+    Family.DEEPSEEK: (
+        ("<｜tool▁calls▁begin｜>",),
+        ("<｜tool▁call▁begin｜>", "{name}", "<｜tool▁sep｜>"),
+        ("<｜tool▁call▁end｜>",),
+        ("<｜tool▁calls▁end｜>",),
+    ),
+    Family.KIMI: (
+        ("<|tool_calls_section_begin|>",),
+        ("<|tool_call_begin|>", "functions.{name}:0", "<|tool_call_argument_begin|>"),
+        ("<|tool_call_end|>",),
+        ("<|tool_calls_section_end|>",),
+    ),
+    Family.HARMONY: (
+        (),
+        ("<|channel|>", "commentary to=functions.{name} ", "<|constrain|>", "json", "<|message|>"),
+        (),
+        (),
+    ),
+}
+"""Of families whose calls are a name and arguments: what comes before all calls, before and after the
+arguments of each, and after all."""
+
+
+def forced_guide(
+    family: Family, tools: Sequence[tuple[str, dict[str, Any]]], tokenizer: Tokenizer, *, several: bool
+) -> Guide:
+    """Returns a grammar that allows nothing but calls of `tools`, which are names and parameter schemas."""
+    if family in _NAMED:
+        return _named(family, tools, tokenizer, several=several and family is not Family.HARMONY)
+    key = "parameters" if family is Family.LLAMA else "arguments"
+    call = {
+        "anyOf": [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, key: parameters},
+                "required": ["name", key],
+                "additionalProperties": False,
+            }
+            for name, parameters in tools
+        ],
+        "x-guidance": JSON_SPACING,
+    }
+    if family is Family.LLAMA:
+        rest = ' ("; " call)*' if several else ""
+        return Guide("lark", f"start: call{rest}\ncall: %json {json.dumps(call)}\n", "tools")
+    if family in _TAGGED:
+        space, closing = _TAGGED[family]
+        mark, end = _literal(tokenizer, family.value), _literal(tokenizer, closing)
+        within = f" {json.dumps(space)} " if space else " "
+        rest = ' ("\\n" call)*' if several else ""
+        body = f"call: {mark}{within}body{within}{end}\nbody: %json {json.dumps(call)}\n"
+        return Guide("lark", f"start: call{rest}\n{body}", "tools")
+    array = {"type": "array", "items": call, "minItems": 1, "x-guidance": JSON_SPACING} | (
+        {} if several else {"maxItems": 1}
+    )
+    mark = _literal(tokenizer, family.value)
+    return Guide("lark", f"start: {mark} body\nbody: %json {json.dumps(array)}\n", "tools")
+
+
+def _named(
+    family: Family, tools: Sequence[tuple[str, dict[str, Any]]], tokenizer: Tokenizer, *, several: bool
+) -> Guide:
+    begin, head, end, close = _NAMED[family]
+
+    def spelled(marks: Sequence[str], name: str = "") -> str:
+        return " ".join(_literal(tokenizer, mark.replace("{name}", name)) for mark in marks)
+
+    calls = " | ".join(f"call{at}" for at in range(len(tools)))
+    lines = [f"start: {spelled(begin)} call{'+' if several else ''} {spelled(close)}", f"call: {calls}"]
+    for at, (name, parameters) in enumerate(tools):
+        given = json.dumps(parameters | {"x-guidance": JSON_SPACING})
+        lines += [f"call{at}: {spelled(head, name)} given{at} {spelled(end)}", f"given{at}: %json {given}"]
+    return Guide("lark", "\n".join(lines) + "\n", "tools")
+
+
+def _literal(tokenizer: Tokenizer, mark: str) -> str:
+    """Returns the mark in Lark: an added token by its number, any other as its text.
+
+    llguidance takes every added token for one that no text can spell.
+    """
+    token = tokenizer.token_id(mark)
+    return f"<[{token}]>" if token is not None and token in tokenizer.added else json.dumps(mark)

@@ -1,0 +1,428 @@
+"""Tool calls: found in any family's text, however it is cut; forced ones by a grammar."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as HFTokenizer
+
+from kvloom.api.answers.calls import Family, Kind
+from kvloom.api.answers.forced import forced_guide
+from kvloom.api.answers.reader import AnswerForm, Thinking
+from kvloom.api.tokenizer import Tokenizer
+from kvloom.engine.guide import GuideCompiler
+from tests.api.scripted import UNTIMED, ScriptedEngine, byte_level, card, says, token
+
+WEATHER = ("weather", {"city": "Zürich"})
+TIME: tuple[str, Any] = ("time", {})
+ARGUMENTS = '{"name": "weather", "arguments": {"city": "Zürich"}}'
+PARAMETERS = '{"name": "weather", "parameters": {"city": "Zürich"}}'
+GRAPH = ("graph", {"code": "if a < b:\n  x = [1]", "depth": 3, "wide": True, "tags": ["a", "b"]})
+SCHEMAS: dict[str, Any] = {
+    "weather": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "graph": {"properties": {"code": {"type": "string"}, "depth": {"type": "integer"}}},
+    "time": {},
+}
+CODER = """<tool_call>
+<function=graph>
+<parameter=code>
+if a < b:
+  x = [1]
+</parameter>
+<parameter=depth>
+3
+</parameter>
+<parameter=wide>
+true
+</parameter>
+<parameter=tags>
+["a", "b"]
+</parameter>
+</function>
+</tool_call>"""
+GLM = """<tool_call>graph
+<arg_key>code</arg_key>
+<arg_value>if a < b:
+  x = [1]</arg_value>
+<arg_key>depth</arg_key>
+<arg_value>3</arg_value>
+<arg_key>wide</arg_key>
+<arg_value>true</arg_value>
+<arg_key>tags</arg_key>
+<arg_value>["a", "b"]</arg_value>
+</tool_call>"""
+GEMMA = """call:graph{code:<|"|>if a < b:
+  x = [1]<|"|>,depth:3,tags:[<|"|>a<|"|>,<|"|>b<|"|>],wide:true}"""
+CASES: list[tuple[Family, str, str, list[tuple[str, Any]]]] = [
+    (Family.HERMES, f"Let me see.\n<tool_call>\n{ARGUMENTS}\n</tool_call>", "Let me see.", [WEATHER]),
+    (
+        Family.HERMES,
+        f'<tool_call>{ARGUMENTS}</tool_call>\n<tool_call>{{"name": "time", "arguments": {{}}}}</tool_call>\n',
+        "",
+        [WEATHER, TIME],
+    ),
+    (Family.HERMES, f"<tool_call>{ARGUMENTS}", "", [WEATHER]),
+    (Family.HERMES, '<tool_call>{"arguments": {}, "name": "time"}</tool_call>', "", [TIME]),
+    (Family.HERMES, "a < b <tool_call>no JSON</tool_call> c", "a < b<tool_call>no JSON</tool_call> c", []),
+    (Family.HERMES, "1 <tool_cal or so ", "1 <tool_cal or so ", []),
+    (Family.HERMES, CODER, "", [GRAPH]),
+    (Family.HERMES, "<tool_call>\n<function=time>\n</function>\n</tool_call> after", " after", [TIME]),
+    (Family.HERMES, GLM, "", [GRAPH]),
+    (Family.HERMES, "\n<tool_call>time\n</tool_call>", "", [TIME]),
+    (Family.MISTRAL, f"[TOOL_CALLS] [{ARGUMENTS}]", "", [WEATHER]),
+    (
+        Family.MISTRAL,
+        f'[TOOL_CALLS][{ARGUMENTS[:-1]}, "id": "9"}}, {{"name": "time", "arguments": {{}}}}]',
+        "",
+        [WEATHER, TIME],
+    ),
+    (Family.MISTRAL, '[TOOL_CALLS]weather[ARGS]{"city": "Zürich"}[TOOL_CALLS]time{}', "", [WEATHER, TIME]),
+    (Family.MISTRAL, '[TOOL_CALLS]weather[CALL_ID]a9[ARGS]{"city": "Zürich"}', "", [WEATHER]),
+    (Family.MISTRAL, "a list [1] of [TOOLS]", "a list [1] of [TOOLS]", []),
+    (Family.LLAMA, PARAMETERS, "", [WEATHER]),
+    (
+        Family.LLAMA,
+        f' <|python_tag|>{PARAMETERS}; {{"name": "time", "parameters": {{}}}}',
+        "",
+        [WEATHER, TIME],
+    ),
+    (Family.LLAMA, '{"just": "JSON {"}', '{"just": "JSON {"}', []),
+    (Family.LLAMA, f"See: {PARAMETERS}", f"See: {PARAMETERS}", []),
+    (Family.GRANITE, f"<|tool_call|>[{ARGUMENTS}]", "", [WEATHER]),
+    (
+        Family.DEEPSEEK,
+        'See.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Zürich"}'
+        "<｜tool▁call▁end｜>"
+        "<｜tool▁call▁begin｜>time<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "See.",
+        [WEATHER, TIME],
+    ),
+    (
+        Family.DEEPSEEK,
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+        '{"city": "Zürich"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "",
+        [WEATHER],
+    ),
+    (
+        Family.KIMI,
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+        '{"city": "Zürich"}<|tool_call_end|><|tool_call_begin|>functions.time:1<|tool_call_argument_begin|>{}'
+        "<|tool_call_end|><|tool_calls_section_end|>",
+        "",
+        [WEATHER, TIME],
+    ),
+    (
+        Family.GEMMA,
+        f"<|tool_call>{GEMMA}<tool_call|><|tool_call>call:time{{}}<tool_call|>",
+        "",
+        [GRAPH, TIME],
+    ),
+    (
+        Family.GEMMA,
+        "<|tool_call>call:graph{code:3,<tool_call|>",
+        "<|tool_call>call:graph{code:3,<tool_call|>",
+        [],
+    ),
+    (
+        Family.FUNCTION_GEMMA,
+        "<start_function_call>call:weather{city:<escape>Zürich<escape>}<end_function_call>",
+        "",
+        [WEATHER],
+    ),
+    (
+        Family.HARMONY,
+        "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>commentary"
+        ' to=functions.weather <|constrain|>json<|message|>{"city": "Zürich"}',
+        "",
+        [WEATHER],
+    ),
+    (
+        Family.HARMONY,
+        "<|channel|>analysis<|message|>a < b<|end|><|start|>assistant<|channel|>final<|message|>c <| d<",
+        "c <| d<",
+        [],
+    ),
+    (Family.HARMONY, "plain < text", "plain < text", []),
+]
+Read = tuple[str, str, list[tuple[str, str]]]
+
+
+def parse(form: AnswerForm, pieces: list[str], *, opened: bool = False, whole: bool = False) -> Read:
+    """Returns the text, the thoughts and the calls of an answer."""
+    reader = form.reader(SCHEMAS, thinks=True, opened=opened, whole_calls=whole)
+    text, thoughts, calls = "", "", list[tuple[str, str]]()
+    for piece in [*pieces, None]:
+        for part in reader.take(piece or "", last=piece is None):
+            match part.kind:
+                case Kind.TEXT:
+                    text += part.text
+                case Kind.THOUGHT:
+                    thoughts += part.text
+                case Kind.CALL:
+                    calls.append((part.text, ""))
+                case Kind.ARGUMENTS:
+                    name, before = calls[part.call]
+                    calls[part.call] = name, before + part.text
+    return text, thoughts, calls
+
+
+def cut(data: st.DataObject, text: str) -> list[str]:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=9)) | {0, len(text)})
+    return [text[begin:end] for begin, end in pairwise(cuts)]
+
+
+@pytest.mark.parametrize(("family", "text", "shown", "calls"), CASES)
+@UNTIMED
+@given(data=st.data(), whole=st.booleans())
+def test_calls_however_the_text_is_cut(
+    family: Family, text: str, shown: str, calls: list[tuple[str, Any]], data: st.DataObject, whole: bool
+) -> None:
+    form = AnswerForm(family)
+    found, _, made = told = parse(form, [text])
+    assert (found, [(name, json.loads(arguments)) for name, arguments in made]) == (shown, calls)
+    assert parse(form, cut(data, text), whole=whole) == told
+    assert parse(form, list(text), whole=whole) == told
+
+
+MARKS = ["<tool_call>", "</tool_call>", "<function=time>", "[TOOL_CALLS]", "<|tool_call|>", "<|python_tag|>"]
+MARKS += [
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁calls▁end｜>",
+    "<|tool_call>",
+]
+MARKS += [
+    "<tool_call|>",
+    "call:time{",
+    "<|channel|>",
+    "<|message|>",
+    "final",
+    " to=f",
+    "<|end|>",
+    "<|start|>",
+]
+MARKS += [
+    "<think>",
+    "</think>",
+    '{"name": "time", "arguments": ',
+    "{}",
+    "}",
+    "{",
+    "]",
+    "[",
+    '"',
+    "\\",
+    " ",
+    "\n",
+]
+TEXTS = st.lists(st.sampled_from([*MARKS, "a", "b", ",", ";", "<", "|"]), max_size=14).map("".join)
+
+
+@UNTIMED
+@given(st.sampled_from(list(Family)), TEXTS, st.booleans(), st.data())
+def test_any_text_at_all(family: Family, text: str, opened: bool, data: st.DataObject) -> None:
+    form = AnswerForm(family, Thinking("<think>", "</think>"))
+    told = parse(form, [text], opened=opened)
+    assert parse(form, list(text), opened=opened) == told
+    assert parse(form, cut(data, text), opened=opened) == told
+    assert parse(form, [text], opened=opened, whole=True) == told
+
+
+def test_plain_text_streams_at_once() -> None:
+    reader = AnswerForm(Family.HERMES).reader(SCHEMAS, thinks=True, opened=False)
+    shown = [reader.take(piece, last=False) for piece in ("Hello", " wor", "ld ", "again")]
+    assert [part.text for parts in shown for part in parts] == ["Hello", " wor", "ld", " again"]
+
+
+def test_arguments_stream_as_they_come() -> None:
+    for family, text in (
+        (Family.HERMES, f"<tool_call>{ARGUMENTS}"),
+        (Family.HERMES, CODER),
+        (Family.HERMES, GLM),
+    ):
+        reader = AnswerForm(family).reader(SCHEMAS, thinks=True, opened=False)
+        parts = [part for letter in text for part in reader.take(letter, last=False)]
+        assert parts[0].kind is Kind.CALL
+        assert len(parts) > 4
+        assert {part.kind for part in parts[1:]} == {Kind.ARGUMENTS}
+
+
+def test_forms() -> None:
+    for family in Family:
+        assert AnswerForm.of(f"… {family.value} … <|message|>").family is family
+    assert AnswerForm.of("plain <|channel|>") == AnswerForm()
+    assert AnswerForm.of(None) == AnswerForm()
+    assert AnswerForm.of("{{ content.split('</think>') }}").thinks
+
+
+THOUGHT = "\nI see: 1 < 2.\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "thoughts", "shown"),
+    [
+        (f"<think>{THOUGHT}</think>\n\nYes.", False, THOUGHT.strip(), "Yes."),
+        (f"\n<think>{THOUGHT}</think>\n\nYes.", False, THOUGHT.strip(), "Yes."),
+        (f"{THOUGHT}</think>\n\nYes.", True, THOUGHT.strip(), "Yes."),
+        (f"<think>{THOUGHT}</think>Yes.", True, THOUGHT.strip(), "Yes."),
+        ("<think></think> Yes.", False, "", "Yes."),
+        ("No <think>x</think> here", False, "", "No <think>x</think> here"),
+        (" no", False, "", " no"),
+        ("<think>so far ", False, "so far ", ""),
+        ("<thin", False, "", "<thin"),
+    ],
+)
+def test_thoughts_however_the_text_is_cut(text: str, opened: bool, thoughts: str, shown: str) -> None:
+    form = AnswerForm(None, Thinking("<think>", "</think>"))
+    assert parse(form, [text], opened=opened) == (shown, thoughts, [])
+    assert parse(form, list(text), opened=opened) == (shown, thoughts, [])
+
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+@pytest.mark.parametrize("family", list(Family))
+def test_a_forced_call_can_be_written_and_is_found(family: Family) -> None:
+    model = card()
+    guide = forced_guide(family, [("weather", SCHEMA)], Tokenizer(model.tokenizer), several=False)
+    state = GuideCompiler(model).start(guide)
+    key = "parameters" if family is Family.LLAMA else "arguments"
+    call, given = json.dumps({"name": "weather", key: {"city": "Bern"}}), '{"city": "Bern"}'
+    written = {
+        Family.HERMES: f"<tool_call>\n{call}\n</tool_call>",
+        Family.MISTRAL: f"[TOOL_CALLS][{call}]",
+        Family.GRANITE: f"<|tool_call|>[{call}]",
+        Family.LLAMA: call,
+        Family.GEMMA: f"<|tool_call>{call}<tool_call|>",
+        Family.FUNCTION_GEMMA: f"<start_function_call>{call}<end_function_call>",
+        Family.DEEPSEEK: f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{given}"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        Family.KIMI: "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+        f"<|tool_call_argument_begin|>{given}<|tool_call_end|><|tool_calls_section_end|>",
+        Family.HARMONY: f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{given}",
+    }[family]
+    for one in byte_level().encode(written).ids:
+        assert state.accepts(one)
+    assert state.done
+    assert parse(AnswerForm(family), [written]) == ("", "", [("weather", given)])
+
+
+def test_a_mark_that_is_an_added_token_is_drawn_as_that_token() -> None:
+    """Such a token need not be special: in Qwen's vocabularies, and in guide's, <tool_call> is not."""
+    vocabulary = HFTokenizer.from_str(byte_level().to_str())
+    marks = ["<tool_call>", "</tool_call>"]
+    vocabulary.add_tokens([AddedToken(mark, special=False) for mark in marks])
+    model = card(tokenizer=vocabulary.to_str())
+    guide = forced_guide(Family.HERMES, [("weather", SCHEMA)], Tokenizer(model.tokenizer), several=False)
+    state = GuideCompiler(model).start(guide)
+    call = json.dumps({"name": "weather", "arguments": {"city": "Bern"}})
+    written = vocabulary.encode(f"<tool_call>\n{call}\n</tool_call>").ids
+    assert [written[0], written[-1]] == [vocabulary.token_to_id(mark) for mark in marks]
+    for one in written:
+        assert state.mask()[one // 32] >> (one % 32) & 1
+        assert state.accepts(one)
+    assert state.done
+
+
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
+HERMES_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}<tool_call>{{ tools | tojson if tools }}"
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(
+        says(f"See:\n<tool_call>{ARGUMENTS}</tool_call>"),
+        cards=[card(template=HERMES_TEMPLATE), card("plain"), card("mistral", "[TOOL_CALLS]")],
+    )
+
+
+def test_tools_whole(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    answer = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "weather?"}], tools=TOOLS
+    )
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "See:"
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert call.type == "function"
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments) == {"city": "Zürich"}
+    assert '"weather"' in byte_level().decode(engine.bodies[0].prompt)
+
+
+def test_tools_stream(client: openai.OpenAI) -> None:
+    chunks = list(
+        client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "weather?"}], tools=TOOLS, stream=True
+        )
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "See:"
+    first, *rest = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert first.id
+    assert first.function is not None
+    assert first.function.name == "weather"
+    arguments = [call.function.arguments or "" for call in (first, *rest) if call.function is not None]
+    assert json.loads("".join(arguments)) == {"city": "Zürich"}
+    assert {call.index for call in (first, *rest)} == {0}
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_special_marks_are_seen(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = lambda *_: [token("[TOOL_CALLS]"), *byte_level().encode(f"[{ARGUMENTS}]").ids]
+    answer = client.chat.completions.create(
+        model="mistral", messages=[{"role": "user", "content": "?"}], tools=TOOLS
+    )
+    assert answer.choices[0].message.tool_calls is not None
+    assert answer.choices[0].message.content is None
+
+
+def test_without_tools_or_family_the_text_is_the_text(client: openai.OpenAI) -> None:
+    for model, tools in (("tiny", []), ("plain", TOOLS)):
+        answer = client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": "?"}], tools=tools
+        )
+        assert "<tool_call>" in (answer.choices[0].message.content or "")
+        assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_forced_tool_is_guided(client: openai.OpenAI, engine: ScriptedEngine, choice: Any) -> None:
+    for model in ("tiny", "plain"):
+        client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": "?"}], tools=TOOLS, tool_choice=choice
+        )
+    hermes, plain = (body.sampling.guide for body in engine.bodies)
+    assert hermes is not None
+    assert plain is not None
+    assert "<tool_call>" in hermes.text
+    assert "parameters" in plain.text
+
+
+def test_past_calls_reach_the_template_as_objects(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    template = (
+        "{% for m in messages if m.tool_calls %}{{ m.tool_calls[0].function.arguments.city }}{% endfor %}"
+    )
+    engine.cards = [card(template=template)]
+    function = {"name": "weather", "arguments": '{"city": "Bern"}'}
+    client.chat.completions.create(
+        model="tiny",
+        messages=[
+            {"role": "user", "content": "?"},
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "1", "type": "function", "function": function}],  # type: ignore[typeddict-item]
+            },
+            {"role": "tool", "tool_call_id": "1", "content": "sun"},
+        ],
+    )
+    assert byte_level().decode(engine.bodies[0].prompt) == "Bern"
