@@ -60,6 +60,30 @@ class _Environment(ImmutableSandboxedEnvironment):
         return parsed
 
 
+class _Arguments(dict[str, Any]):
+    """The arguments of a past call: an object, which some templates (DeepSeek's) add to text as JSON."""
+
+    def __radd__(self, before: str) -> str:
+        return before + json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, after: str) -> str:
+        return json.dumps(self, ensure_ascii=False) + after
+
+
+def _given(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns the message as templates are given it."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    functions = [call["function"] for call in calls]
+    given = [
+        one | {"arguments": _Arguments(one["arguments"])} if isinstance(one["arguments"], dict) else one
+        for one in functions
+    ]
+    called = [call | {"function": one} for call, one in zip(calls, given, strict=True)]
+    return message | {"tool_calls": called}
+
+
 class ChatTemplate:
     """Renders a model's own chat template as transformers does, in a sandbox.
 
@@ -86,7 +110,7 @@ class ChatTemplate:
                 f"model {self._name} has no chat template: use /v1/completions", param="messages"
             )
         given = {"add_generation_prompt": True} | options | self._special
-        given |= {"messages": messages, "tools": tools}
+        given |= {"messages": [_given(message) for message in messages], "tools": tools}
         try:
             pieces, size = [], 0
             self._steps.left = MAX_STEPS
