@@ -117,6 +117,16 @@ def test_the_same_tokens_as_a_chat(client: anthropic.Anthropic, engine: Scripted
     assert count.input_tokens == len(one.prompt)
 
 
+def test_more_than_the_context_can_be_counted(client: anthropic.Anthropic) -> None:
+    long = [{"role": "user", "content": "a" * 9000}]
+    assert client.messages.count_tokens(model="tiny", messages=long).input_tokens > 512  # type: ignore[arg-type]
+
+
+def test_an_answer_names_its_request_as_anthropic_s_do(client: anthropic.Anthropic) -> None:
+    told = client.messages.with_raw_response.create(model="tiny", max_tokens=9, messages=HI)
+    assert told.request_id == told.headers["x-request-id"]
+
+
 def test_errors_are_anthropic_s(client: anthropic.Anthropic, engine: ScriptedEngine) -> None:
     asked: dict[str, Any] = {"model": "tiny", "max_tokens": 9, "messages": HI}
     with pytest.raises(anthropic.NotFoundError, match="not_found_error"):

@@ -84,7 +84,7 @@ def create_app(
     def nodes() -> dict[str, NodeService]:
         return {node.name: node.state for node in admin.orders.nodes} if admin else {}
 
-    messages, tokens = MessagesEndpoint(gateway), TokenEndpoints(gateway.catalog)
+    messages, tokens = MessagesEndpoint(gateway), TokenEndpoints(gateway)
     info = _Information(gateway, documents, moves, nodes, keys, int(time.time()))
     handlers: dict[str, Handler] = {
         "models": info.models,

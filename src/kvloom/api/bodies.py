@@ -36,7 +36,6 @@ _FORMS = {
 
 Body = TypeVar("Body")
 B = TypeVar("B", bound=Form)
-T = TypeVar("T")
 
 
 class LimitBody:
@@ -168,13 +167,6 @@ async def read_body(request: Request, limit: int | None = None) -> bytes:
         if limit is not None and len(body) > limit:
             raise BadRequest(f"body: more than {limit} bytes")
     return bytes(body)
-
-
-async def read_form(request: Request, read: Callable[[bytes], T]) -> T:
-    """Returns what `read` makes of the whole body, whose memory counts until the answer's end."""
-    raw = await read_body(request)
-    account(request).add(PARSED * len(raw))
-    return read(raw)
 
 
 def decode(request: Request, body: bytes, kind: type[Body]) -> Body:

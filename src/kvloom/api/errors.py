@@ -100,6 +100,11 @@ def is_verb(scope: Scope) -> bool:
     return path == VERBS_PATH or path.startswith(VERBS_PATH + "/")
 
 
+def is_messages(scope: Scope) -> bool:
+    """Returns whether the path is one of Anthropic's API."""
+    return f"{scope['path']}/".startswith(MESSAGES_PATH + "/")
+
+
 def media(request: Request) -> str:
     """Returns the media type of a verb's answer to this request."""
     asked = request.headers.get("accept", ""), request.headers.get("content-type", "")
@@ -137,7 +142,7 @@ def error_response(scope: Scope, error: KvloomError) -> Response:
     if is_verb(scope):
         response = answer(request, error.to_wire(), error.status)
     else:
-        form = messages_error if f"{scope['path']}/".startswith(MESSAGES_PATH + "/") else error_object
+        form = messages_error if is_messages(scope) else error_object
         body = msgspec.json.encode(form(error))
         response = Response(body, status_code=error.status, media_type="application/json")
     response.headers.update(_headers(error))

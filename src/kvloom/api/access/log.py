@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvloom.api.access.audit import FLEET
 from kvloom.api.access.tenants import access_of
-from kvloom.api.errors import ID_STATE, REQUEST_ID
+from kvloom.api.errors import ID_STATE, REQUEST_ID, is_messages
 from kvloom.api.metrics import Watch
 
 _ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -51,7 +51,10 @@ class LogRequests:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)[REQUEST_ID] = name
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID] = name
+                if is_messages(scope):
+                    headers["request-id"] = name  # Anthropic's name of it
             await send(message)
 
         try:

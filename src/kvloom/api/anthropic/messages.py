@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from kvloom.api.access.tenants import access_of
 from kvloom.api.answers.calls import Kind, Part
-from kvloom.api.bodies import bad_parameter, parse, read_form
+from kvloom.api.bodies import bad_parameter, parse
 from kvloom.api.catalog import ServedModel
 from kvloom.api.errors import json_answer, messages_error
 from kvloom.api.metrics import Watch
@@ -58,9 +58,10 @@ class MessagesEndpoint:
         return await self.gateway.answer(request, partial(_read, MessagesBody), self._prepare, EVENTS)
 
     async def count(self, request: Request) -> Response:
-        body, access = await read_form(request, partial(_read, CountBody)), access_of(request.scope)
+        body = await self.gateway.read_form(request, partial(_read, CountBody))
+        access = access_of(request.scope)
         model = await self.gateway.catalog.get(body.model, access.may_use)
-        prompt = prompt_of(model, body.messages, offered(body), switches(body, model))
+        prompt = prompt_of(model, body.messages, offered(body), switches(body, model), bounded=False)
         tokens = await while_connected(request.receive, model.tokens(prompt, access.tenant))
         return json_answer({"input_tokens": len(tokens)})
 

@@ -112,15 +112,21 @@ def offered(body: ChatBody) -> list[Tool]:
 
 
 def prompt_of(
-    model: ServedModel, messages: list[ChatMessage], tools: list[Tool], options: dict[str, Any]
+    model: ServedModel,
+    messages: list[ChatMessage],
+    tools: list[Tool],
+    options: dict[str, Any],
+    *,
+    bounded: bool = True,
 ) -> ChatPrompt:
-    """Returns what the model's chat template is given. options: the template's own switches. Raises
-    PromptTooLong."""
+    """Returns what the model's chat template is given. options: the template's own switches; bounded: whether
+    it is to fit the model's context. Raises PromptTooLong."""
     offered = [tool.model_dump(exclude_none=True) for tool in tools] or None
     knows_developer = "developer" in (model.template.text or "")
     said = [_message(message, knows_developer=knows_developer) for message in messages]
-    model.check_size(content_bytes(said), UNRENDERED, "messages")
-    return ChatPrompt.of(said, offered, options)
+    if bounded:
+        model.check_size(content_bytes(said), UNRENDERED, "messages")
+    return ChatPrompt.of(said, offered, options, bounded=bounded)
 
 
 def _message(message: ChatMessage, *, knows_developer: bool) -> dict[str, Any]:

@@ -182,6 +182,7 @@ PROMPT_TOKEN_BYTES: Final = 64
 CHOICE_BYTES: Final = 1 << 10  # of a choice, and for each of its tokens' alternatives
 KEPT_BYTES: Final = 256  # of a token in an answer that is not streamed, and for each of its alternatives
 Body = TypeVar("Body", bound=GenerationBody)
+T = TypeVar("T")
 Prepare = Callable[[Body, ServedModel, Watch, str, Origin], Awaitable["Answering"]]
 
 
@@ -215,11 +216,7 @@ class EndpointContext:
             async with limit.kept():
                 raw = await read_body(request)
                 held.add(OPEN_BYTES + PARSED * len(raw))
-                if len(raw) < LARGE:
-                    body = read(raw)
-                else:
-                    reading = self.pace.run(access.tenant, partial(read, raw))
-                    body = await while_connected(request.receive, reading)
+                body = await self._read(request, raw, read)
                 origin = _origin(request, body, raw)
             del raw
             body.priority = priority(request.scope, body.priority)
@@ -229,6 +226,20 @@ class EndpointContext:
             return EventStream(_stream(coming), form)
         answer = await while_connected(request.receive, _whole(coming, held))
         return Response(answer, media_type="application/json")
+
+    async def read_form(self, request: Request, read: Callable[[bytes], T]) -> T:
+        """Returns what `read` makes of the whole body, whose memory counts until the answer's end."""
+        async with TimeLimit(self.seconds).kept():
+            raw = await read_body(request)
+            account(request).add(PARSED * len(raw))
+            return await self._read(request, raw, read)
+
+    async def _read(self, request: Request, raw: bytes, read: Callable[[bytes], T]) -> T:
+        """Reads a body; a large one when its turn has come, while the client is connected."""
+        if len(raw) < LARGE:
+            return read(raw)
+        reading = self.pace.run(access_of(request.scope).tenant, partial(read, raw))
+        return await while_connected(request.receive, reading)
 
     async def _prepared(
         self,

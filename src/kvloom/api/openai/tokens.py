@@ -10,10 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvloom.api.access.tenants import access_of
-from kvloom.api.bodies import parse, read_form
-from kvloom.api.catalog import Catalog, ServedModel
+from kvloom.api.bodies import parse
+from kvloom.api.catalog import ServedModel
 from kvloom.api.errors import json_answer
 from kvloom.api.openai.chat import prompt_of
+from kvloom.api.openai.generation import EndpointContext
 from kvloom.api.schemas.chat import DetokenizeBody, TokenizeBody
 from kvloom.api.stream import while_connected
 from kvloom.api.texts.prompts import PlainPrompt, Prompt
@@ -22,11 +23,12 @@ from kvloom.types.errors import BadRequest
 
 @dataclass(frozen=True, slots=True)
 class TokenEndpoints:
-    catalog: Catalog
+    gateway: EndpointContext
 
     async def tokenize(self, request: Request) -> Response:
-        body, access = await read_form(request, partial(parse, TokenizeBody)), access_of(request.scope)
-        model = await self.catalog.chosen(body.model, access.may_use)
+        body = await self.gateway.read_form(request, partial(parse, TokenizeBody))
+        access = access_of(request.scope)
+        model = await self.gateway.catalog.chosen(body.model, access.may_use)
         prompt: Prompt
         if body.messages is None:
             special = body.add_special_tokens is not False
@@ -34,7 +36,7 @@ class TokenEndpoints:
         else:
             options = {"add_generation_prompt": body.add_generation_prompt is not False}
             options |= body.chat_template_kwargs or {}
-            prompt = prompt_of(model, body.messages, body.tools or [], options)
+            prompt = prompt_of(model, body.messages, body.tools or [], options, bounded=False)
         tokens = await while_connected(request.receive, model.tokens(prompt, access.tenant))
         words = [model.tokenizer.token_word(one) for one in tokens] if body.return_token_strs else None
         return json_answer(
@@ -47,16 +49,21 @@ class TokenEndpoints:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        body = await read_form(request, partial(parse, DetokenizeBody))
-        model = await self.catalog.chosen(body.model, access_of(request.scope).may_use)
+        body = await self.gateway.read_form(request, partial(parse, DetokenizeBody))
+        access = access_of(request.scope)
+        model = await self.gateway.catalog.chosen(body.model, access.may_use)
         size = model.card.vocab_size
         if (most := max(body.tokens, default=0)) >= size:
             raise BadRequest(f"tokens: token {most} is not in the vocabulary of {size}", param="tokens")
-        return json_answer({"prompt": model.tokenizer.decode(body.tokens, keep_special=True)})
+        decode = partial(model.tokenizer.decode, body.tokens, keep_special=True)
+        decoding = self.gateway.pace.run(access.tenant, decode)
+        return json_answer({"prompt": await while_connected(request.receive, decoding)})
 
     async def information(self, request: Request) -> Response:
         name = request.query_params.get("model")
-        return json_answer(_information(await self.catalog.chosen(name, access_of(request.scope).may_use)))
+        return json_answer(
+            _information(await self.gateway.catalog.chosen(name, access_of(request.scope).may_use))
+        )
 
 
 def _information(model: ServedModel) -> dict[str, Any]:

@@ -53,16 +53,21 @@ class PlainPrompt(msgspec.Struct, frozen=True, tag="plain"):
 class ChatPrompt(msgspec.Struct, frozen=True, tag="chat"):
     """Holds what a chat template is given. `given` is a JSON text of messages, tools and options, whose
     numbers may be larger than those of other forms; `content` counts the bytes of the messages' contents in
-    UTF-8."""
+    UTF-8; `bounded` is as of `PlainPrompt`."""
 
     given: str
     content: int
+    bounded: bool = True
 
     @staticmethod
     def of(
-        messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: dict[str, Any]
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        options: dict[str, Any],
+        *,
+        bounded: bool = True,
     ) -> ChatPrompt:
-        return ChatPrompt(json.dumps((messages, tools, options)), content_bytes(messages))
+        return ChatPrompt(json.dumps((messages, tools, options)), content_bytes(messages), bounded)
 
     @property
     def param(self) -> str:
@@ -71,10 +76,6 @@ class ChatPrompt(msgspec.Struct, frozen=True, tag="chat"):
     @property
     def most_times(self) -> int:
         return UNRENDERED
-
-    @property
-    def bounded(self) -> bool:
-        return True
 
     @property
     def size(self) -> int:
@@ -120,12 +121,13 @@ class TextModel:
             text, special = prompt.text, prompt.special
         else:
             text = self.template.render(*json.loads(prompt.given))
-            self.check_size(utf8(text), 1, prompt.param)
+            if prompt.bounded:
+                self.check_size(utf8(text), 1, prompt.param)
         try:
             ids = self.tokenizer.encode(text, special=special)
         except BadRequest as error:
             raise BadRequest(f"model {self.card.name}: {error.message}", param=prompt.param) from None
-        if not (prompt.bounded or special):
+        if isinstance(prompt, PlainPrompt) and not (prompt.bounded or special):
             return ids
         ids = self._begun(ids, special=special)
         if prompt.bounded and len(ids) > self.card.context_length:
