@@ -5,6 +5,7 @@
 # make gpu-check   what CI cannot: the tests and figures that need a GPU
 # make prometheus   a real Prometheus for the tests of deploy/, out of Debian's package
 # make chromium   Debian's Chromium, for the tests of the page
+# make clients   the clients of tests/clients, in an environment of their own
 # make setup   the set-up alone                      PYTHON=python3.12
 
 SHELL = /bin/sh
@@ -22,7 +23,7 @@ TORCH_FITS := import sys, torch; torch.ones(2).sum(); \
   sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))
 HAS_WARM := import sys, importlib.util as i; sys.exit(i.find_spec("kvloom.kernels.cpu.warm") is None)
 
-.PHONY: setup serve test check bench gpu-check prometheus chromium clean
+.PHONY: setup serve test check bench gpu-check prometheus chromium clients clean
 .DELETE_ON_ERROR:
 
 # Each process of a fleet would compile what it imports if nobody had kept the bytecode.
@@ -55,6 +56,13 @@ chromium:
 	@command -v chromium >/dev/null || { echo "== installing Chromium"; \
 	  install='apt-get install -qq -y --no-install-recommends chromium'; export DEBIAN_FRONTEND=noninteractive; \
 	  $$install || { apt-get update -qq && $$install; }; }
+
+clients: build/clients/.installed
+
+build/clients/.installed: tests/clients/requirements.txt
+	$(PYTHON) -m venv build/clients
+	build/clients/bin/python -m pip install -q --disable-pip-version-check -r $<
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,1 @@
+"""Clients that people use, each by its own package, against a served fleet."""
