@@ -17,6 +17,7 @@ benchmark starts both sides itself. Some two hours in full; --quick proves that 
   transfer       the KV plane's rate against memcpy's
   tcp-plane      the rate of the KV plane over TCP against plain sockets
   streaming      what the gateway adds, and how many tokens it streams
+  faces          what each API's translation adds to a first token
   page-cost      what open pages cost a gateway of 64 units
   page-frames    how smoothly the page of a simulated run plays
   shared-prefix  prompts with common beginnings over two engines; with --trace FILE also those of a trace
@@ -50,6 +51,7 @@ from benchmarks import (
     downtime,
     draws,
     engine_step,
+    faces,
     fleet,
     formats,
     kept_prefixes,
@@ -122,6 +124,7 @@ def alone(options: argparse.Namespace, console: Console) -> dict[str, Measure]:
         "transfer": lambda: asyncio.to_thread(transfer.measure, 2 if quick else 30),
         "tcp-plane": lambda: asyncio.to_thread(tcp_plane.measure, 2 if quick else 30),
         "streaming": lambda: streaming.measure(streams, console),
+        "faces": lambda: faces.measure(20 if quick else faces.ROUNDS),
         "page-cost": lambda: page_cost.measure(pages, console),
         "page-frames": lambda: asyncio.to_thread(page_frames.measure, 200 if quick else simulator.REQUESTS),
         "shared-prefix": lambda: shared_prefix.measure(options.trace, console, talks),

@@ -153,7 +153,7 @@ def _card(name: str, shape: str, context: int | None) -> ModelCard:
         context_length=context or SHAPES[shape].context,
         vocab_size=SHAPES[shape].vocab,
         tokenizer=(path / "tokenizer.json").read_text("utf-8"),
-        chat_template=None,
+        chat_template=(path / "chat_template.jinja").read_text("utf-8"),
         special_tokens={"eos_token": "</s>"},
         eos_token_ids=(EOS,),
         bos_token_id=None,
