@@ -117,6 +117,29 @@ def test_the_same_tokens_as_a_chat(client: anthropic.Anthropic, engine: Scripted
     assert count.input_tokens == len(one.prompt)
 
 
+def test_more_tokens_than_there_is_room_for_may_be_asked_for(
+    client: anthropic.Anthropic, engine: ScriptedEngine
+) -> None:
+    engine.script = lambda body, _: [token("a")] * (body.sampling.max_tokens + 1)
+    patient = client.with_options(timeout=60)  # without one it refuses to ask for so much
+    told = patient.messages.create(model="tiny", max_tokens=32_000, messages=HI)
+    (body,) = engine.bodies
+    assert told.usage.output_tokens == body.sampling.max_tokens == 512 - len(body.prompt)
+    assert told.stop_reason == "model_context_window_exceeded"
+
+
+def test_an_agent_s_instructions_join_the_user_s_turn(
+    client: anthropic.Anthropic, engine: ScriptedEngine
+) -> None:
+    turns: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "one"}]}]
+    turns += [{"role": "system", "content": "two"}, {"role": "user", "content": "three"}]
+    more = {"context_management": {"edits": []}, "output_config": {"effort": "high"}}
+    client.messages.create(
+        model="tiny", max_tokens=9, messages=turns, thinking={"type": "adaptive"}, extra_body=more
+    )
+    assert engine.bodies[0].prompt == tokens("<s><|user|>one\ntwo\nthree\n<|assistant|>")
+
+
 def test_more_than_the_context_can_be_counted(client: anthropic.Anthropic) -> None:
     long = [{"role": "user", "content": "a" * 9000}]
     assert client.messages.count_tokens(model="tiny", messages=long).input_tokens > 512  # type: ignore[arg-type]
@@ -132,7 +155,7 @@ def test_errors_are_anthropic_s(client: anthropic.Anthropic, engine: ScriptedEng
     with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
         client.messages.create(**asked | {"model": "other"})
     with pytest.raises(anthropic.BadRequestError, match="maximum context length is 512"):
-        client.messages.create(**asked | {"max_tokens": 600})
+        client.messages.create(**asked | {"messages": [{"role": "user", "content": "a" * 600}]})
     engine.error = QueueFull("the queue is full", retry_after=7)
     with pytest.raises(anthropic.RateLimitError, match="rate_limit_error"):
         client.messages.create(**asked)

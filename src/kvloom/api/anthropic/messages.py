@@ -68,7 +68,7 @@ class MessagesEndpoint:
     async def _prepare(
         self, body: ChatBody, model: ServedModel, watch: Watch, tenant: str, origin: Origin
     ) -> Answering:
-        generation, readers = await chat_generation(body, model, tenant, origin, PREFIX)
+        generation, readers = await chat_generation(body, model, tenant, origin, PREFIX, capped=True)
         return Answering(self.gateway, MessageWriter(origin, body, generation, readers), [generation], watch)
 
 
@@ -117,6 +117,8 @@ class MessageWriter(Writer):
         super().__init__(PREFIX, origin, body, 1)
         self._model = body.model
         self._prompt = len(generation.body.prompt)
+        asked = body.max_tokens
+        self._capped = asked is not None and generation.body.sampling.max_tokens < asked
         self._reader = readers()
         self._blocks: list[_Block] = []
         self._begun = False
@@ -159,6 +161,8 @@ class MessageWriter(Writer):
             self._reason = "stop_sequence" if piece.stop else _REASONS[piece.finish]
             if self._reader.calls and piece.finish == "stop" and not piece.stop:
                 self._reason = "tool_use"
+            if self._capped and piece.finish == "length":
+                self._reason = "model_context_window_exceeded"
         return parts
 
     def _begin(self, part: Part) -> bytes | None:

@@ -55,14 +55,16 @@ class Readers(Protocol):
 
 
 async def chat_generation(
-    body: ChatBody, model: ServedModel, tenant: str, origin: Origin, prefix: str
+    body: ChatBody, model: ServedModel, tenant: str, origin: Origin, prefix: str, *, capped: bool = False
 ) -> tuple[Generation, Readers]:
-    """Returns what a chat asks of an engine, and what reads its answer. prefix: of the answer's id. Raises
-    KvloomError."""
+    """Returns what a chat asks of an engine, and what reads its answer. prefix: of the answer's id; capped:
+    whether more tokens may be asked for than the context has room for. Raises KvloomError."""
     given = prompt_of(model, body.messages, offered(body), switches(body, model))
     prompt = await model.tokens(given, tenant)
     check_prompt(prompt, model.card)
     asked = body.max_completion_tokens or body.max_tokens
+    if capped and asked is not None:
+        asked = min(asked, max(1, model.card.context_length - len(prompt)))
     limit = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
     form = _form(body, model)
     guide = _forced(body, model, form.family)

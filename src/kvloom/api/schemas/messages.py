@@ -79,13 +79,17 @@ Block = Annotated[
 
 
 class Turn(Body):
-    role: Literal["user", "assistant"]
+    """`system` is an instruction in the middle of a conversation, which coding agents give. Most templates
+    have no place for one, so that it becomes a part of the user's turn."""
+
+    role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
     def messages(self) -> list[dict[str, Any]]:
         """Returns the turn as messages of a chat: each result of a tool is one of its own."""
+        role = "assistant" if self.role == "assistant" else "user"
         if isinstance(self.content, str):
-            return [{"role": self.role, "content": self.content}]
+            return [{"role": role, "content": [{"type": "text", "text": self.content}]}]
         said: list[dict[str, Any]] = []
         text: list[dict[str, Any]] = []
         thoughts: list[str] = []
@@ -102,7 +106,7 @@ class Turn(Body):
                 case ToolResultBlock(tool_use_id=call):
                     said.append({"role": "tool", "tool_call_id": call, "content": _result(block)})
         if text or calls or not said:
-            message = {"role": self.role, "content": text or None if self.role == "assistant" else text}
+            message = {"role": role, "content": text or None if role == "assistant" else text}
             message |= {"tool_calls": calls} if calls else {}
             said.append(message | ({"reasoning_content": "\n".join(thoughts)} if thoughts else {}))
         return said
@@ -144,6 +148,9 @@ _NO_FORMAT = "not served here; response_format of /v1/chat/completions is"
 
 
 class OutputConfig(Body):
+    """`effort` is given to the template as `reasoning_effort`."""
+
+    effort: str | None = None
     format: Annotated[None, Unserved(_NO_FORMAT)] = None
 
 
@@ -174,8 +181,11 @@ class PromptBody(Body):
         system = self.system or ""
         text = system if isinstance(system, str) else "\n".join(part.text for part in system)
         messages = [{"role": "system", "content": text}] if text else []
-        for turn in self.messages:
-            messages += turn.messages()
+        for message in (message for turn in self.messages for message in turn.messages()):
+            if message["role"] == "user" == messages[-1]["role"] if messages else False:
+                messages[-1]["content"] += message["content"]  # Anthropic joins turns of the user, too
+            else:
+                messages.append(message)
         fields: dict[str, Any] = {"model": self.model, "messages": messages} | more
         if self.tools:
             fields["tools"] = [_function(tool) for tool in self.tools]
@@ -183,7 +193,9 @@ class PromptBody(Body):
             fields["tool_choice"] = _choice(self.tool_choice)
             fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
         thinks = self.thinking is not None and self.thinking.type != "disabled"
-        fields["chat_template_kwargs"] = {"enable_thinking": thinks}
+        effort = self.output_config.effort if self.output_config else None
+        switches = {"enable_thinking": thinks} | ({"reasoning_effort": effort} if effort else {})
+        fields["chat_template_kwargs"] = switches
         return ChatBody.model_validate(fields)
 
 
@@ -203,7 +215,8 @@ class CountBody(PromptBody):
 
 
 class MessagesBody(PromptBody):
-    """`top_k`, `temperature` and `top_p` are the model's own where absent."""
+    """`top_k`, `temperature` and `top_p` are the model's own where absent. `max_tokens` may be more than the
+    context has room for, since it cannot be left out."""
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
     stop_sequences: StopList | None = None
@@ -216,6 +229,9 @@ class MessagesBody(PromptBody):
         names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
         own = {name: getattr(self, name) for name in names}
         return super().chat(stop=self.stop_sequences or None, **own, **more)
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
 
 class TokenCount(Answer):
@@ -255,7 +271,7 @@ class Message(Answer):
     role: Literal["assistant"]
     model: str
     content: list[TextContent | ThinkingContent | ToolUseContent]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
 
