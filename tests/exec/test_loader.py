@@ -227,6 +227,13 @@ def refused(path: Path, kind: str, maker: Any = transformers.AutoModelForCausalL
     ("kind", "config", "why"),
     [
         ("MambaConfig", {"state_size": 4}, "does not use transformers' attention interface"),
+        ("Mamba2Config", {"state_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 1}, "does not use"),
+        (
+            "Qwen3NextConfig",
+            {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4}
+            | {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 32},
+            "only 1 of its 4 layers are attention",
+        ),
         ("FalconConfig", {"alibi": True}, "biases by distance (ALiBi)"),
         ("FalconH1Config", {"num_key_value_heads": 2}, "its layer 0 is of the kind hybrid"),
         ("Gemma4TextConfig", {"head_dim": 16, "num_key_value_heads": 2}, "its layers differ in KV heads"),
@@ -260,6 +267,23 @@ def test_layers_that_count_or_cut_by_position_keep_to_where_they_do_not(tmp_path
         config = {name: value for name, value in changes.items() if name != "max_context"}
         path = make_checkpoint(tmp_path / str(i), "llama4", **config)
         assert load(path, max_context=changes.get("max_context")).card.context_length == length
+
+
+@pytest.mark.parametrize(("architecture", "heads"), [("qwen2", 4), ("gpt_oss", 0), ("bloom", 0)])
+def test_heads_with_sinks_or_slopes_are_not_offloaded(tmp_path: Path, architecture: str, heads: int) -> None:
+    """A task in the mailbox does not tell them."""
+    assert load(make_checkpoint(tmp_path, architecture)).heads == heads
+
+
+def test_values_narrower_than_keys_take_as_much_room(tmp_path: Path) -> None:
+    geometry = load(make_checkpoint(tmp_path, "deepseek_v3")).geometry
+    assert (geometry.kv_heads, geometry.head_dim) == (4, 24)  # 8 of it rotated; a value has 12
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "gpt_oss")
+    reconfigure(path, quantization_config={"quant_method": "mxfp4"})
+    assert "its quantization_config: quant_method: 'mxfp4'" in refusal(path)
 
 
 def test_an_encoder_decoder(tmp_path: Path) -> None:

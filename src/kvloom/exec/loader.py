@@ -166,8 +166,8 @@ def prove(
             probe = _probe(module)
             expected = module(input_ids=probe["input_ids"], use_cache=False).logits
             release()
-        module.set_attn_implementation(NAME)
-        reach_attention(module)
+        if not reach_attention(module):
+            module.set_attn_implementation(NAME)
         if expected is not None:
             module(**probe, kv=observer)
             _uniform(module, observer)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 
 from kvloom.exec.attention import kvloom_attention
@@ -26,15 +25,15 @@ class _Current(threading.local):
     state: Any = None
 
 
-def reach_attention(module: nn.Module) -> None:
+def reach_attention(module: nn.Module) -> bool:
     """Lets the model's attention modules have what the model is called with, where its layers do not pass it
-    on, and call kvloom's attention, where they do not call the interface. Raises ConfigError for a form of
-    attention that kvloom does not have."""
+    on, and call kvloom's attention, where they do not call the interface; returns whether that is so. Raises
+    ConfigError for a form of attention that kvloom does not have."""
     found = [
         (one, _MODULES[type(one).__name__]) for one in module.modules() if type(one).__name__ in _MODULES
     ]
     if not found:
-        return
+        return False
     current = _Current()
 
     def enter(_: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
@@ -51,6 +50,7 @@ def reach_attention(module: nn.Module) -> None:
         one.register_forward_pre_hook(hand_over, with_kwargs=True)
     module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(leave, always_call=True)
+    return any("forward" in vars(one) for one, _ in found)
 
 
 def _as_it_is(module: Any) -> None:
@@ -93,7 +93,7 @@ def _falcon_forward(
 
 
 def _bloom(module: Any) -> None:
-    slopes = _stock(module, "_get_alibi_slopes")(module.num_heads, torch.device("cpu"))
+    slopes = _stock(module, "_get_alibi_slopes")(module.num_heads, module.dense.weight.device)
     module.slopes = slopes.float().contiguous()
     module.forward = MethodType(_bloom_forward, module)
 
@@ -109,8 +109,9 @@ def _bloom_forward(
 
 
 def _mpt(module: Any) -> None:
-    last_but_one = _stock(module, "build_mpt_alibi_tensor")(module.n_heads, 2)[:, 0, 0]
-    module.slopes = -last_but_one.float()
+    device = module.out_proj.weight.device
+    biases = _stock(module, "build_mpt_alibi_tensor")(module.n_heads, 2, device=device)
+    module.slopes = -biases[:, 0, 0].float()  # those of the token before
     module.forward = MethodType(_mpt_forward, module)
 
 

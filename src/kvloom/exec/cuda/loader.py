@@ -89,7 +89,7 @@ class DeviceTarget:
         for name in ("sinks", "slopes"):
             if any(getattr(one, name) is not None for one in scorings.values()):
                 raise ConfigError(
-                    f"its attention has {name}, which the GPU's kernels do not compute; a CPU unit is right"
+                    f"its attention has {name}, which GPU kernels do not compute; `device: cpu` is right"
                 )
 
     def fuse_decoder(
