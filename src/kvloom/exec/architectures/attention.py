@@ -27,8 +27,8 @@ class _Current(threading.local):
 
 def reach_attention(module: nn.Module) -> bool:
     """Lets the model's attention modules have what the model is called with, where its layers do not pass it
-    on, and call kvloom's attention, where they do not call the interface; returns whether that is so. Raises
-    ConfigError for a form of attention that kvloom does not have."""
+    on, and call kvloom's attention, where they do not call the interface. Returns True if they do not: the
+    interface need not be set then. Raises ConfigError for a form of attention that kvloom does not have."""
     found = [
         (one, _MODULES[type(one).__name__]) for one in module.modules() if type(one).__name__ in _MODULES
     ]
