@@ -29,6 +29,21 @@ _SMALL: dict[str, Any] = {
 }
 _GQA = {"num_key_value_heads": 2}
 
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+
 # name → (config class, what is special about it)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _GQA | {"tie_word_embeddings": True, "mlp_bias": True, "attention_bias": True}),
@@ -86,6 +101,50 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 3, "n_head": 4}),
     "phi": ("PhiConfig", _GQA),
     "cohere": ("CohereConfig", _GQA),
+    "stablelm": ("StableLmConfig", _GQA | {"use_qkv_bias": True}),
+    "nemotron": ("NemotronConfig", _GQA | {"head_dim": 16}),
+    "gptj": ("GPTJConfig", {"n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8, "n_positions": 256}),
+    "bloom": ("BloomConfig", {"n_layer": 3, "n_head": 4}),
+    "falcon": ("FalconConfig", {"multi_query": True, "bias": True}),
+    "falcon_groups": ("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "mpt": ("MptConfig", {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 256}),
+    "gpt_oss": (
+        "GptOssConfig",
+        _GQA | {"head_dim": 16, "sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        _GQA
+        | {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": 160,
+            "floor_scale": 161,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        _GQA
+        | {
+            "head_dim": 16,
+            "num_hidden_layers": 5,
+            "num_kv_shared_layers": 2,
+            "layer_types": [
+                f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")
+            ],
+            "sliding_window": WINDOW,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0, 0.0],
+            "vocab_size_per_layer_input": VOCAB,
+            "hidden_size_per_layer_input": 8,
+        },
+    ),
+    "deepseek_v2": ("DeepseekV2Config", _LATENT),
+    "deepseek_v3": ("DeepseekV3Config", _LATENT),
     "olmoe": ("OlmoeConfig", _GQA | {"num_experts": 4, "num_experts_per_tok": 2}),
     "llama_yarn": (
         "LlamaConfig",

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from kvloom.exec.cpu.executor import CPU, TorchExecutor
 from kvloom.exec.loader import load_model
@@ -225,25 +226,17 @@ def refused(path: Path, kind: str, maker: Any = transformers.AutoModelForCausalL
 @pytest.mark.parametrize(
     ("kind", "config", "why"),
     [
-        (
-            "DeepseekV3Config",
-            {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8}
-            | {"qk_nope_head_dim": 8, "v_head_dim": 12, "moe_intermediate_size": 16, "n_routed_experts": 4}
-            | {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
-            "latent attention",
-        ),
         ("MambaConfig", {"state_size": 4}, "does not use transformers' attention interface"),
+        ("Mamba2Config", {"state_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 1}, "does not use"),
         (
-            "StableLmConfig",
-            {"num_key_value_heads": 2},
-            "its layers do not pass on what kvloom's attention needs",
+            "Qwen3NextConfig",
+            {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4}
+            | {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 32},
+            "only 1 of its 4 layers are attention",
         ),
-        (
-            "GptOssConfig",
-            {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 24, "num_local_experts": 4}
-            | {"num_experts_per_tok": 2},
-            "attention sinks",
-        ),
+        ("FalconConfig", {"alibi": True}, "biases by distance (ALiBi)"),
+        ("FalconH1Config", {"num_key_value_heads": 2}, "its layer 0 is of the kind hybrid"),
+        ("Gemma4TextConfig", {"head_dim": 16, "num_key_value_heads": 2}, "its layers differ in KV heads"),
         (
             "Lfm2Config",
             {"num_hidden_layers": 3, "num_key_value_heads": 2, "block_ff_dim": 48}
@@ -256,6 +249,41 @@ def test_attention_that_kvloom_does_not_have(
     tmp_path: Path, kind: str, config: dict[str, Any], why: str
 ) -> None:
     assert why in refused(tmp_path, kind, **config)
+
+
+def test_layers_with_a_state_beside_keys_and_values(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt in one piece would not show it."""
+    stock = Qwen2DecoderLayer.forward
+
+    def forward(self: Any, hidden_states: torch.Tensor, **named: Any) -> Any:
+        return stock(self, hidden_states.cumsum(1), **named)
+
+    monkeypatch.setattr(Qwen2DecoderLayer, "forward", forward)
+    assert "its layers keep a state beside keys and values" in refusal(qwen)
+
+
+def test_layers_that_count_or_cut_by_position_keep_to_where_they_do_not(tmp_path: Path) -> None:
+    for i, (changes, length) in enumerate((({}, 160), ({"floor_scale": 100}, 99), ({"max_context": 50}, 50))):
+        config = {name: value for name, value in changes.items() if name != "max_context"}
+        path = make_checkpoint(tmp_path / str(i), "llama4", **config)
+        assert load(path, max_context=changes.get("max_context")).card.context_length == length
+
+
+@pytest.mark.parametrize(("architecture", "heads"), [("qwen2", 4), ("gpt_oss", 0), ("bloom", 0)])
+def test_heads_with_sinks_or_slopes_are_not_offloaded(tmp_path: Path, architecture: str, heads: int) -> None:
+    """A task in the mailbox does not tell them."""
+    assert load(make_checkpoint(tmp_path, architecture)).heads == heads
+
+
+def test_values_narrower_than_keys_take_as_much_room(tmp_path: Path) -> None:
+    geometry = load(make_checkpoint(tmp_path, "deepseek_v3")).geometry
+    assert (geometry.kv_heads, geometry.head_dim) == (4, 24)  # 8 of it rotated; a value has 12
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "gpt_oss")
+    reconfigure(path, quantization_config={"quant_method": "mxfp4"})
+    assert "its quantization_config: quant_method: 'mxfp4'" in refusal(path)
 
 
 def test_an_encoder_decoder(tmp_path: Path) -> None:

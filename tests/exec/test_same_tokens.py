@@ -50,7 +50,7 @@ def test_greedy_is_transformers_own(architecture: str, tmp_path: Path) -> None:
     print(f"{architecture}: {oracle.ties} ties")
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "mixtral", "falcon", "deepseek_v2"])
 def test_greedy_on_a_device_is_transformers_own(architecture: str, tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, architecture)
     prompts = prompts_of(architecture, (1, 3, WINDOW + 1, 70))

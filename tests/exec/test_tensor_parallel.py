@@ -27,7 +27,16 @@ from tests.checkpoints import ARCHITECTURES, VOCAB, config_of, make_checkpoint
 from tests.exec.loading import BLOCK
 from tests.exec.ranks import Alone, both
 
-PLANNED = sorted(ARCHITECTURES.keys() - {"gpt2"})
+_NONE = "transformers has no tensor-parallel plan for it"
+UNPLANNED = {
+    **dict.fromkeys(("gpt2", "bloom", "falcon", "falcon_groups", "mpt", "stablelm"), _NONE),
+    **dict.fromkeys(("gpt_oss", "deepseek_v3"), "leaves model.layers.0.self_attn whole"),
+    "deepseek_v2": "has mla_kv_a_proj for model.layers.0.self_attn.kv_a_proj_with_mqa",
+    "llama4": "has packed_rowwise for model.layers.1.feed_forward.experts.gate_up_proj",
+}
+"""Architectures that ranks cannot share, and why."""
+# A part of Gemma 3n's sparse MLPs sees other means than the whole: the proof at load refuses such slices.
+PLANNED = sorted(ARCHITECTURES.keys() - UNPLANNED.keys() - {"gemma3n"})
 
 
 def stock_of(architecture: str, **changes: Any) -> Any:
@@ -68,6 +77,13 @@ def test_slices_give_the_logits_of_the_whole(architecture: str, tmp_path: Path) 
         assert (
             numbers(one) - whole < 0.65 * (numbers(stock) - whole) + whole * stock.config.tie_word_embeddings
         )
+
+
+@pytest.mark.parametrize("architecture", sorted(UNPLANNED))
+def test_what_ranks_cannot_share(architecture: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        slice_model(stock_of(architecture), RankGroup(0, 2))
+    assert UNPLANNED[architecture] in caught.value.message
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral"])

@@ -23,7 +23,6 @@ from kvloom.types.job import ForwardPlan, PageCopy
 
 NAME = "kvloom"
 _KNOWN = {"dropout", "position_ids", "kv", "is_causal"}  # asked for, and harmless to leave out
-_NAMES = {"s_aux": "attention sinks (s_aux)"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +32,8 @@ class Scoring:
     scale: float
     window: int = 0  # keys that a query sees, its own among them; 0 for all
     softcap: float = 0.0  # the bound that tanh bends scores to; 0 for none
+    sinks: Tensor | None = None  # [Hq] float32: the score of one more key, which has no value
+    slopes: Tensor | None = None  # [Hq] float32: what a score loses for each token between (ALiBi)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +193,7 @@ class ForwardState:
         wide = out if q.dtype == torch.float32 else q.float()  # kernels may overwrite their queries
         q = q if wide is out else wide
         form, kv_heads = (scoring.scale, scoring.window, scoring.softcap), self.page_map.shape[2]
+        sinks, slopes = scoring.sinks, scoring.slopes
         if not self._runs:
             group = q.shape[1] // kv_heads
             self._runs = [runs_of(part.shared, kv_heads, group) for part in self.parts]
@@ -199,9 +201,13 @@ class ForwardState:
             of, to, rows = part.sequences, wide[part.rows], q[part.rows]
             pool = self.arena, self.page_map, layer, self.tables[of]
             if part.decode:
-                cpu.decode_attention(to, rows, *pool, self.lengths[of], *form, runs)
+                cpu.decode_attention(
+                    to, rows, *pool, self.lengths[of], *form, runs, sinks=sinks, slopes=slopes
+                )
             else:
-                cpu.prefill_attention(to, rows, *pool, self.starts[of], part.begins, *form)
+                cpu.prefill_attention(
+                    to, rows, *pool, self.starts[of], part.begins, *form, sinks=sinks, slopes=slopes
+                )
         if wide is not out:
             out.copy_(wide)
 
@@ -239,17 +245,22 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, offset: int, scoring: Scoring)
     """Computes causal attention of q [Hq, n, D], at positions offset…offset+n−1, over k and v [Hkv, L, D]."""
     scale, window, softcap = scoring.scale, scoring.window, scoring.softcap
     n, length = q.shape[1], k.shape[1]
-    simple = not softcap and offset == 0 and not (window and window < n)
+    plain = not softcap and scoring.sinks is None and scoring.slopes is None
+    simple = plain and offset == 0 and not (window and window < n)
     seen = None if simple else _seen(n, length, offset, window, q.device)
-    if seen is None or not softcap:
+    if seen is None or plain:
         grouped = q.shape[0] != k.shape[0]
         return F.scaled_dot_product_attention(
             q[None], k[None], v[None], seen, is_causal=simple, scale=scale, enable_gqa=grouped
         )[0]
     group = q.shape[0] // k.shape[0]
     scores = q.reshape(-1, group, n, q.shape[-1]) @ k[:, None].transpose(-1, -2) * scale
-    scores = torch.tanh(scores / softcap) * softcap
-    weights = scores.masked_fill(~seen, float("-inf")).float().softmax(-1).to(v.dtype)
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    if scoring.slopes is not None:
+        scores = scores + reference.biases(scoring.slopes, offset, n, length).view(scores.shape)
+    scores = scores.masked_fill(~seen, float("-inf")).float()
+    weights = reference.softmax(scores, scoring.sinks).to(v.dtype)
     return (weights @ v[:, None]).flatten(0, 1)
 
 
@@ -274,30 +285,42 @@ def kvloom_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    slopes: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Takes query [1, Hq, N, D], key and value [1, Hkv, N, D] and returns [1, N, Hq, D]. `kv` is the
-    ForwardState, or the loader's observer, which has the same `attend`."""
+    """Takes query and key [1, H, N, D] and value [1, Hkv, N, Dv] and returns [1, N, Hq, Dv]. `kv` is the
+    ForwardState, or the loader's observer, which has the same `attend`. A block holds K and V at one width,
+    so zeros fill the narrower one up; they change no score and no sum."""
     state: ForwardState | None = kwargs.get("kv")
     if state is None:
         raise ConfigError("its layers do not pass on what kvloom's attention needs")
-    strange = sorted(_NAMES.get(name, name) for name, given in kwargs.items() if _matters(name, given))
+    strange = sorted(name for name, given in kwargs.items() if _matters(name, given))
     if strange or attention_mask is not None:
         raise ConfigError(
             f"its attention asks for {', '.join(strange) or 'a mask'}, which kvloom does not have"
         )
+    width = max(key.shape[-1], value.shape[-1])
+    q, k, v = (_as_wide(x[0].transpose(0, 1), width) for x in (query, key, value))
     out = state.attend(
         int(module.layer_idx),  # type: ignore[arg-type]
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        q,
+        k,
+        v,
         Scoring(
             scale=float(scaling if scaling is not None else query.shape[-1] ** -0.5),
             window=sliding_window or 0,
             softcap=softcap or 0.0,
+            sinks=None if s_aux is None else s_aux.float().contiguous(),
+            slopes=slopes,
         ),
     )
-    return out[None], None
+    return out[None, ..., : value.shape[-1]], None
+
+
+def _as_wide(x: Tensor, width: int) -> Tensor:
+    """Returns x [N, H, D] with zeros up to `width` numbers a row."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 AttentionInterface.register(NAME, kvloom_attention)

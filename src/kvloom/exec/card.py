@@ -14,6 +14,7 @@ from kvloom.types.request import ModelCard, SamplingDefaults
 from kvloom.types.spec import ModelSpec
 
 _FILE = "generation_config.json"
+_LENGTHS = "max_position_embeddings", "max_seq_len", "seq_length"  # what families call it
 
 
 def read_sampling_defaults(path: str) -> SamplingDefaults:
@@ -99,8 +100,14 @@ def _ids(given: int | list[int] | None) -> set[int]:
 def _context(config: Any, wanted: int | None) -> int:
     """Returns the length of the longest sequence. Rotary forms that change with the longest of a batch
     (dynamic, longrope) are kept to the length up to which they do not, or a neighbour's length would change
-    one's tokens."""
-    length = int(getattr(config, "max_position_embeddings", None) or 4096)
+    one's tokens. Layers that attend within chunks, and queries that are scaled from some position on, are
+    kept to the first chunk, and to the positions before that one, where both do nothing."""
+    said = (getattr(config, name, None) for name in _LENGTHS)
+    length = next((int(one) for one in said if one), 4096)
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        length = min(length, int(config.attention_chunk_size))
+    if getattr(config, "attn_temperature_tuning", None):
+        length = min(length, int(config.floor_scale) - 1)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         original = rope.get("original_max_position_embeddings")

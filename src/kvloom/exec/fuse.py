@@ -228,6 +228,8 @@ def fuse_rotary(module: nn.Module, turn: RotaryFunction, device: torch.device) -
     """Gives this attention module's forward our rotary function for the one its source names, if the two
     agree on `device`. The module's class and its file's globals stay as they are: other models share them.
     What transformers wraps around the forward, to rename arguments of old callers, is left out."""
+    if "forward" in vars(module):
+        return  # it is ours already
     forward = inspect.unwrap(type(module).forward)
     if not isinstance(forward, FunctionType) or _ROTARY not in forward.__code__.co_names:
         return

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kvloom.exec.architectures.attention import reach_attention
 from kvloom.exec.attention import NAME, ForwardState, Scoring, attend_dense
 from kvloom.exec.build import Description, describe
 from kvloom.exec.card import card_of, check_tokenizer
@@ -30,6 +31,9 @@ from kvloom.types.spec import ModelSpec
 # so the CPU's executor never brings fewer.
 _MIN_ROWS: Final = 4
 _PROBE_TOKENS: Final = 9
+_PROBE_PART: Final = 5  # of these that come first
+# The kinds of layers that the config may name. Chunks are as long as the context at least; see `card`.
+_KINDS: Final = {"full_attention", "attention", "sliding_attention", "chunked_attention"}
 _LARGE: Final = 1 << 18  # bytes of a matrix that counts for sure while weights sleep
 _EDGES: Final = 1 << 13  # of its pages, in which other things lie too
 
@@ -101,6 +105,9 @@ class LoadTarget(Protocol):
     def settle(self, module: nn.Module) -> None:
         """Lets go of what the finished module does not need."""
 
+    def check_scorings(self, scorings: Mapping[int, Scoring]) -> None:
+        """Raises ConfigError if the device's kernels do not score as a layer asks for."""
+
     def fuse_decoder(
         self, module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry
     ) -> Forward | None:
@@ -120,11 +127,6 @@ class Observer:
         self.heads: set[int] = set()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        if k.shape[-1] != v.shape[-1]:
-            raise ConfigError(
-                f"its keys have {k.shape[-1]} numbers and its values {v.shape[-1]} (latent attention), "
-                "and kvloom's blocks hold both at one head size"
-            )
         self.layers[layer] = (k.shape[1], k.shape[2])
         self.scorings[layer] = scoring
         self.heads.add(q.shape[1])
@@ -132,13 +134,30 @@ class Observer:
         return attend_dense(q, k, v, 0, scoring).transpose(0, 1)
 
 
+class _Continued:
+    """Stands in for the forward state of a prompt that comes in parts: it keeps K and V, and nothing
+    else."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        q, k, v = (x.transpose(0, 1).clone() for x in (q, k, v))
+        offset = 0
+        if layer in self._kept:
+            offset = self._kept[layer][0].shape[1]
+            k, v = (torch.cat(pair, 1) for pair in zip(self._kept[layer], (k, v), strict=True))
+        self._kept[layer] = k, v
+        return attend_dense(q, k, v, offset, scoring).transpose(0, 1)
+
+
 def prove(
     module: Any, team: Team | None, target: LoadTarget, release: Callable[[], None] = lambda: None
 ) -> Observer:
     """Sees what the stock model asks of our attention, brings it to the device on which it is to run, slices
-    and fuses it, and compares logits on a short prompt. In a team the first rank alone does what takes the
-    whole model, and does it on the mapped files: no rank's device need hold the whole. release: gives back
-    what the stock model has read of these files. Raises ConfigError."""
+    and fuses it, and compares logits on a short prompt that comes in two parts. In a team the first rank
+    alone does what takes the whole model, and does it on the mapped files: no rank's device need hold the
+    whole. release: gives back what the stock model has read of these files. Raises ConfigError."""
     if team is None:
         target.place(module)
     observer, expected = Observer(), None
@@ -147,7 +166,8 @@ def prove(
             probe = _probe(module)
             expected = module(input_ids=probe["input_ids"], use_cache=False).logits
             release()
-        module.set_attn_implementation(NAME)
+        if not reach_attention(module):
+            module.set_attn_implementation(NAME)
         if expected is not None:
             module(**probe, kv=observer)
             _uniform(module, observer)
@@ -155,7 +175,7 @@ def prove(
         if team is not None:
             observer = _slice(module, observer, team, target)
         target.fuse(module)
-        found = module(**_probe(module), kv=observer).logits
+        found = _in_parts(module)
     if expected is not None:
         _compare(found, expected.to(found.device))
     return observer
@@ -188,6 +208,16 @@ def _probe(module: Any) -> dict[str, Any]:
     }
 
 
+def _in_parts(module: Any) -> Tensor:
+    """Returns the logits of a short prompt whose tokens come in two parts."""
+    probe, state = _probe(module), _Continued()
+    parts = []
+    for tokens in (slice(0, _PROBE_PART), slice(_PROBE_PART, None)):
+        ids, positions = probe["input_ids"][:, tokens], probe["position_ids"][:, tokens]
+        parts.append(module(input_ids=ids, position_ids=positions, use_cache=False, kv=state).logits)
+    return torch.cat(parts, 1)
+
+
 def _slice(module: Any, whole: Observer, team: Team, target: LoadTarget) -> Observer:
     """Cuts the module down to this rank's slice. Returns what the slice asks of attention."""
     for heads, _ in whole.layers.values():
@@ -209,8 +239,14 @@ def _slice(module: Any, whole: Observer, team: Team, target: LoadTarget) -> Obse
 
 def _compare(found: Tensor, expected: Tensor) -> None:
     """Raises ConfigError if logits differ by more than roundings do."""
-    error = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+    errors = (found - expected).abs().amax((0, 2)) / expected.abs().max().clamp_min(1e-6)
+    error, first = float(errors.max()), float(errors[:_PROBE_PART].max())
     bound = 1e-4 if expected.dtype == torch.float32 else 5e-2
+    if first < bound and not error < bound:
+        raise ConfigError(
+            f"its logits differ by {error:.1e} once a prompt comes in parts: its layers keep a state beside "
+            "keys and values, which kvloom's pool does not hold"
+        )
     if not error < bound:
         raise ConfigError(f"its logits under kvloom's attention differ from transformers' own by {error:.1e}")
 
@@ -235,6 +271,8 @@ def _uniform(module: Any, observer: Observer) -> None:
             raise ConfigError(
                 f"its layer {layer} has a sliding window that the attention interface is not told"
             )
+        if kind not in _KINDS:
+            raise ConfigError(f"its layer {layer} is of the kind {kind}, which kvloom does not have")
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +284,7 @@ class LoadedModel:
     kv_dtype: torch.dtype
     geometry: Geometry
     card: ModelCard
-    heads: int = 0  # of q, in all layers; 0 if they differ
+    heads: int = 0  # of q, in all layers; 0 if they differ, or have sinks or slopes, which no mailbox takes
     identity: str = ""  # a digest over the weights and all else that K and V of given tokens depend on
 
 
@@ -341,6 +379,7 @@ def _load(
     kept = target.kv_dtype(spec.kv_dtype, torch.float32 if computes_in_float32(module) else dtype)
     observer = prove(module, team, target, described.release)
     target.settle(module)
+    target.check_scorings(observer.scorings)
     heads, head_dim = next(iter(observer.layers.values()))
     ranks = 1 if team is None else team.group.size
     kv_name = str(kept).removeprefix("torch.")
@@ -353,7 +392,8 @@ def _load(
     if spec.dtype == "auto":
         target.round_inputs(module)  # after all comparisons, which are closer than that
     card = card_of(spec, module, built.parameters, built.tokenizer, built.sampling, kv_name)
-    q_heads = next(iter(observer.heads)) if len(observer.heads) == 1 else 0
+    plain = all(one.sinks is None and one.slopes is None for one in observer.scorings.values())
+    q_heads = next(iter(observer.heads)) if plain and len(observer.heads) == 1 else 0
     facts = (checkpoint.identity(), spec.dtype, str(dtype), kv_name, decoder is None, *_program())
     identity = hashlib.sha256(repr(facts).encode()).hexdigest()
     return LoadedModel(module, decoder or Modular(module), kept, geometry, card, q_heads, identity)

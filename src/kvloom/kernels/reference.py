@@ -110,17 +110,23 @@ def decode_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    *,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
     """Attends with one new token per sequence, q [B, heads, D], to its lengths[b] tokens, itself included.
 
     arena [blocks, 2, T, `row_width`]; page_map [pages, layers, kv_heads], tables [B, pages of the longest]
     and lengths [B] are int32. A window n > 0 hides all but the last n tokens; a softcap c > 0 bends scores s
-    to c tanh(s / c).
+    to c tanh(s / c). sinks and slopes [heads] are float32: a sink is the score of one more key, whose value
+    is 0, and a score loses its head's slope for each token from the key's to the query's (ALiBi).
     """
     for b, length in enumerate(lengths.tolist()):
         k, v = _cached(arena, page_map, layer, tables[b], length, q.shape[2])
         start = max(0, length - window) if window else 0
-        out[b : b + 1] = _attend(q[b : b + 1], k[:, start:], v[:, start:], None, scale, softcap)
+        bias = None if slopes is None else biases(slopes, length - 1 - start, 1, length - start)
+        row = slice(b, b + 1)
+        out[row] = _attend(q[row], k[:, start:], v[:, start:], None, scale, softcap, sinks, bias)
 
 
 def prefill_attention(
@@ -135,6 +141,9 @@ def prefill_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    *,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
     """Computes causal attention of the new tokens of B sequences, packed: sequence b's queries are rows
     [begins[b], begins[b + 1]) of q [N, heads, D], at positions from starts[b] on. Their K and V are in the
@@ -147,7 +156,8 @@ def prefill_attention(
         positions = torch.arange(end, device=q.device)
         ahead = positions[start:, None] - positions
         seen = (ahead >= 0) & (ahead < window) if window else ahead >= 0
-        out[new] = _attend(q[new], k, v, seen, scale, softcap)
+        bias = None if slopes is None else biases(slopes, start, end - start, end)
+        out[new] = _attend(q[new], k, v, seen, scale, softcap, sinks, bias)
 
 
 def _cached(
@@ -160,16 +170,45 @@ def _cached(
     return k, v
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, softcap: float) -> Tensor:
-    """Takes q [n, heads, D], k and v [kv_heads, L, D], seen [n, L] and returns [n, heads, D] in q's dtype."""
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor | None,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """Takes q [n, heads, D], k and v [kv_heads, L, D], seen [n, L], bias [heads, n, L] and returns
+    [n, heads, D] in q's dtype."""
     grouped = q.float().view(q.shape[0], k.shape[0], q.shape[1] // k.shape[0], q.shape[2])
-    scores = torch.einsum("nhgd,hld->nhgl", grouped, k) * scale
+    scores = torch.einsum("nhgd,hld->hgnl", grouped, k) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias.view(scores.shape)
     if seen is not None:
-        scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
-    out = torch.einsum("nhgl,hld->nhgd", scores.softmax(-1), v)
+        scores = scores.masked_fill(~seen, float("-inf"))
+    out = torch.einsum("hgnl,hld->nhgd", softmax(scores, sinks), v)
     return out.flatten(1, 2).to(q.dtype)
+
+
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Returns the weights of scores [kv_heads, group, n, L], whose sums are less than 1 if heads have
+    sinks."""
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+
+
+def biases(slopes: Tensor, offset: int, n: int, length: int) -> Tensor:
+    """Returns ALiBi's biases [heads, n, length] of queries at `offset` and after it."""
+    distance = torch.arange(length, device=slopes.device) - torch.arange(
+        offset, offset + n, device=slopes.device
+    ).unsqueeze(1)
+    return slopes[:, None, None] * distance
 
 
 def merge(out: Tensor, parts: Tensor, lse: Tensor) -> None:

@@ -110,9 +110,13 @@ class LentBlocks:
 
 
 def one_number(model: str, heads: int) -> int:
-    """Returns `heads`, those of q in all layers of the model. Raises BadRequest for 0: layers differ."""
+    """Returns `heads`, those of q in all layers of the model. Raises BadRequest for 0: layers differ, or a
+    task cannot say how they score."""
     if not heads:
-        raise BadRequest(f"weave: the layers of {model} differ in their heads, so no one mailbox fits them")
+        raise BadRequest(
+            f"weave: the layers of {model} differ in their heads, or have sinks or slopes, so no one mailbox "
+            "fits them"
+        )
     return heads
 
 

@@ -53,6 +53,13 @@ def test_a_pool_that_holds_no_page(spec: EngineSpec) -> None:
     assert told == "kv_memory: 2,048 bytes hold no page of m; at least 6,144 are needed"
 
 
+@pytest.mark.parametrize(("architecture", "name"), [("gpt_oss", "sinks"), ("bloom", "slopes")])
+def test_scores_that_the_kernels_do_not_compute(architecture: str, name: str, tmp_path: Path) -> None:
+    spec = spec_of({"m": make_checkpoint(tmp_path, architecture)}, max_running=2)
+    told = refusal(lambda: load_executor(spec, host_device(4), plain_operations()))
+    assert told.startswith(f"models.m: its attention has {name}, which GPU kernels do not compute")
+
+
 class _Small(GpuDevice):
     """A device with little memory."""
 

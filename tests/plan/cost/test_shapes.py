@@ -29,7 +29,16 @@ LLAMA: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+UNLIKE = {
+    "llama4": "only some of its layers are mixtures",
+    "gemma3n": "intermediate_size",
+    "deepseek_v2": "latent attention",
+    "deepseek_v3": "latent attention",
+}
+"""Architectures whose layers have no one shape, and why."""
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.keys() - UNLIKE.keys()))
 def test_a_shape_counts_what_transformers_builds(architecture: str, tmp_path: Path) -> None:
     kind, special = ARCHITECTURES[architecture]
     wide = {"hidden_size": 192} | ({"n_embd": 192} if architecture == "gpt2" else {})
@@ -42,6 +51,14 @@ def test_a_shape_counts_what_transformers_builds(architecture: str, tmp_path: Pa
     assert shape.parameters == pytest.approx(built, rel=0.08)  # norms, biases, positions and routers beside
     assert shape.layers == config.num_hidden_layers
     assert shape.weight_bytes == 4 * shape.parameters
+
+
+@pytest.mark.parametrize("architecture", sorted(UNLIKE))
+def test_unlike_layers_have_no_shape(architecture: str, tmp_path: Path) -> None:
+    kind, special = ARCHITECTURES[architecture]
+    getattr(transformers, kind)(**(_SMALL | special)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=UNLIKE[architecture]):
+        read_shape(tmp_path)
 
 
 def test_known_shapes_are_as_published() -> None:

@@ -80,6 +80,9 @@ class CpuTarget:
             if left.nbytes < _SMALL or not left.is_contiguous():
                 left.data = left.data.clone()
 
+    def check_scorings(self, scorings: Mapping[int, Scoring]) -> None:
+        """Does nothing: the kernels take all of them."""
+
     def fuse_decoder(
         self, module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry
     ) -> Forward | None:

@@ -85,6 +85,13 @@ class DeviceTarget:
     def settle(self, module: nn.Module) -> None:
         self._device.trim()
 
+    def check_scorings(self, scorings: Mapping[int, Scoring]) -> None:
+        for name in ("sinks", "slopes"):
+            if any(getattr(one, name) is not None for one in scorings.values()):
+                raise ConfigError(
+                    f"its attention has {name}, which GPU kernels do not compute; `device: cpu` is right"
+                )
+
     def fuse_decoder(
         self, module: nn.Module, scorings: Mapping[int, Scoring], geometry: Geometry
     ) -> Forward | None:

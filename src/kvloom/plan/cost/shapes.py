@@ -111,6 +111,7 @@ _TIED: Final = frozenset((
     "bloom", "cohere", "cohere2", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "mpt",
     "opt", "starcoder2",
 ))  # fmt: skip
+_FOUR_TIMES: Final = frozenset(("bloom", "falcon", "mpt"))  # as wide as its input is an MLP of these
 
 
 def _llama(layers: int, hidden: int, ffn: int, *, kv_heads: int = 0, vocab: int = 32000) -> ModelShape:
@@ -210,11 +211,14 @@ def shape_of(config: Mapping[str, Any], itemsize: int | None = None) -> ModelSha
     _refuse(config)
     family = str(config.get("model_type", ""))
     hidden, heads = _count(config, _HIDDEN), _count(config, _HEADS)
-    kv_heads = 1 if config.get("multi_query") else _maybe(config, _KV_HEADS) or heads
+    one = config.get("multi_query") and not config.get("new_decoder_architecture")
+    kv_heads = 1 if one else _maybe(config, _KV_HEADS) or heads
     experts = _maybe(config, _EXPERTS) or 1
     ffn = _maybe(config, ("moe_intermediate_size",)) if experts > 1 else None
     if ffn is None and "n_embd" in config:  # GPT-2's kin, where it may be left open
         ffn = _maybe(config, ("n_inner",)) or 4 * hidden
+    if family in _FOUR_TIMES:
+        ffn = _maybe(config, ("ffn_hidden_size",)) or 4 * hidden
     return _checked(
         {
             "layers": _count(config, _LAYERS),
@@ -248,7 +252,8 @@ def _refuse(config: Mapping[str, Any]) -> None:
         raise ConfigError("its weights are quantised, and a shape has one number format for all")
     if config.get("kv_lora_rank"):
         raise ConfigError("latent attention (kv_lora_rank); a shape has keys and values of one width")
-    if config.get("mlp_only_layers") or (config.get("decoder_sparse_step") or 1) > 1:
+    steps = [config.get(name) or 1 for name in ("decoder_sparse_step", "interleave_moe_layer_step")]
+    if config.get("mlp_only_layers") or max(steps) > 1:
         raise ConfigError("only some of its layers are mixtures of experts; a shape's layers are all alike")
     kinds = {kind for kind in config.get("layer_types") or () if "attention" not in str(kind)}
     kinds |= {kind for kind in config.get("layer_types") or () if "linear" in str(kind)}

@@ -1,4 +1,4 @@
-"""The check that both attention kernels make of their tensors."""
+"""The checks that both attention kernels make of their tensors."""
 
 from __future__ import annotations
 
@@ -21,3 +21,12 @@ def check_attention(
     if heads % kv_heads:
         raise ValueError(f"q: want a multiple of {kv_heads} heads, got {heads}")
     return kv_heads
+
+
+def terms_of(heads: int, sinks: Tensor | None, slopes: Tensor | None) -> tuple[int, int]:
+    """Returns the addresses of what scores have beside q · k, 0 for none. Raises ValueError if one is not
+    float32 [heads]."""
+    for name, given in (("sinks", sinks), ("slopes", slopes)):
+        if given is not None:
+            check(name, given, heads, dtypes=FLOAT)
+    return (0 if sinks is None else sinks.data_ptr()), (0 if slopes is None else slopes.data_ptr())

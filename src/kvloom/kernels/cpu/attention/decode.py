@@ -13,7 +13,7 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
-from kvloom.kernels.cpu.attention.checks import check_attention
+from kvloom.kernels.cpu.attention.checks import check_attention, terms_of
 from kvloom.kernels.cpu.attention.runs import END, MOST_QUERIES, RowRuns
 from kvloom.kernels.cpu.attention.tile import LOWEST, TILE, accumulate_rows, rescale, score_rows, weigh
 from kvloom.kernels.cpu.attention.wide import (
@@ -22,7 +22,9 @@ from kvloom.kernels.cpu.attention.wide import (
     load_tile,
     locate,
     prefetch_tile,
+    put_sinks,
     score_tile,
+    slope_of,
     sum_tile,
     weigh_tile,
 )
@@ -45,7 +47,8 @@ class AttentionArguments(ctypes.Structure):
 
     If k is not 0, an item begins with its new token: q and k are normalised (if q_norm is not 0) and their
     first rotary_dim numbers rotated in place, and k and v stored in the token's slot. If order is not 0,
-    items are of runs of rows (see `RowRuns`), else of rows."""
+    items are of runs of rows (see `RowRuns`), else of rows. sinks and slopes have a number for each query
+    head; 0 if there are none."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("next", "done", "out", "out_row", "out_head")),
@@ -60,6 +63,7 @@ class AttentionArguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("q_norm", "k_norm")),
         *((name, ctypes.c_double) for name in ("eps", "offset")),
         *((name, ctypes.c_int64) for name in ("order", "runs", "run_count", "segments", "longest")),
+        *((name, ctypes.c_int64) for name in ("sinks", "slopes")),
     ]
 
 
@@ -178,6 +182,7 @@ def _attend_tile(a, b, heads, position, count, scores, found):  # type: ignore[n
     all_sums, all_best, all_norm, run_rows = found
     group, size, scale, softcap = a.group, a.head_dim * 4, np.float32(a.scale), np.float32(a.softcap)
     row, kind, scales = a.row_bytes, a.kind, scores + group * TILE * 4
+    ahead = position - read_int(a.lengths + b * 4) + 1
     for head in range(heads[0], heads[1]):
         k = locate(a, b, head, position)
         rows = (head - heads[0]) * run_rows * group
@@ -188,8 +193,11 @@ def _attend_tile(a, b, heads, position, count, scores, found):  # type: ignore[n
         if kind == INT8:
             rescale(scores, scales, k, row, count, group)
         for g in range(group):
-            at = scores + g * TILE * 4
-            weigh(at, best + g * 4, norm + g * 4, sums + g * size, 0, count, a.head_dim, scale, softcap)
+            at, slope = scores + g * TILE * 4, slope_of(a, head * group + g)
+            weigh(
+                at, best + g * 4, norm + g * 4, sums + g * size, 0, count, a.head_dim, scale, softcap,
+                slope, ahead,
+            )  # fmt: skip
         if kind == INT8:
             rescale(scores, scales, v, row, count, group)
         accumulate_rows(sums, scores, v, row, kind, count, group, a.head_dim)
@@ -214,9 +222,13 @@ def _attend_shared_tile(a, first, rows, heads, position, count, end, place, foun
         score_tile(scores, packed, queries, keys, count, dim)
         for i in range(queries):
             prefetch_tile(a, one, head, position + count, end, i, queries)
-            low = max(0, _begin_of(a, _row(a, first + i // group)) - position)
+            b = _row(a, first + i // group)
+            low, ahead = max(0, _begin_of(a, b) - position), position - read_int(a.lengths + b * 4) + 1
             mine, best, norm = all_sums + (at + i) * dim * 4, all_best + (at + i) * 4, all_norm + (at + i) * 4
-            weigh_tile(scores + i * TILE * 4, best, norm, mine, low, count, count, dim, scale, softcap)
+            weigh_tile(
+                scores + i * TILE * 4, best, norm, mine, low, count, count, dim, scale, softcap,
+                slope_of(a, head * group + i % group), ahead,
+            )  # fmt: skip
         sum_tile(all_sums + at * dim * 4, scores, queries, values, count, dim)
 
 
@@ -271,6 +283,7 @@ def advance(a, counters, place, until):  # type: ignore[no-untyped-def]
         if fresh:
             segment, position = 0, -1
             clear(sums, best, norm, (end_head - first_head) * rows * a.group, a.head_dim, LOWEST)
+            put_sinks(a, best, norm, rows * a.group, first_head, end_head)
             if a.k != 0:
                 for i in range(rows):
                     _append(a, _row(a, first + i), first_head, end_head)
@@ -349,6 +362,9 @@ def decode_attention(
     window: int = 0,
     softcap: float = 0.0,
     runs: RowRuns | None = None,
+    *,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
     """Attends with one new token per sequence, q [B, heads, D], to its lengths[b] tokens, itself included.
 
@@ -356,7 +372,9 @@ def decode_attention(
     [pages, layers, kv_heads], tables [B, pages of the longest] and lengths [B] are int32. A window n > 0
     hides all but the last n; a softcap c > 0 bends scores s to c tanh(s / c). Rows of q and out may lie
     anywhere; out may be q itself. Lengths are 1 or more. runs: of rows that begin with the same
-    pages, the last token of none among these. The kernel runs on as many threads as torch has for the calling
+    pages, the last token of none among these. sinks and slopes [heads] are float32: a sink is the score of
+    one more key, whose value is 0, and a score loses its head's slope for each token from the key's to the
+    query's (ALiBi). The kernel runs on as many threads as torch has for the calling
     one.
     """
     batch, heads, head_dim = q.shape
@@ -375,6 +393,6 @@ def decode_attention(
         page_map.data_ptr() + layer * kv_heads * 4, layers * kv_heads * 4,
         tables.data_ptr(), tables.stride(0) * 4, lengths.data_ptr(),
         batch, kv_heads, heads // kv_heads, window, span, -(-kv_heads // span), scale, softcap,
-        *[0] * 10, 0.0, 0.0, *shared,
+        *[0] * 10, 0.0, 0.0, *shared, *terms_of(heads, sinks, slopes),
     )  # fmt: skip
     attend_all(arguments, threads)

@@ -18,7 +18,7 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
-from kvloom.kernels.cpu.attention.checks import check_attention
+from kvloom.kernels.cpu.attention.checks import check_attention, terms_of
 from kvloom.kernels.cpu.attention.tile import LOWEST
 from kvloom.kernels.cpu.attention.wide import (
     KEY_ROW,
@@ -27,7 +27,9 @@ from kvloom.kernels.cpu.attention.wide import (
     clear,
     load_tile,
     prefetch_tile,
+    put_sinks,
     score_tile,
+    slope_of,
     sum_tile,
     weigh_tile,
 )
@@ -44,7 +46,7 @@ _QUERIES: Final = 96  # of a tile in all heads of a group, if that is not larger
 
 class PrefillArguments(ctypes.Structure):
     """The addresses, sizes, and strides in bytes. items [item_count, 4]: sequence, first row of q, rows, and
-    the position of the first in the sequence."""
+    the position of the first in the sequence. sinks and slopes are as in AttentionArguments."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("next", "out", "out_row", "out_head", "q", "q_row", "q_head")),
@@ -53,6 +55,7 @@ class PrefillArguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("map", "map_page", "tables", "table_row")),
         *((name, ctypes.c_int64) for name in ("items", "item_count", "rows", "kv_heads", "group", "window")),
         *((name, ctypes.c_double) for name in ("scale", "softcap")),
+        *((name, ctypes.c_int64) for name in ("sinks", "slopes")),
     ]
 
 
@@ -99,6 +102,7 @@ def _attend(a, item, head, place):  # type: ignore[no-untyped-def]
     norm = best + queries * 4
     _copy_queries(a, first, rows, head, q)
     clear(sums, best, norm, queries, dim, LOWEST)
+    put_sinks(a, best, norm, queries, head, head + 1)
     end, begin = start + rows, max(0, start - a.window + 1) if a.window > 0 else 0
     for position in range(begin // KEYS * KEYS, end, KEYS):
         count = min(KEYS, end - position)
@@ -111,8 +115,10 @@ def _attend(a, item, head, place):  # type: ignore[no-untyped-def]
             here = start + i // group - position
             sees = max(0, here - a.window + 1) if a.window > 0 else 0
             until, mine = min(count, here + 1), sums + i * size
-            to = scores + i * SCORE_ROW
-            weigh_tile(to, best + i * 4, norm + i * 4, mine, sees, until, count, dim, scale, softcap)
+            to, slope = scores + i * SCORE_ROW, slope_of(a, head * group + i % group)
+            weigh_tile(
+                to, best + i * 4, norm + i * 4, mine, sees, until, count, dim, scale, softcap, slope, -here
+            )
         sum_tile(sums + low * size, scores + low * SCORE_ROW, high - low, values, count, dim)
     _put(a, first, rows, head, sums, norm)
 
@@ -153,6 +159,9 @@ def prefill_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    *,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
     """Computes causal attention of the new tokens of B sequences, packed: sequence b's queries are rows
     [begins[b], begins[b + 1]) of q [N, heads, D], at positions from starts[b] on. Their K and V are in the
@@ -177,6 +186,6 @@ def prefill_attention(
         arena.shape[3] * arena.itemsize, KINDS[arena.dtype],
         page_map.data_ptr() + layer * kv_heads * 4, layers * kv_heads * 4,
         tables.data_ptr(), tables.stride(0) * 4, items.ctypes.data, len(items), most,
-        kv_heads, group, window, scale, softcap,
+        kv_heads, group, window, scale, softcap, *terms_of(heads, sinks, slopes),
     )  # fmt: skip
     _prefill(arguments, min(torch.get_num_threads(), max(1, len(items) * kv_heads)))

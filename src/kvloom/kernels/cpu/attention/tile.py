@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numba import njit
 
 from kvloom.kernels.cpu.kv_rows import BFLOAT16, FLOAT32, SCALE, load_int8, read_int8
@@ -22,6 +23,7 @@ from kvloom.kernels.cpu.lanes.floats import (
     maximum,
     multiply,
     multiply_add,
+    ramp,
     read_bfloat16,
     splat,
     store,
@@ -123,14 +125,17 @@ def _hide(scores, begin, end, value):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="never")
-def weigh(scores, best, norm, sums, low, high, dim, scale, softcap):  # type: ignore[no-untyped-def]
+def weigh(scores, best, norm, sums, low, high, dim, scale, softcap, slope, ahead):  # type: ignore[no-untyped-def]
     """Turns one head's scores of the keys [low, high), at least one, into weights exp(s - best), and brings
-    norm and sums [D] to the new best. Other keys of the vectors that these lie in get the weight 0."""
+    norm and sums [D] to the new best. Other keys of the vectors that these lie in get the weight 0. slope: of
+    ALiBi's bias; ahead: the place of key 0 less the query's."""
     begin, end = low // LANES * LANES, (high + LANES - 1) // LANES * LANES
     for i in range(begin * 4, end * 4, LANES * 4):
         s = multiply(load(scores + i), splat(scale))
         if softcap > 0:
             s = multiply(tanh(multiply(s, splat(1 / softcap))), splat(softcap))
+        if slope != 0:
+            s = multiply_add(splat(slope), add(splat(np.float32(ahead + i // 4)), ramp()), s)
         store(scores + i, s)
     _hide(scores, begin, low, LOWEST)
     _hide(scores, high, end, LOWEST)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import numpy as np
 from llvmlite import ir
 from numba import njit, types
 
@@ -303,6 +304,24 @@ def clear(sums, best, norm, rows, dim, lowest):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="never")
+def put_sinks(a, best, norm, rows, first_head, end_head):  # type: ignore[no-untyped-def]
+    """Begins the online softmax of `rows` queries a head with the heads' sinks, if they have some: keys that
+    have no value."""
+    if a.sinks == 0:
+        return
+    for i in range((end_head - first_head) * rows):
+        head = (first_head + i // rows) * a.group + i % a.group
+        write(best + i * 4, read(a.sinks + head * 4))
+        write(norm + i * 4, 1.0)
+
+
+@njit(inline="always")
+def slope_of(a, head):  # type: ignore[no-untyped-def]
+    """Returns the slope of a query head; 0 if distances change no scores."""
+    return read(a.slopes + head * 4) if a.slopes != 0 else np.float32(0)
+
+
+@njit(inline="never")
 def score_tile(scores, q, rows, keys, count, dim):  # type: ignore[no-untyped-def]
     """Computes scores [rows, SCORE_ROW] of q [rows, D] against `count` loaded keys, up to whole
     vectors."""
@@ -311,12 +330,12 @@ def score_tile(scores, q, rows, keys, count, dim):  # type: ignore[no-untyped-de
 
 
 @njit(inline="never")
-def weigh_tile(scores, best, norm, sums, low, high, count, dim, scale, softcap):  # type: ignore[no-untyped-def]
+def weigh_tile(scores, best, norm, sums, low, high, count, dim, scale, softcap, slope, ahead):  # type: ignore[no-untyped-def]
     """Weighs one query's scores of the keys [low, high) of `count`; others get the weight 0, and if there are
-    none, nothing else happens."""
+    none, nothing else happens. All else is as in `weigh`."""
     begin, end = low // LANES * LANES, (high + LANES - 1) // LANES * LANES
     if low < high:
-        weigh(scores, best, norm, sums, low, high, dim, scale, softcap)
+        weigh(scores, best, norm, sums, low, high, dim, scale, softcap, slope, ahead)
     else:
         begin = end = 0
     for i in range(0, begin * 4, _STEP):

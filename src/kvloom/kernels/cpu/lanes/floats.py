@@ -186,6 +186,12 @@ def splat(builder: Any, value: Any) -> Any:
     return builder.shuffle_vector(one, one, ir.Constant(_int_lanes, [0] * LANES))
 
 
+@operation(float32x16)
+def ramp(builder: Any) -> Any:
+    """Returns 0, 1, 2, and so on."""
+    return ir.Constant(_lanes, [float(i) for i in range(LANES)])
+
+
 @operation(float32x16, float32x16, float32x16)
 def add(builder: Any, a: Any, b: Any) -> Any:
     return builder.fadd(a, b)

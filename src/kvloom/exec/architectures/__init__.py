@@ -1,0 +1,1 @@
+"""What single architectures of transformers need beside the rest."""
