@@ -14,7 +14,7 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 SERVES := $(VENV)/.serves
 INSTALLED := $(VENV)/.installed
 WARM := $(VENV)/.warm
@@ -72,7 +72,7 @@ $(BIN)/pip:
 	echo "== making $(VENV) with $$($(PYTHON) --version) $$site"; \
 	$(PYTHON) -m venv $$site $(VENV) >/dev/null 2>&1 || { \
 	  $(PYTHON) -m venv --clear --without-pip $$site $(VENV) && \
-	  $(PYTHON) -m pip --quiet --python $(BIN)/python install --ignore-installed pip; }
+	  $(PYTHON) -m pip -qq --python $(BIN)/python install --ignore-installed pip; }
 
 $(SERVES): pyproject.toml | $(BIN)/pip
 	@if $(BIN)/python -c '$(TORCH_FITS)' 2>/dev/null; \
