@@ -1,12 +1,12 @@
-# make serve   set up, then serve the demo fleet     ARGS="fleet.yaml --port 9000"
-# make test    set up, then run the tests            ARGS="tests/kv -x"
+# make serve   install what serving needs, then serve the demo fleet     ARGS="fleet.yaml --port 9000"
+# make test    set up, then run the tests                                ARGS="tests/kv -x"
 # make check   what CI checks besides the tests
 # make bench   the benchmarks, on a quiet machine
 # make gpu-check   what CI cannot: the tests and figures that need a GPU
 # make prometheus   a real Prometheus for the tests of deploy/, out of Debian's package
 # make chromium   Debian's Chromium, for the tests of the page
 # make clients   the clients of tests/clients, in an environment of their own
-# make setup   the set-up alone                      PYTHON=python3.12
+# make setup   all that tests and tools need, too                        PYTHON=python3.12
 
 SHELL = /bin/sh
 PYTHON ?= python3
@@ -15,6 +15,8 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+SERVES := $(VENV)/.serves
 INSTALLED := $(VENV)/.installed
 WARM := $(VENV)/.warm
 
@@ -23,14 +25,16 @@ TORCH_FITS := import sys, torch; torch.ones(2).sum(); \
   sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))
 HAS_WARM := import sys, importlib.util as i; sys.exit(i.find_spec("kvloom.kernels.cpu.warm") is None)
 
-.PHONY: setup serve test check bench gpu-check prometheus chromium clients clean
+.PHONY: setup ready serve test check bench gpu-check prometheus chromium clients clean
 .DELETE_ON_ERROR:
 
+setup: $(INSTALLED) ready
+
 # Each process of a fleet would compile what it imports if nobody had kept the bytecode.
-setup: $(WARM)
+ready: $(WARM)
 	@$(BIN)/python -m compileall -q src/kvloom
 
-serve: setup
+serve: ready
 	@exec $(BIN)/kvloom serve $(ARGS)
 
 test: setup
@@ -76,21 +80,26 @@ $(BIN)/pip:
 	echo "== making $(VENV) with $$($(PYTHON) --version) $$site"; \
 	$(PYTHON) -m venv $$site $(VENV) >/dev/null 2>&1 || { \
 	  $(PYTHON) -m venv --clear --without-pip $$site $(VENV) && \
-	  $(PYTHON) -m pip --python $(BIN)/python install --ignore-installed pip; }
+	  $(PYTHON) -m pip -qq --python $(BIN)/python install --ignore-installed pip; }
 
-$(INSTALLED): pyproject.toml | $(BIN)/pip
+$(SERVES): pyproject.toml | $(BIN)/pip
 	@if $(BIN)/python -c '$(TORCH_FITS)' 2>/dev/null; \
 	then echo "== torch is here already"; \
-	else echo "== installing $(TORCH), the largest part"; $(BIN)/python -m pip install '$(TORCH)'; fi
-	@echo "== installing kvloom and its tools"
-	@$(BIN)/python -m pip install --editable '.[dev]'
-	@$(BIN)/python -m pip install --editable '.[cluster]' || \
+	else echo "== installing $(TORCH), the largest part"; $(PIP) install '$(TORCH)'; fi
+	@echo "== installing kvloom and what it needs"
+	@$(PIP) install --editable .
+	@touch $@
+
+$(INSTALLED): $(SERVES)
+	@echo "== installing the tools of tests and checks"
+	@$(PIP) install --editable '.[dev]'
+	@$(PIP) install --editable '.[cluster]' || \
 	  echo "== NIXL or Ray cannot be installed here: no units on several hosts, and their tests are skipped"
 	@touch $@
 
 # The CPU kernels are compiled once here, not while somebody waits for the first answer.
-$(WARM): $(INSTALLED) $(wildcard src/kvloom/kernels/cpu/*.py src/kvloom/kernels/cpu/*/*.py)
-	@if $(BIN)/python -c '$(HAS_WARM)'; then echo "== compiling the kernels"; $(BIN)/python -m kvloom.kernels.cpu.warm; fi
+$(WARM): $(SERVES) $(wildcard src/kvloom/kernels/cpu/*.py src/kvloom/kernels/cpu/*/*.py)
+	@if $(BIN)/python -c '$(HAS_WARM)'; then echo "== compiling the kernels, which takes minutes and is done once"; $(BIN)/python -m kvloom.kernels.cpu.warm; fi
 	@touch $@
 
 # Debian's package is unpacked here, and not installed: that would start a service. Its lists may be missing on a bare

@@ -9,22 +9,25 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NoReturn
 
 DEADLINE: Final = 120.0
+KVLOOM: Final = (sys.executable, "-m", "kvloom.cli")
 _URL: Final = re.compile(r"https?://\S+")
 
 
 class Fleet:
     """A running `kvloom serve`. Its output goes to a pipe; what was read of it is in `output`. folder: where
-    it keeps its sockets."""
+    it keeps its sockets; command: which kvloom it is."""
 
-    def __init__(self, arguments: list[str], folder: Path | None = None) -> None:
+    def __init__(
+        self, arguments: list[str], folder: Path | None = None, command: Sequence[str] = KVLOOM
+    ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvloom.cli", "serve", "--port", "0", *arguments],
+            [*command, "serve", "--port", "0", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -93,8 +96,8 @@ class Fleet:
 
 
 @contextmanager
-def fleet(*arguments: str, folder: Path | None = None) -> Iterator[Fleet]:
-    started = Fleet(list(arguments), folder)
+def fleet(*arguments: str, folder: Path | None = None, command: Sequence[str] = KVLOOM) -> Iterator[Fleet]:
+    started = Fleet(list(arguments), folder, command)
     try:
         yield started
     finally:

@@ -69,6 +69,24 @@ def test_its_command_has_options_that_there_are(unit: Path, capsys: pytest.Captu
         assert option in told
 
 
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_it_runs_as_a_user_whose_home_is_the_service_s(unit: Path) -> None:
+    """Kernels that are compiled, and what comes from the hub, are kept there."""
+    service = read(unit)["Service"]
+    assert service["User"] == ["kvloom"]
+    assert service["Environment"] == ["HOME=/var/lib/kvloom"]
+    assert service.get("StateDirectory") == ["kvloom"]
+
+
+def test_production_md_installs_what_the_unit_starts() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "production.md").read_text("utf-8")
+    folder = KVLOOM.removesuffix("/bin/kvloom")
+    assert f"python3 -m venv {folder}\n" in page
+    assert f"{folder}/bin/pip install " in page
+    assert "deploy/systemd/kvloom.service /etc/systemd/system/" in page
+    assert "/etc/kvloom/fleet.yaml" in page
+
+
 @pytest.mark.parametrize("name", ["kvloom-head", "kvloom-node"])
 def test_keepers_and_engines_outlive_ray(name: str) -> None:
     [unit] = [one for one in UNITS if one.stem == name]
