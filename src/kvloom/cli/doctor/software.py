@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 
 from kvloom.cli.doctor.finding import Finding, Verdict
 
-PROCESSOR: Final = "kvloom.exec.processor"
+PROCESSOR: Final = "kvloom.kernels.processor"
 SECONDS: Final = 120.0
 EXTRAS: Final = {
     "cluster": "several hosts",
@@ -31,7 +31,7 @@ _COMPILERS: Final = ("gcc", "clang", "cc")
 
 
 class Processor(Struct, frozen=True):
-    """What `kvloom.exec.processor` tells."""
+    """What `kvloom.kernels.processor` tells."""
 
     torch: str
     cuda: str | None
