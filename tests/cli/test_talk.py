@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -144,11 +146,15 @@ def test_a_chat_in_a_terminal(url: str, tmp_path: Path) -> None:
 class Endless(BaseHTTPRequestHandler):
     """Answers with one piece, and then with nothing until the client goes."""
 
+    asked: ClassVar[list[list[str]]] = []
+    """The messages of each request."""
+
     def do_GET(self) -> None:
         self._begin(b'{"data": [{"id": "endless"}]}')
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.asked.append([message["content"] for message in body["messages"]])
         self._begin(b'data: {"choices": [{"delta": {"content": "once\\u001b[2J upon"}}]}\n\n')
         self.connection.recv(1)
 
@@ -177,8 +183,13 @@ def test_control_c_ends_an_answer_and_not_the_chat(tmp_path: Path) -> None:
                 assert "once\N{REPLACEMENT CHARACTER}[2J upon".encode() in shown
                 process.send_signal(signal.SIGINT)
                 read_until(terminal, b"> ")
+                os.write(terminal, b"more\n")
+                read_until(terminal, b" upon")
+                process.send_signal(signal.SIGINT)
+                read_until(terminal, b"> ")
                 os.write(terminal, b"\x04")
                 assert process.wait(DEADLINE) == 0
         finally:
             http.shutdown()
             thread.join()
+    assert Endless.asked == [["tell"], ["tell", "once\x1b[2J upon", "more"]]
