@@ -16,7 +16,8 @@ from kvloom.cli.doctor.finding import Finding, Verdict
 from kvloom.cli.doctor.software import Processor
 from kvloom.config.config import Config
 from kvloom.config.fields import show_size
-from kvloom.config.machine import CGROUP, Machine
+from kvloom.config.machine import Machine
+from kvloom.kv.memory import CGROUP
 from kvloom.serve.machine import OPEN_FILES
 
 LEAST_MEMORY: Final = 1 << 30
