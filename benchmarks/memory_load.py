@@ -32,8 +32,8 @@ from benchmarks.servers import kvloom
 from benchmarks.workload import burst
 from kvloom.exec.checkpoint import open_checkpoint
 from kvloom.exec.cpu.executor import CPU
-from kvloom.exec.cpu.memory import return_free_memory
 from kvloom.exec.loader import LoadedModel, load_model
+from kvloom.kv.memory import return_free_memory
 from kvloom.types.spec import Dtype, ModelSpec
 
 WARM: Final = ROOT / "src" / "kvloom" / "demo" / "sums"

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from kvloom.cli.__main__ import main
-from kvloom.cli.gateway import AdminClient
+from kvloom.cli.gateway import Connection
 from kvloom.types.service import NodeState
 from tests.authorities import Authority
 
@@ -177,7 +177,7 @@ def test_control_c_says_what_goes_on(
     def interrupted(*_: object) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(AdminClient, "_asked", interrupted)
+    monkeypatch.setattr(Connection, "asked", interrupted)
     assert main(words) == 130
     assert capsys.readouterr().err == f"kvloom: interrupted{told}\n"
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from kvloom.exec.checkpoint import CONFIG, INDEX, MOST_CONFIG, MOST_HEADERS, WHOLE, open_checkpoint
-from kvloom.exec.cpu.memory import available_memory
 from kvloom.exec.loader import check_model
+from kvloom.kv.memory import available_memory
 from kvloom.types.errors import ConfigError
 from kvloom.types.spec import ModelSpec
 from tests.checkpoints import make_checkpoint

@@ -14,7 +14,7 @@ from importlib import metadata
 from io import StringIO
 from pathlib import Path
 from textwrap import fill
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from cyclopts import App, CycloptsError, Parameter, Token
 from cyclopts.help import HelpPanel
@@ -27,6 +27,7 @@ INVALID: Final = 2
 INTERRUPTED: Final = 130
 _MARGIN: Final = 24  # where the help's second column begins
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
+API_KEY_VARIABLE: Final = "KVLOOM_API_KEY"
 _WHOLE: Final = re.compile(r"[+-]?[0-9]{1,18}")
 
 
@@ -40,6 +41,7 @@ def _read_whole(_: type, tokens: Sequence[Token]) -> int:
 Whole = Annotated[int, Parameter(converter=_read_whole)]
 """The type of each option that is a whole number: cyclopts by itself rounds `81.5`."""
 Url = Annotated[str, Parameter(metavar="URL", help="the server's address")]
+ApiKey = Annotated[str | None, Parameter(help=f"API key of the server (${API_KEY_VARIABLE})")]
 Models = Annotated[
     tuple[str, ...],
     Parameter(metavar="NAME=PATH_OR_HUB_ID", help="a model, and the name for it; may be given again"),
@@ -48,6 +50,9 @@ Output = Annotated[Path, Parameter(alias="-o", help="the file to write")]
 
 COMMANDS: Final = (
     ("serve", "kvloom.cli.serve:app", "Serve models."),
+    ("chat", "kvloom.cli.talk.chat:chat", "Talk to a model in a terminal."),
+    ("run", "kvloom.cli.talk.run:run", "Ask a model once, and print its answer."),
+    ("models", "kvloom.cli.talk.run:models", "List the models that a server serves."),
     ("top", "kvloom.cli.top.app:app", "Watch a fleet that serves, in a terminal."),
     ("program", "kvloom.cli.admin:program", "Show or change the router program."),
     ("unit", "kvloom.cli.admin:unit", "Show units, drain or restart one."),
@@ -64,6 +69,8 @@ COMMANDS: Final = (
     ("profile", "kvloom.cli.profile:app", "Measure how long this machine takes for the jobs of models."),
     ("plan", "kvloom.cli.plan:app", "Find out which models go together on which devices."),
     ("replan", "kvloom.cli.replan:app", "Bring a fleet that serves to another plan."),
+    ("doctor", "kvloom.cli.doctor.app:app", "Say what this machine has for kvloom, and what it lacks."),
+    ("completion", "kvloom.cli.app:completion", "Print what lets a shell complete commands and options."),
     ("reproduce", "kvloom.cli.reproduce:app", "Run the experiments of a paper."),
     ("chaos", "kvloom.cli.simulate:chaos", "Let things go wrong, and check the laws."),
 )
@@ -137,6 +144,19 @@ def make_app(called: str = "") -> App:
     return app
 
 
+completion = App(name="completion")
+
+
+@completion.default
+def print_completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
+    """Print the script by which a shell completes commands, options and files.
+
+    For bash, `source <(kvloom completion bash)` in ~/.bashrc is right; for zsh, `kvloom completion zsh >
+    ~/.zfunc/_kvloom`, with ~/.zfunc in fpath before compinit is called; for fish, `kvloom completion fish >
+    ~/.config/fish/completions/kvloom.fish`."""
+    print(make_app().generate_completion(shell=shell))
+
+
 @contextmanager
 def interruptible(consequence: str) -> Iterator[None]:
     """Says what comes of Ctrl-C in the block."""
@@ -152,6 +172,13 @@ def print_columns(rows: Iterable[Sequence[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for row in lines:
         print("  ".join(map(str.ljust, row, widths)).rstrip())
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Returns text that cannot steer a terminal. keep: signs that stay, as line breaks."""
+    return "".join(
+        sign if sign.isprintable() or sign in keep else "\N{REPLACEMENT CHARACTER}" for sign in text
+    )
 
 
 def check_outputs(*paths: Path | None, inputs: Iterable[Path | None] = ()) -> None:

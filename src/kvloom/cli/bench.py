@@ -15,8 +15,10 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvloom.cli.app import (
+    API_KEY_VARIABLE,
     DEFAULT_URL,
     FAILED,
+    ApiKey,
     CommandFailed,
     Output,
     Url,
@@ -39,7 +41,6 @@ from kvloom.types.clock import WallClock
 from kvloom.types.errors import ConfigError
 from kvloom.types.numbers import show_seconds
 
-KEY_VARIABLE: Final = "KVLOOM_API_KEY"
 _BOUNDS: Final = ("first", "per_token", "end")
 _STEP: Final = 1000  # requests from one look at the screen to the next
 
@@ -70,7 +71,7 @@ def serve(
             "given again",
         ),
     ] = (),
-    key: Annotated[str | None, Parameter(help=f"API key of the server (${KEY_VARIABLE})")] = None,
+    key: ApiKey = None,
     prompts: Annotated[Form, Parameter(help="what prompts are sent as")] = "tokens",
     vocab: Annotated[Whole | None, Parameter(metavar="N", help="token ids below N (the workload's)")] = None,
     plain: Annotated[
@@ -100,7 +101,7 @@ def serve(
         raise ConfigError(f"--vocab {vocab}: 32 or more is right")
     run = Run(
         url=url,
-        key=key or os.environ.get(KEY_VARIABLE),
+        key=key or os.environ.get(API_KEY_VARIABLE),
         workload=workload,
         rate_scale=rate_scale,
         models=_models(model),

@@ -8,7 +8,7 @@ import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http.client import BadStatusLine, HTTPException, HTTPResponse
 from pathlib import Path
@@ -53,6 +53,68 @@ class ServerEvent(NamedTuple):
     data: bytes
 
 
+class Connection:
+    """How a server is asked: its address, a key, and the certificates on both sides."""
+
+    def __init__(
+        self,
+        url: str,
+        bearer: str | None,
+        *,
+        ca: Path | None = None,
+        certificate: Path | None = None,
+        key: Path | None = None,
+        wants: str = "",
+        remedy: str = "--url names another server",
+    ) -> None:
+        """`bearer` is the key that is sent. `ca` holds the authorities that may have signed the server's
+        certificate, None for the system's; `certificate` and `key` are the caller's own. `wants` says how a
+        key is given, and `remedy` what helps if there is no server. Raises ConfigError if one of these cannot
+        be used."""
+        self.url = _base(url)
+        self._wants, self._remedy = wants, remedy
+        self._headers = {"content-type": "application/json", "accept": "application/json"}
+        if bearer:
+            self._headers["authorization"] = f"Bearer {bearer}"
+        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+        if self.url.startswith("https:") or ca or certificate or key:
+            handlers.append(urllib.request.HTTPSHandler(context=_client_context(ca, certificate, key)))
+        self._open = urllib.request.build_opener(*handlers).open
+
+    def call(
+        self, path: str, kind: type[Answer], body: object = None, seconds: float | None = SECONDS
+    ) -> Answer:
+        """Returns the answer of a path. Raises AdminError."""
+        with self.asked(path, body, seconds) as response:
+            return msgspec.json.decode(response.read(LONGEST_ANSWER), type=kind)
+
+    def stream(
+        self, path: str, body: object = None, *, last: str = "", silence: float = SECONDS
+    ) -> Generator[ServerEvent, None, None]:
+        """Yields the server-sent events of a path until the server ends them. last: the id of the last one
+        that is known. Raises AdminError; Silent if nothing comes for `silence` seconds."""
+        heads = {"accept": "text/event-stream"} | ({"last-event-id": last} if last else {})
+        with self.asked(path, body, silence, heads) as response:
+            yield from _events(response, self.url)
+
+    @contextmanager
+    def asked(
+        self, path: str, body: object, seconds: float | None, heads: Mapping[str, str] = MappingProxyType({})
+    ) -> Iterator[HTTPResponse]:
+        """Raises AdminError, of what is read from the response too."""
+        data = None if body is None else msgspec.json.encode(body)
+        try:
+            request = urllib.request.Request(f"{self.url}/{path}", data, {**self._headers, **heads})
+            with self._open(request, timeout=seconds) as response:
+                yield response
+        except urllib.error.HTTPError as error:
+            wants = f"; {self._wants}" if error.code == 401 and self._wants else ""
+            raise AdminError(f"{self.url}: {_refusal(error)}{wants}", refused=error.code < 500) from error
+        except (OSError, ValueError, HTTPException) as error:  # of the network, and of what came over it
+            remedy = _remedy(self.url, error) or self._remedy
+            raise AdminError(f"{self.url}: {_problem(error)}; {remedy}") from error
+
+
 class AdminClient:
     """A client of a running gateway's administration."""
 
@@ -65,18 +127,15 @@ class AdminClient:
         certificate: Path | None = None,
         key: Path | None = None,
     ) -> None:
-        """`key_file` holds admin keys; if it is left out, the environment's key is sent, if there is one.
-        `ca` holds the authorities that may have signed the server's certificate, None for the system's;
-        `certificate` and `key` are the caller's own. Raises ConfigError if one of these cannot be used."""
-        self._url = _base(url)
-        self._headers = {"content-type": "application/json", "accept": "application/json"}
+        """`key_file` holds admin keys; if it is left out, the environment's key is sent, if there is one. The
+        others are those of `Connection`. Raises ConfigError if one of these cannot be used."""
         admin_key = os.environ.get(KEY_VARIABLE) if key_file is None else _read_key(key_file)
         if admin_key:
-            self._headers["authorization"] = f"Bearer {_sendable(admin_key, key_file)}"
-        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
-        if self._url.startswith("https:") or ca or certificate or key:
-            handlers.append(urllib.request.HTTPSHandler(context=_client_context(ca, certificate, key)))
-        self._open = urllib.request.build_opener(*handlers).open
+            admin_key = sendable(
+                admin_key, KEY_VARIABLE if key_file is None else f"--admin-key-file: {key_file}"
+            )
+        wants = f"--admin-key-file FILE or ${KEY_VARIABLE} gives one"
+        self._server = Connection(url, admin_key, ca=ca, certificate=certificate, key=key, wants=wants)
 
     def program(self) -> ProgramState:
         """Returns the router program that runs. Raises AdminError."""
@@ -108,7 +167,7 @@ class AdminClient:
 
     def restart_all(self, seconds: float | None) -> Iterator[RestartStep]:
         """Yields the steps of a rolling restart, as they are done. Raises AdminError."""
-        with self._asked("restart", Drain(seconds=seconds), None) as response:
+        with self._server.asked("admin/restart", Drain(seconds=seconds), None) as response:
             state = ""
             with suppress(ConnectionError, HTTPException):  # an end before the last chunk
                 for line in response:
@@ -116,7 +175,9 @@ class AdminClient:
                     state = step.state
                     yield step
             if state not in ("restarted", "failed"):
-                raise AdminError(f"{self._url}: the gateway ended before the restart was over; ask again")
+                raise AdminError(
+                    f"{self._server.url}: the gateway ended before the restart was over; ask again"
+                )
 
     def placement(self) -> Placement:
         """Raises AdminError."""
@@ -146,34 +207,16 @@ class AdminClient:
         what would change. Raises AdminError."""
         return self._call("config", Applied, Apply(wanted=wanted, really=really), seconds=None)
 
-    def stream(self, path: str, *, last: str = "", silence: float = SECONDS) -> Iterator[ServerEvent]:
-        """Yields the server-sent events of a path until the server ends them. last: the id of the last one
-        that is known. Raises AdminError; Silent if nothing comes for `silence` seconds."""
-        heads = {"accept": "text/event-stream"} | ({"last-event-id": last} if last else {})
-        with self._asked(path, None, silence, heads) as response:
-            yield from _events(response, self._url)
+    def stream(
+        self, path: str, *, last: str = "", silence: float = SECONDS
+    ) -> Generator[ServerEvent, None, None]:
+        """Yields the server-sent events of a path, as `Connection.stream` does. Raises AdminError."""
+        return self._server.stream(f"admin/{path}", last=last, silence=silence)
 
     def _call(
         self, path: str, kind: type[Answer], body: object = None, seconds: float | None = SECONDS
     ) -> Answer:
-        with self._asked(path, body, seconds) as response:
-            return msgspec.json.decode(response.read(LONGEST_ANSWER), type=kind)
-
-    @contextmanager
-    def _asked(
-        self, path: str, body: object, seconds: float | None, heads: Mapping[str, str] = MappingProxyType({})
-    ) -> Iterator[HTTPResponse]:
-        """Raises AdminError, of what is read from the response too."""
-        data = None if body is None else msgspec.json.encode(body)
-        try:
-            request = urllib.request.Request(f"{self._url}/admin/{path}", data, {**self._headers, **heads})
-            with self._open(request, timeout=seconds) as response:
-                yield response
-        except urllib.error.HTTPError as error:
-            keys = f"; --admin-key-file FILE or ${KEY_VARIABLE} gives one" if error.code == 401 else ""
-            raise AdminError(f"{self._url}: {_refusal(error)}{keys}", refused=error.code < 500) from error
-        except (OSError, ValueError, HTTPException) as error:  # of the network, and of what came over it
-            raise AdminError(f"{self._url}: {_problem(error)}; {_remedy(self._url, error)}") from error
+        return self._server.call(f"admin/{path}", kind, body, seconds)
 
 
 def _events(response: HTTPResponse, url: str) -> Iterator[ServerEvent]:
@@ -245,11 +288,11 @@ def _read_key(file: Path) -> str:
         raise ConfigError(f"--admin-key-file: {error}") from error
 
 
-def _sendable(key: str, file: Path | None) -> str:
+def sendable(key: str, origin: str) -> str:
+    """Returns the key. Raises ConfigError, which names where the key is from, if no header can hold it."""
     if key.isascii() and key.isprintable():
         return key
-    where = KEY_VARIABLE if file is None else f"--admin-key-file: {file}"
-    raise ConfigError(f"{where}: a key of ASCII letters, digits and signs is right")
+    raise ConfigError(f"{origin}: a key of ASCII letters, digits and signs is right")
 
 
 def _refusal(error: urllib.error.HTTPError) -> str:
@@ -262,7 +305,7 @@ def _refusal(error: urllib.error.HTTPError) -> str:
 
 
 def _remedy(url: str, error: Exception) -> str:
-    """Returns what would be right if the server cannot be reached like this."""
+    """Returns what would be right if the server cannot be reached like this; empty if nobody can know."""
     reason = getattr(error, "reason", error)
     if isinstance(reason, ssl.SSLCertVerificationError):
         return "--ca FILE names the certificates of those who may have signed the server's"
@@ -270,7 +313,9 @@ def _remedy(url: str, error: Exception) -> str:
         return "it seems to speak no TLS, for which --url http://HOST:PORT is right"
     if url.startswith("http:") and isinstance(reason, ConnectionResetError | BadStatusLine):
         return "if it speaks TLS, --url https://HOST:PORT is right"
-    return "--url names another server"
+    if isinstance(reason, TimeoutError):
+        return "it may still be loading its models, and --url names another server"
+    return ""
 
 
 def _problem(error: Exception) -> str:

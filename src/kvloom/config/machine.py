@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-CGROUP = Path("/sys/fs/cgroup")
+from kvloom.kv.memory import available_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Machine:
     @classmethod
     def here(cls) -> Machine:
         return cls(
-            cores=len(os.sched_getaffinity(0)), memory=_free_memory(), gpus=_gpus(), name=platform.node()
+            cores=len(os.sched_getaffinity(0)), memory=available_memory(), gpus=_gpus(), name=platform.node()
         )
 
 
@@ -55,20 +55,3 @@ def _gpus() -> int:
     files = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     return len(files) if shown is None else min(len(files), len([part for part in shown.split(",") if part]))
-
-
-def _free_memory() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return min(int(line.split()[1]) * 1024, _free_cgroup_memory())
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-
-
-def _free_cgroup_memory() -> int:
-    """Returns what a container's own limit leaves besides what it uses already."""
-    try:
-        limit = (CGROUP / "memory.max").read_text().strip()
-        used = (CGROUP / "memory.current").read_text().strip()
-    except OSError:
-        return 1 << 62
-    return max(int(limit) - int(used), 0) if limit.isdigit() else 1 << 62

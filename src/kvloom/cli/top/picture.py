@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
+from kvloom.cli.app import printable
 from kvloom.cli.top.watched import Happening, Pace, Watched
 from kvloom.config.fields import show_size
 from kvloom.journal.samples import Sample, UnitModel, UnitSample
@@ -74,11 +75,6 @@ def draw(fleet: Watched, width: int, height: int | None = None) -> Text:
     return Text("\n").join(line if isinstance(line, Text) else Text(line) for line in above + below)
 
 
-def plain(text: str) -> str:
-    """Returns text that cannot steer a terminal."""
-    return "".join(sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}" for sign in text)
-
-
 def _models(sample: Sample) -> list[str]:
     return sorted({one.model for unit in sample.units for one in unit.models})
 
@@ -86,29 +82,29 @@ def _models(sample: Sample) -> list[str]:
 def _head(fleet: Watched, width: int) -> Iterator[Text]:
     sample = fleet.last
     if sample is None:
-        yield _cut(Text(f"kvloom at {plain(fleet.url)}", "bold"), width)
+        yield _cut(Text(f"kvloom at {printable(fleet.url)}", "bold"), width)
     else:
         tokens = sum(pace.tokens or 0.0 for pace in fleet.paces().values())
         counted = f"{len(sample.units)} units, {len(_models(sample))} models, {show_number(tokens)} tokens/s"
         moment = time.strftime("%H:%M:%S", time.localtime(sample.at))
-        yield _cut(Text(f"kvloom  {moment}  {counted}  {plain(fleet.url)}", "bold"), width)
+        yield _cut(Text(f"kvloom  {moment}  {counted}  {printable(fleet.url)}", "bold"), width)
     if fleet.problem:
-        yield _cut(Text(plain(fleet.problem), "bold red"), width)
+        yield _cut(Text(printable(fleet.problem), "bold red"), width)
 
 
 def _unit(unit: UnitSample, colours: dict[str, str], width: int) -> Iterator[Text | str]:
     yield ""
-    line = Text(plain(unit.unit), "bold")
-    line.append(f"  {plain(unit.state)}", _STATES.get(unit.state, "yellow"))
+    line = Text(printable(unit.unit), "bold")
+    line.append(f"  {printable(unit.state)}", _STATES.get(unit.state, "yellow"))
     if unit.node:
-        line.append(f"  {plain(unit.node)}")
+        line.append(f"  {printable(unit.node)}")
     if unit.blocks:
         size = show_size(unit.blocks * unit.block_bytes)
         line.append(f"  {size}, {_share(unit.free, unit.blocks)} free")
     if unit.lent:
         line.append(f", {_share(unit.lent, unit.blocks)} lent")
     for wave in unit.waves or ():
-        line.append(f"  {plain(wave.peer) or 'a peer'} waits {show_seconds(wave.wait_seconds)} a task")
+        line.append(f"  {printable(wave.peer) or 'a peer'} waits {show_seconds(wave.wait_seconds)} a task")
     yield _cut(line, width)
     if unit.models:
         yield from _table(
@@ -126,7 +122,7 @@ def _pool_row(one: UnitModel, unit: UnitSample, colour: str) -> dict[str, Cell]:
     held = one.used + one.cached + one.pinned + one.weights
     waits = f"{one.waiting:,}" + (f" {_age(one.oldest)}" if one.waiting else "")
     return {
-        "model": Text(plain(one.model), colour),
+        "model": Text(printable(one.model), colour),
         "pool": lambda size: _bar(one, unit.blocks, size, colour),
         "of it": _share(held, unit.blocks),
         "quota": _share(one.quota, unit.blocks),
@@ -153,7 +149,7 @@ def _bar(one: UnitModel, blocks: int, size: int, colour: str) -> Text:
 def _paces(paces: dict[str, Pace], colours: dict[str, str], width: int) -> Iterator[Text | str]:
     rows: list[dict[str, Cell]] = [
         {
-            "model": Text(plain(name), colours.get(name, "")),
+            "model": Text(printable(name), colours.get(name, "")),
             "tokens/s": _number(pace.tokens),
             "TTFT": _seconds(pace.first),
             "per token": _seconds(pace.per_token),
@@ -204,10 +200,10 @@ def _event(one: Happening, width: int) -> Text:
     who = " ".join(filter(None, (event.model, event.name, event.request[:20])))
     way = f" {event.source} to {event.destination}" if event.destination else ""
     line = Text(time.strftime("%H:%M:%S ", time.localtime(one.at)), "dim")
-    line.append(set_cell_size(plain(event.type), 11) + " ", "bold")
+    line.append(set_cell_size(printable(event.type), 11) + " ", "bold")
     said = f"{one.component}: {who}{way}" if who or way else one.component
-    line.append(plain(said))
-    line.append(f"; {plain(event.reason)}" if event.reason else "", "dim")
+    line.append(printable(said))
+    line.append(f"; {printable(event.reason)}" if event.reason else "", "dim")
     return _cut(line, width)
 
 

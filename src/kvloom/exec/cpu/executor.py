@@ -19,7 +19,6 @@ from kvloom.exec.cpu.adapted import PackedAdapter, adapted_rows
 from kvloom.exec.cpu.adapter_memory import CpuAdapters
 from kvloom.exec.cpu.decoder import FusedDecoder, fuse_decoder
 from kvloom.exec.cpu.fuse import fuse_on_cpu, round_inputs
-from kvloom.exec.cpu.memory import available_memory, return_free_memory
 from kvloom.exec.cpu.number_format import choose_format, own_format
 from kvloom.exec.cpu.weights import CpuWeights, SleepingModel, put_to_sleep
 from kvloom.exec.loader import Forward, LoadedModel, count_blocks, least_bytes, load_models
@@ -31,6 +30,7 @@ from kvloom.exec.widened import can_widen
 from kvloom.kernels.cpu.draw import prepare as prepare_draws
 from kvloom.kernels.cpu.half import narrow_formats
 from kvloom.kv.arena import Arena, ArenaMemory, ArenaPart, map_arena
+from kvloom.kv.memory import available_memory, return_free_memory
 from kvloom.offload.cpu.attention import CpuLoans
 from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import I64, Geometry, KVDtype

@@ -1,0 +1,1 @@
+"""`kvloom doctor`: what this machine has for kvloom, and what it lacks."""

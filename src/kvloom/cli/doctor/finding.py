@@ -1,0 +1,20 @@
+"""What a check has found."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+Verdict = Literal["ok", "note", "problem"]
+
+
+class Finding(Struct, frozen=True):
+    """One thing of a machine. A note is of something that kvloom can do without; a problem keeps it from
+    serving."""
+
+    what: str
+    found: str
+    verdict: Verdict = "ok"
+    right: str = ""
+    """What would be right, if that is something else."""

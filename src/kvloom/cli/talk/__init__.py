@@ -1,0 +1,1 @@
+"""`kvloom chat`, `kvloom run` and `kvloom models`: a server's models are asked from a terminal."""

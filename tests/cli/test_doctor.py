@@ -1,0 +1,75 @@
+"""`kvloom doctor`, and what it says of a machine that lacks something."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvloom.cli.doctor import hardware, software
+from kvloom.cli.doctor.software import Processor
+from kvloom.config.config import Config
+from kvloom.config.fields import show_size
+from kvloom.config.machine import Machine
+from tests.commands import kvloom
+
+HERE = Machine(cores=8, memory=1 << 34)
+PLAIN = Processor(torch="2.13", cuda=None, onednn=True, threads=8, features=["AVX2"], gpus=[])
+
+
+def test_this_machine_can_serve() -> None:
+    done = kvloom("doctor", "--json")
+    assert done.stderr == ""
+    found = {one["what"]: one for one in json.loads(done.stdout)}
+    problems = [one for one in found.values() if one["verdict"] == "problem"]
+    assert done.returncode == bool(problems)
+    assert found["Python"]["found"].startswith(".".join(map(str, sys.version_info[:3])))
+    assert found["torch"]["verdict"] != "problem"
+    assert {"cores", "memory", "open files", "GPUs", "C compiler", "extra otlp"} <= found.keys()
+
+
+def test_a_problem_is_a_line_and_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "PROCESSOR", "kvloom.no_such_module")
+    done = kvloom("doctor")
+    assert done.returncode == 1
+    lines = [line for line in done.stdout.splitlines() if line.startswith("problem")]
+    assert any("torch" in line and "no_such_module" in line for line in lines)
+
+
+def test_gpus_that_torch_cannot_use() -> None:
+    machine = Machine(cores=8, memory=1 << 34, gpus=2)
+    found = hardware.check_gpus(machine, PLAIN)
+    assert (found.verdict, "torch can use 0" in found.found) == ("problem", True)
+    torch, instructions = software.check_torch(PLAIN, machine.gpus)
+    assert (torch.verdict, instructions.verdict) == ("note", "note")
+    assert hardware.check_gpus(HERE, PLAIN).verdict == "ok"
+
+
+def test_a_cgroup_that_allows_less(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("250000 100000\n")
+    (tmp_path / "memory.max").write_text(f"{1 << 32}\n")
+    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
+    cores = next(hardware.check_cores(HERE))
+    assert (cores.verdict, "the time of 2.5" in cores.found) == ("note", True)
+    assert "`threads: 2`" in cores.right
+    assert f"the cgroup allows {show_size(1 << 32)}" in next(hardware.check_memory(HERE)).found
+    assert next(hardware.check_memory(Machine(cores=8, memory=1 << 20))).verdict == "problem"
+
+
+def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(Config.model_fields["port"], "default", port)
+        found = hardware.check_port()
+    assert (found.what, found.verdict) == (f"port {port}", "note")
+    assert found.found == "address already in use at 127.0.0.1"
+
+
+def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/no/such/cc")
+    assert next(iter(software.check_triton(0))).verdict == "note"
+    found = next(iter(software.check_triton(1)))
+    assert (found.verdict, found.found) == ("problem", "CC names /no/such/cc, which cannot be run")
