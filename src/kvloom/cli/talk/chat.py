@@ -192,5 +192,5 @@ def _recall(editor: ModuleType, file: Path) -> None:
 
 
 def _keep(editor: ModuleType, file: Path) -> None:
-    with suppress(OSError):
+    with suppress(OSError, AttributeError):  # libedit, in readline's place, cannot append
         editor.append_history_file(1, file)
