@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
@@ -105,6 +106,25 @@ def assert_same(one: Any, other: Any) -> None:
         dumped.append(shown)
     assert dumped[0] == dumped[1]
     assert one.usage.total_tokens == other.usage.total_tokens
+
+
+def test_what_was_asked_for_is_told(client: openai.OpenAI) -> None:
+    large: Any = TOOL | {"parameters": {"type": "object", "properties": {"x": {"maximum": 2**80}}}}
+    shape: Any = {"type": "json_schema", "name": "x", "schema": {"type": "object", "properties": {}}}
+    asked: dict[str, Any] = {
+        "tools": [large],
+        "text": {"format": shape},
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "max_output_tokens": 9,
+        "parallel_tool_calls": False,
+        "user": "me",
+    }
+    told = client.responses.create(model="tiny", input="hi", **asked).to_dict()
+    assert told["tools"] == [large | {"description": None}]
+    assert told["text"] == {"format": shape | {"description": None, "strict": None}}
+    for name in ("temperature", "top_p", "max_output_tokens", "parallel_tool_calls", "user"):
+        assert told[name] == asked[name]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -337,6 +357,13 @@ def test_what_is_wrong_is_told(engine: ScriptedEngine, more: dict[str, Any], par
     assert (told.type, told.param) == ("invalid_request_error", param)
     assert said in told.message
     assert not engine.bodies
+
+
+def test_half_a_character_is_no_text(engine: ScriptedEngine) -> None:
+    with TestClient(create_app(engine)) as http:
+        for field in ("input", "instructions", "user"):
+            raw = json.dumps({"model": "tiny", "input": "hi"} | {field: "\ud800"})
+            assert http.post("/v1/responses", content=raw).status_code == 400
 
 
 def test_what_asks_for_what_is_done_anyway_passes(client: openai.OpenAI, engine: ScriptedEngine) -> None:

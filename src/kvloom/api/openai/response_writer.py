@@ -11,12 +11,14 @@ import msgspec
 from kvloom.api.answers.calls import Kind, Part
 from kvloom.api.bodies import Account
 from kvloom.api.openai.chat import Readers
-from kvloom.api.openai.generation import KEPT_BYTES, Piece, Writer, encode
+from kvloom.api.openai.generation import Piece, Writer, encode
 from kvloom.api.openai.resume import Origin
 from kvloom.api.schemas.chat import ChatBody
 from kvloom.types.errors import KvloomError
 
 PREFIX: Final = "resp"
+STREAMED_BYTES: Final = 64
+"""Of a token in an answer that is streamed: its text is kept, as the last event has all of it."""
 
 
 @dataclass(slots=True)
@@ -107,7 +109,7 @@ class ResponseWriter(Writer):
         self._thought = 0  # tokens
 
     def chunk(self, at: int, piece: Piece) -> bytes:
-        self._hold.add(KEPT_BYTES * len(piece.tokens))
+        self._hold.add(STREAMED_BYTES * len(piece.tokens))
         events = list[bytes]()
         if not self._told:
             begun = self._response()

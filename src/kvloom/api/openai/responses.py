@@ -9,6 +9,7 @@ from typing import Any, Final
 import msgspec
 from msgspec.structs import replace as with_fields
 from pydantic import ValidationError
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -49,11 +50,6 @@ class _Answered(msgspec.Struct):
     """The part of a kept answer that a conversation goes on from."""
 
     output: msgspec.Raw
-
-
-def _items_of(turn: StoredResponse) -> list[Item]:
-    output = msgspec.json.decode(turn.answer, type=_Answered).output
-    return [*ITEMS.validate_json(turn.given), *ITEMS.validate_json(bytes(output))]
 
 
 def _in_own_words(error: BadRequest) -> BadRequest:
@@ -129,6 +125,7 @@ class _Exchange:
         self._body: ResponsesBody | None = None
         self._added: list[Item] = []
         self._before: StoredResponse | None = None
+        self._read: dict[str, list[Item]] = {}  # items of kept answers, by the answer's id
         self._writer: ResponseWriter | None = None
 
     def read(self, raw: bytes) -> ChatBody:
@@ -140,9 +137,7 @@ class _Exchange:
             if before is None:
                 said = f"Previous response with id '{name[:200]}' not found."
                 raise PreviousNotFound(said, param="previous_response_id")
-            turns = before.turns()
-            self._held.add(PARSED * sum(turn.bytes_held for turn in turns))
-            past = [item for turn in turns for item in _items_of(turn)]
+            past = [item for turn in before.turns() for item in self._items_of(turn)]
         self._added = [self._resolved(item) for item in body.items]
         try:
             return body.chat([*past, *self._added])
@@ -155,10 +150,18 @@ class _Exchange:
             return item
         _, number, *_ = *item.id.split("_"), ""
         turn = self._store.find(self._tenant, f"{PREFIX}_{number}")
-        for known in () if turn is None else _items_of(turn):
+        for known in () if turn is None else self._items_of(turn):
             if known.id == item.id:
                 return known
         raise ResponseNotFound(f"Item with id '{item.id[:200]}' not found.", param="input")
+
+    def _items_of(self, turn: StoredResponse) -> list[Item]:
+        """Returns what a kept answer added to its conversation. A request may name it many times."""
+        if turn.name not in self._read:
+            self._held.add(PARSED * turn.bytes_held)
+            output = msgspec.json.decode(turn.answer, type=_Answered).output
+            self._read[turn.name] = [*ITEMS.validate_json(turn.given), *ITEMS.validate_json(bytes(output))]
+        return self._read[turn.name]
 
     async def prepare(
         self, chat: ChatBody, model: ServedModel, watch: Watch, tenant: str, origin: Origin
@@ -174,7 +177,7 @@ class _Exchange:
             generation.body = with_fields(generation.body, sampling=with_fields(sampling, guide=guide))
         echo = _echo(self._body, generation)
         given = b"" if self._body.store is False else encode(self._given(origin))
-        self._added = []
+        self._added, self._read = [], {}
         hold = Hold(self._held, len(given) + PARSED * len(encode(echo)))
         keep = None if self._body.store is False else partial(self._keep, given)
         self._writer = ResponseWriter(origin, chat, echo, readers, hold, keep)
@@ -195,6 +198,12 @@ class _Exchange:
         return self._writer.failed(error)
 
 
+def _raw(value: Any) -> msgspec.Raw:
+    """Returns JSON with a client's schemas in it, whose integers may have more than the 64 bits that msgspec
+    writes."""
+    return msgspec.Raw(to_json(value))
+
+
 def _echo(body: ResponsesBody, generation: Generation) -> dict[str, Any]:
     """Returns what an answer says of its request."""
     sampling, text, reasoning = generation.body.sampling, body.text, body.reasoning
@@ -207,8 +216,8 @@ def _echo(body: ResponsesBody, generation: Generation) -> dict[str, Any]:
         "max_output_tokens": body.max_output_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "text": {"format": shown or {"type": "text"}},
-        "tools": [tool.model_dump() for tool in body.tools or []],
+        "text": _raw({"format": shown or {"type": "text"}}),
+        "tools": _raw([tool.model_dump() for tool in body.tools or []]),
         "tool_choice": choice.model_dump() if isinstance(choice, NamedChoice) else choice or "auto",
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
