@@ -20,12 +20,14 @@ from starlette.testclient import TestClient
 from kvloom.api.auth import Keys
 from kvloom.api.schemas.chat import ChatBody
 from kvloom.api.schemas.generation import CompletionBody, ErrorAnswer
+from kvloom.api.schemas.responses import ResponsesBody
 from tests.api.fleet import ADDRESS, FORM, LOAD, PEER, administered
 from tests.examples import examples
 
 KEY = {"authorization": "Bearer admin"}
 APP = administered(keys=Keys(admin=frozenset({"admin"}))).app
 schema = schemathesis.openapi.from_asgi("/openapi.json", APP)
+PATHS = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 SHARE = examples(64) << 24  # of 2**32: of the cases by which schemathesis covers each keyword of each field
 
 
@@ -82,7 +84,7 @@ def huge(value: Any) -> Iterator[Any]:
 
 
 @settings(max_examples=examples(75), deadline=None, derandomize=True)
-@given(st.sampled_from(["/v1/completions", "/v1/chat/completions"]), st.binary(max_size=60))
+@given(st.sampled_from(PATHS), st.binary(max_size=60))
 def test_random_bytes(path: str, body: bytes) -> None:
     answer = TestClient(APP, raise_server_exceptions=False).post(path, content=body)
     assert answer.status_code == 400
@@ -94,15 +96,19 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
-FIELDS = st.sampled_from(sorted(CompletionBody.model_fields.keys() | ChatBody.model_fields.keys()))
+FIELDS = st.sampled_from(
+    sorted(
+        CompletionBody.model_fields.keys() | ChatBody.model_fields.keys() | ResponsesBody.model_fields.keys()
+    )
+)
 
 
 @settings(max_examples=examples(100), deadline=None, derandomize=True)
-@given(
-    st.sampled_from(["/v1/completions", "/v1/chat/completions"]), st.dictionaries(FIELDS, JSON, max_size=3)
-)
+@given(st.sampled_from(PATHS), st.dictionaries(FIELDS, JSON, max_size=3))
 def test_any_json_in_any_field(path: str, change: dict[str, object]) -> None:
-    body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}]} | change
+    messages = [{"role": "user", "content": "x"}]
+    said = {"input": "x"} if path == "/v1/responses" else {"prompt": "x", "messages": messages}
+    body = said | change
     body["model"] = "tiny"
     answer = TestClient(APP).post(path, content=json.dumps(body))
     assert answer.status_code in (200, 400), answer.text

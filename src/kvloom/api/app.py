@@ -37,6 +37,8 @@ from kvloom.api.metrics import CONTENT_TYPE, Metrics
 from kvloom.api.openai.chat import ChatEndpoint
 from kvloom.api.openai.completions import CompletionEndpoint
 from kvloom.api.openai.generation import EndpointContext
+from kvloom.api.openai.responses import ResponsesEndpoint
+from kvloom.api.openai.stored import ResponseStore
 from kvloom.api.openai.tokens import TokenEndpoints
 from kvloom.api.openapi import Documents
 from kvloom.api.routes import PAGE, PUBLIC, Caller, Handler, asgi_routes
@@ -85,12 +87,17 @@ def create_app(
         return {node.name: node.state for node in admin.orders.nodes} if admin else {}
 
     messages, tokens = MessagesEndpoint(gateway), TokenEndpoints(gateway)
+    responses = ResponsesEndpoint(gateway, ResponseStore())
     info = _Information(gateway, documents, moves, nodes, keys, int(time.time()))
     handlers: dict[str, Handler] = {
         "models": info.models,
         "model": info.model,
         "completions": CompletionEndpoint(gateway).__call__,
         "chat_completions": ChatEndpoint(gateway).__call__,
+        "responses": responses.__call__,
+        "response": responses.retrieve,
+        "delete_response": responses.delete,
+        "response_items": responses.input_items,
         "messages": messages.__call__,
         "count_tokens": messages.count,
         "tokenize": tokens.tokenize,

@@ -22,7 +22,7 @@ _MEANINGS: Final = {
     400: "The request is wrong; `param` names the field.",
     401: "The API key is missing or wrong.",
     403: "The key does not open this, or a page of another site asks, which `allow_origins` does not name.",
-    404: "No such model or path.",
+    404: "No such model, path, or kept answer.",
     408: "The body took too long to come.",
     413: "The body is too large.",
     415: "The body says that it is not JSON.",
@@ -105,6 +105,7 @@ def _operation(row: RouteRow, meanings: dict[int, str], units: Sequence[str]) ->
         ("model", {"minLength": 1}),
         ("name", {"minLength": 1}),
         ("node", {"minLength": 1}),
+        ("response", {"minLength": 1}),
         ("unit", {"enum": [*units]}),
     ):
         if f"{{{name}" in row.path:

@@ -40,6 +40,13 @@ from kvloom.api.schemas.messages import (
     MessagesError,
     TokenCount,
 )
+from kvloom.api.schemas.responses import (
+    ResponseAnswer,
+    ResponseDeleted,
+    ResponseEvent,
+    ResponseItems,
+    ResponsesBody,
+)
 from kvloom.cluster.models import AddModel, Applied, Apply, ModelState
 from kvloom.journal.lives import Life, LifeLine
 from kvloom.page import PAGE_PATH
@@ -85,7 +92,7 @@ MAX_CONFIG: Final = 1 << 19
 class RouteRow:
     """One method of one path."""
 
-    method: Literal["GET", "POST"]
+    method: Literal["GET", "POST", "DELETE"]
     name: str  # the handler's, and the operation's in the document
     path: str  # as Starlette writes it
     summary: str
@@ -130,6 +137,7 @@ def _verb(name: str, summary: str, body: Any, answer: Any, **more: Any) -> Route
     return _post(operation, path, summary, body, answer, *errors, **more)
 
 
+_RESPONSE: Final = "/v1/responses/{response}"
 PUBLIC: Final[tuple[RouteRow, ...]] = (
     _get("models", "/v1/models", "Lists the models served.", ModelList, 503, caller=Caller.KEY),
     _get(
@@ -153,6 +161,35 @@ PUBLIC: Final[tuple[RouteRow, ...]] = (
         ChatAnswer,
         *(404, 415, 429, 503, 504),
         chunk=ChatChunk,
+        caller=Caller.KEY,
+    ),
+    _post(
+        "responses",
+        "/v1/responses",
+        "Answers a conversation of items, and keeps the answer for a while.",
+        ResponsesBody,
+        ResponseAnswer,
+        *(404, 415, 429, 503, 504),
+        chunk=ResponseEvent,
+        caller=Caller.KEY,
+    ),
+    _get("response", _RESPONSE, "Returns a kept answer.", ResponseAnswer, 400, 404, caller=Caller.KEY),
+    RouteRow(
+        "DELETE",
+        "delete_response",
+        _RESPONSE,
+        "Forgets a kept answer.",
+        None,
+        ResponseDeleted,
+        (404,),
+        Caller.KEY,
+    ),
+    _get(
+        "response_items",
+        _RESPONSE + "/input_items",
+        "Lists what a kept answer's conversation held before it: `?limit=`, `?order=asc`, `?after=`.",
+        ResponseItems,
+        *(400, 404),
         caller=Caller.KEY,
     ),
     _post(

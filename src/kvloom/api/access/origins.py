@@ -34,7 +34,7 @@ def cors(origins: Collection[str]) -> Middleware:
     return Middleware(
         CORSMiddleware,
         allow_origins=list(origins),
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=["*"],
         allow_private_network=True,
