@@ -120,10 +120,12 @@ def _content(row: RouteRow) -> Json:
         {"type": "object" if row.media == JSON else "string"} if row.answer is None else _schema(row.answer)
     )
     content: Json = {row.media: {} if row.media in (LINES, EVENTS) else {"schema": schema}}
-    if row.chunk is not None:
+    if row.chunk is not None and row.stream != EVENTS:
+        content[row.stream] = {}
+    elif row.chunk is not None:
         said = f"With `stream`: server-sent events of {row.chunk.__name__}, then `[DONE]`."
         event = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
-        content["text/event-stream"] = {"schema": event | {"description": said}}
+        content[EVENTS] = {"schema": event | {"description": said}}
     return content
 
 

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from kvloom.api.errors import JSON, MESSAGES_PATH
+from kvloom.api.errors import JSON, MESSAGES_PATH, OLLAMA_PATH
 from kvloom.api.schemas.chat import (
     ChatAnswer,
     ChatBody,
@@ -39,6 +39,18 @@ from kvloom.api.schemas.messages import (
     MessagesBody,
     MessagesError,
     TokenCount,
+)
+from kvloom.api.schemas.ollama import (
+    OllamaChatAnswer,
+    OllamaChatBody,
+    OllamaError,
+    OllamaGenerateAnswer,
+    OllamaGenerateBody,
+    OllamaProcesses,
+    OllamaShow,
+    OllamaShowBody,
+    OllamaTags,
+    OllamaVersion,
 )
 from kvloom.cluster.models import AddModel, Applied, Apply, ModelState
 from kvloom.journal.lives import Life, LifeLine
@@ -95,6 +107,7 @@ class RouteRow:
     caller: Caller = Caller.ADMIN
     media: str = JSON
     chunk: Any = None  # the type of an event's data, if a request may ask for a stream
+    stream: str = EVENTS  # the media type of such a stream
     note: str = "Done."  # what the document says of the answer
     most: int = MAX_ORDER  # bytes of a body
     error: type = ErrorAnswer
@@ -129,6 +142,16 @@ def _verb(name: str, summary: str, body: Any, answer: Any, **more: Any) -> Route
         return _get(operation, path, summary, answer, *errors, **more)
     return _post(operation, path, summary, body, answer, *errors, **more)
 
+
+def _ollama(row: Callable[..., RouteRow], name: str, summary: str, *forms: Any) -> RouteRow:
+    """Returns the row of a path of Ollama's. forms: of the body, if there is one, and of the answer, and
+    statuses of errors."""
+    path, more = f"{OLLAMA_PATH}/{name}", {"caller": Caller.KEY, "error": OllamaError}
+    stream = {"chunk": forms[1], "stream": LINES} if name in ("chat", "generate") else {}
+    return row(f"ollama_{name}", path, summary, *forms, **more, **stream)
+
+
+_BUSY: Final = (404, 415, 429, 503)
 
 PUBLIC: Final[tuple[RouteRow, ...]] = (
     _get("models", "/v1/models", "Lists the models served.", ModelList, 503, caller=Caller.KEY),
@@ -182,7 +205,7 @@ PUBLIC: Final[tuple[RouteRow, ...]] = (
         "Makes tokens of a text or a conversation.",
         TokenizeBody,
         TokenizeAnswer,
-        *(404, 429, 503),
+        *(404, 415, 429, 503),
         caller=Caller.KEY,
     ),
     _post(
@@ -191,7 +214,7 @@ PUBLIC: Final[tuple[RouteRow, ...]] = (
         "Makes a text of tokens.",
         DetokenizeBody,
         DetokenizeAnswer,
-        *(404, 429, 503),
+        *(404, 415, 429, 503),
         caller=Caller.KEY,
     ),
     _get(
@@ -202,6 +225,29 @@ PUBLIC: Final[tuple[RouteRow, ...]] = (
         *(400, 404, 503),
         caller=Caller.KEY,
     ),
+    _ollama(
+        _post,
+        "chat",
+        "Answers a conversation, as Ollama does.",
+        OllamaChatBody,
+        OllamaChatAnswer,
+        *_BUSY,
+        504,
+    ),
+    _ollama(
+        _post,
+        "generate",
+        "Answers a prompt, as Ollama does.",
+        OllamaGenerateBody,
+        OllamaGenerateAnswer,
+        *(*_BUSY, 504),
+    ),
+    _ollama(_get, "tags", "Lists the models served, as Ollama does.", OllamaTags, 503),
+    _ollama(
+        _get, "ps", "Lists the models whose weights are in memory, as Ollama does.", OllamaProcesses, 503
+    ),
+    _ollama(_post, "show", "Describes one model, as Ollama does.", OllamaShowBody, OllamaShow, *_BUSY),
+    _ollama(_get, "version", "Tells the version of Ollama's API that this one follows.", OllamaVersion),
     _get("health", "/health", "Answers 200 if requests are taken.", None, 503, caller=Caller.ANYONE),
     _get("metrics", "/metrics", "Tells Prometheus' metrics.", None, 403, media=TEXT, caller=Caller.KEY),
     _get("openapi", "/openapi.json", "Returns this document.", None, caller=Caller.ANYONE),

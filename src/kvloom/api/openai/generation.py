@@ -196,6 +196,8 @@ class EndpointContext:
     """What a request may take; None for as long as it likes."""
     pace: Pace = field(default_factory=Pace)
     """Large bodies are read by it."""
+    tag: str = ""
+    """An end that the names of models may have in requests (`Catalog.get`)."""
 
     async def answer(
         self,
@@ -243,7 +245,7 @@ class EndpointContext:
         """Runs while the client is connected, and has the request's body only until it is prepared."""
         with watch.preparing():
             async with limit.kept():
-                model = await self.catalog.get(body.model, access.may_use)
+                model = await self.catalog.get(body.model, access.may_use, self.tag)
                 watch.model = watch.life.model = model.card.name
                 prepared = await prepare(body, model, watch, access.tenant, origin)
                 answering = replace(prepared, access=access, limit=limit)
@@ -312,7 +314,7 @@ class Writer(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Answering:
-    """One HTTP request being answered by one generation for each of its prompts."""
+    """One HTTP request being answered by a generation for each of its prompts, of which it may have none."""
 
     gateway: EndpointContext
     writer: Writer
@@ -325,7 +327,8 @@ class Answering:
     def request(self) -> str:
         """The id by which engines know the request, without a prompt's number: the answer's, unless a stream
         is resumed."""
-        return self.generations[0].body.request.removesuffix("-0")
+        first = self.generations[0].body.request if self.generations else self.writer.answer_id
+        return first.removesuffix("-0")
 
     def begin(self, most: int | None) -> None:
         """Notes for whom the engine is asked, and takes the request's tokens off the caller's limit. most:
