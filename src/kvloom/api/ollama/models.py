@@ -41,7 +41,7 @@ def refusals() -> list[BaseRoute]:
 async def _refuse(request: Request) -> Response:
     raise NotServed(
         f"{request.url.path}: models are not changed by Ollama's API; the server's config names them, and "
-        "`kvloom models` and `kvloom config apply` change them"
+        "`kvloom model add` and `kvloom model remove` change them"
     )
 
 
