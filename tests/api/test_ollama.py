@@ -148,17 +148,25 @@ def test_a_model_that_has_no_thoughts(client: ollama.Client) -> None:
 
 def test_fields_that_ask_for_nothing(engine: ScriptedEngine) -> None:
     """Clients such as LangChain's ChatOllama send them with every request."""
-    turn = {"role": "user", "content": "hi", "images": []}
-    call = {"type": "function", "id": "1", "function": {"name": "weather", "arguments": {}}}
+    turn: dict[str, Any] = {"role": "user", "content": "hi", "images": []}
+    call: dict[str, Any] = {"type": "function", "id": "1", "function": {"name": "weather", "arguments": {}}}
     past = [{"role": "assistant", "content": "", "tool_calls": [call]}]
     result = {"role": "tool", "content": "rain", "tool_call_id": "1"}
-    empty = {"options": {"num_ctx": None, "mirostat": 0, "typical_p": 1.0}, "tools": [], "format": ""}
+    empty: dict[str, Any] = {
+        "options": {"num_ctx": None, "mirostat": 0, "typical_p": 1.0},
+        "tools": [],
+        "format": "",
+    }
     empty |= {"keep_alive": None, "think": None, "logprobs": False, "stream": False}
+    asked: dict[str, Any]
     with TestClient(create_app(engine)) as http:
         asked = {"model": "tiny", "messages": [turn, *past, result]} | empty
         assert http.post("/api/chat", json=asked).json()["message"] == {"role": "assistant", "content": TEXT}
-        asked = {"model": "tiny", "prompt": "hi", "suffix": "", "template": "", "context": [], "raw": False}
-        assert http.post("/api/generate", json=asked | {"stream": False}).json()["response"] == TEXT
+        asked = {"model": "tiny", "prompt": "hi", "suffix": "", "template": "", "context": []}
+        assert (
+            http.post("/api/generate", json=asked | {"raw": False, "stream": False}).json()["response"]
+            == TEXT
+        )
 
 
 def test_nothing_asked(client: ollama.Client, engine: ScriptedEngine) -> None:
