@@ -126,6 +126,14 @@ def test_bodies_are_json(kind: str | None, right: bool) -> None:
         assert error["message"].endswith("; `Content-Type: application/json` is right")
 
 
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate", "/api/show", "/tokenize", "/detokenize"])
+def test_other_apis_take_no_texts_and_no_pages_of_others(path: str) -> None:
+    http, text = client(), {"content-type": "text/plain"}
+    assert http.post(path, content=b'{"model": "tiny"}', headers=text).status_code == 415
+    evil = {"origin": "https://evil.example"}
+    assert http.post(path, json={"model": "tiny"}, headers=evil).status_code == 403
+
+
 def test_two_content_types() -> None:
     kinds = [("content-type", "application/json"), ("content-type", "text/plain")]
     assert client().post("/v1/completions", content=b"{}", headers=kinds).status_code == 415

@@ -8,9 +8,10 @@ from typing import Any, get_type_hints
 
 import pytest
 
+from kvloom.api.admin_routes import ADMIN, UNIT_VERBS
 from kvloom.api.auth import ADMIN_PATH, is_admin
 from kvloom.api.errors import VERBS_PATH
-from kvloom.api.routes import ADMIN, PUBLIC, UNIT_VERBS, Caller, RouteRow
+from kvloom.api.routes import PUBLIC, Caller, RouteRow
 from kvloom.types.client import EngineClient
 from kvloom.types.verbs import VERBS, Done, RemoteEngine, Verb
 

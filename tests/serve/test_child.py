@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvloom.api.routes import MAX_CONFIG
+from kvloom.api.admin_routes import MAX_CONFIG
 from kvloom.cluster.edits import Edit, UnitEdit
 from kvloom.serve.processes import child
 from kvloom.serve.processes.child import LONGEST_REPORT, ChildProcess

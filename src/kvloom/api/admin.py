@@ -18,10 +18,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvloom.api.access.audit import FLEET, Audit, note
 from kvloom.api.access.tenants import access_of
+from kvloom.api.admin_routes import ADMIN
 from kvloom.api.bodies import decode, read_body
 from kvloom.api.errors import JSON, VERBS_PATH, NoSuchRoute
 from kvloom.api.live.samples import LiveSamples, SampleStream
-from kvloom.api.routes import ADMIN, LINES, TEXT, Handler, RouteRow, asgi_routes
+from kvloom.api.routes import LINES, TEXT, Handler, RouteRow, asgi_routes
 from kvloom.api.stream import JournalStream
 from kvloom.api.verbs import verb_routes
 from kvloom.cluster.models import Applied, Apply

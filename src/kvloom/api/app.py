@@ -34,6 +34,8 @@ from kvloom.api.errors import (
 )
 from kvloom.api.live.page import serve_page
 from kvloom.api.metrics import CONTENT_TYPE, Metrics
+from kvloom.api.ollama.chat import OllamaEndpoints
+from kvloom.api.ollama.models import OllamaModels, refusals
 from kvloom.api.openai.chat import ChatEndpoint
 from kvloom.api.openai.completions import CompletionEndpoint
 from kvloom.api.openai.generation import EndpointContext
@@ -89,6 +91,7 @@ def create_app(
     messages, tokens = MessagesEndpoint(gateway), TokenEndpoints(gateway)
     responses = ResponsesEndpoint(gateway, ResponseStore())
     info = _Information(gateway, documents, moves, nodes, keys, int(time.time()))
+    ollama, ollama_models = OllamaEndpoints(gateway), OllamaModels(gateway, info.started)
     handlers: dict[str, Handler] = {
         "models": info.models,
         "model": info.model,
@@ -103,6 +106,12 @@ def create_app(
         "tokenize": tokens.tokenize,
         "detokenize": tokens.detokenize,
         "tokenizer_info": tokens.information,
+        "ollama_chat": ollama.chat,
+        "ollama_generate": ollama.generate,
+        "ollama_tags": ollama_models.tags,
+        "ollama_ps": ollama_models.ps,
+        "ollama_show": ollama_models.show,
+        "ollama_version": ollama_models.version,
         "health": info.health,
         "metrics": info.metrics,
         "openapi": info.openapi,
@@ -111,7 +120,11 @@ def create_app(
         "page_part": serve_page,
     }
     app = Starlette(
-        routes=[*asgi_routes((*PUBLIC, *PAGE), handlers), *(admin.routes() if admin else ())],
+        routes=[
+            *asgi_routes((*PUBLIC, *PAGE), handlers),
+            *refusals(),
+            *(admin.routes() if admin else ()),
+        ],
         middleware=[
             Middleware(LogRequests, write=access_log),
             # first, because it ends the connection of whoever is refused before the body has come

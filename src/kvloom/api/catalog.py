@@ -83,14 +83,17 @@ class Catalog:
         await asyncio.gather(*map(self._read, unread))
         return self._readable(may_use)
 
-    async def get(self, name: str, may_use: Callable[[str], bool] = _any) -> ServedModel:
-        """Returns a model. Raises UnknownModel if there is none or the caller may not use it, in the same
-        words, and Unavailable if it cannot be read."""
+    async def get(self, name: str, may_use: Callable[[str], bool] = _any, tag: str = "") -> ServedModel:
+        """Returns a model. tag: an end that a name may have if no model has the whole name. Raises
+        UnknownModel if there is none or the caller may not use it, in the same words, and Unavailable if it
+        cannot be read."""
         if name not in self._models or not may_use(name):
             await self._refresh()
         found = self._models.get(name) if may_use(name) else None
         if isinstance(found, UnreadModel):
             found = await self._read(found)
+        if found is None and tag and name.endswith(tag):
+            return await self.get(name.removesuffix(tag), may_use)
         if found is None:
             names = sorted(one for one, model in self._models.items() if _may_serve(model) and may_use(one))
             raise UnknownModel.named(name, names)

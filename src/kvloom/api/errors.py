@@ -21,6 +21,7 @@ ID_STATE: Final = "kvloom.id"
 MSGPACK, JSON = "application/msgpack", "application/json"
 VERBS_PATH: Final = "/verbs"
 MESSAGES_PATH: Final = "/v1/messages"
+OLLAMA_PATH: Final = "/api"
 
 _MESSAGES_TYPES = {
     401: "authentication_error",
@@ -89,6 +90,13 @@ class UnsupportedMedia(KvloomError):
     status: ClassVar[int] = 415
 
 
+class NotServed(KvloomError):
+    """An API that clients know has this path, and this server does not serve it."""
+
+    code: ClassVar[str] = "not_served"
+    status: ClassVar[int] = 501
+
+
 class RequestTimeout(KvloomError):
     code: ClassVar[str] = "request_timeout"
     status: ClassVar[int] = 504
@@ -135,14 +143,24 @@ def messages_error(error: KvloomError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
+def ollama_error(error: KvloomError) -> dict[str, Any]:
+    """Returns the error as Ollama writes it."""
+    return {"error": error.message}
+
+
+_FORMS: Final = ((MESSAGES_PATH + "/", messages_error), (OLLAMA_PATH + "/", ollama_error))
+"""How errors are written below a path, where that is not as OpenAI writes them."""
+
+
 def error_response(scope: Scope, error: KvloomError) -> Response:
-    """Returns the error as callers of the path read it: a verb's is a `WireError`, that of messages is
-    Anthropic's, and any other OpenAI's."""
+    """Returns the error as callers of the path read it: a verb's is a `WireError`, and any other's
+    form is told by `_FORMS`."""
     request = Request(scope)
     if is_verb(scope):
         response = answer(request, error.to_wire(), error.status)
     else:
-        form = messages_error if is_messages(scope) else error_object
+        path = f"{scope['path']}/"
+        form = next((form for below, form in _FORMS if path.startswith(below)), error_object)
         body = msgspec.json.encode(form(error))
         response = Response(body, status_code=error.status, media_type="application/json")
     response.headers.update(_headers(error))

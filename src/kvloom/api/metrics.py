@@ -115,6 +115,11 @@ class Watch:
         self._first: float | None = None
 
     @property
+    def seconds(self) -> float:
+        """Seconds since the request came."""
+        return monotonic() - self._arrived
+
+    @property
     def first_seconds(self) -> float | None:
         """Seconds until a stream's first token."""
         return None if self._first is None else self._first - self._arrived

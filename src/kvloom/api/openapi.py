@@ -12,8 +12,9 @@ from jinja2 import Environment
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
+from kvloom.api.admin_routes import ADMIN, UNIT_VERBS
 from kvloom.api.errors import JSON
-from kvloom.api.routes import ADMIN, EVENTS, LINES, PUBLIC, UNIT_VERBS, Caller, RouteRow
+from kvloom.api.routes import EVENTS, LINES, PUBLIC, Caller, RouteRow
 
 Json = dict[str, Any]
 
@@ -121,10 +122,12 @@ def _content(row: RouteRow) -> Json:
         {"type": "object" if row.media == JSON else "string"} if row.answer is None else _schema(row.answer)
     )
     content: Json = {row.media: {} if row.media in (LINES, EVENTS) else {"schema": schema}}
-    if row.chunk is not None:
+    if row.chunk is not None and row.stream != EVENTS:
+        content[row.stream] = {}
+    elif row.chunk is not None:
         said = f"With `stream`: server-sent events of {row.chunk.__name__}, then `[DONE]`."
         event = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
-        content["text/event-stream"] = {"schema": event | {"description": said}}
+        content[EVENTS] = {"schema": event | {"description": said}}
     return content
 
 

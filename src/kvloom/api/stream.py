@@ -77,12 +77,13 @@ def _openai_error(error: KvloomError) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class EventForm:
-    """How a stream of events ends."""
+    """How a stream of events is written, and how it ends."""
 
     last: bytes
     """The last event of one that has ended well."""
     error: Callable[[KvloomError], bytes]
     """Returns the event that tells an error."""
+    media: str = "text/event-stream"
 
 
 OPENAI_EVENTS: Final = EventForm(b"data: [DONE]\n\n", _openai_error)
@@ -96,7 +97,7 @@ class EventStream(Response):
         self, opening: Awaitable[Callable[[Write], Awaitable[None]]], form: EventForm = OPENAI_EVENTS
     ) -> None:
         """opening: prepares the answer while the client is there, and returns what writes its events."""
-        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        super().__init__(media_type=form.media, headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._opening = opening
         self._form = form

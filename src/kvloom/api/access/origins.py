@@ -23,6 +23,7 @@ _PRIVATE: Final = (".localhost", ".local", ".internal", ".home.arpa")
 2024.07.29.06)."""
 _JSON: Final = re.compile(r"application/(?:(?:[a-z0-9.+-]+\+)?json|x-www-form-urlencoded)")
 """With what curl says of every body. Of a page, which could say it too, its browser tells the origin."""
+_API_PATHS: Final = ("/v1/", "/api/", "/tokenize", "/detokenize")
 _OWN_PAGE: Final = frozenset({"same-origin", "none"})
 """What Sec-Fetch-Site says of a page of the server's own, and of an address that a person has typed."""
 _READS: Final = frozenset({"GET", "HEAD"})
@@ -81,13 +82,13 @@ def foreign_page(scope: Scope) -> str | None:
 
 class RequireJson:
     """An ASGI middleware that refuses bodies which say that they are anything but JSON, at the paths of
-    OpenAI's API: a browser lets any page send texts and files, and nobody else means to."""
+    the APIs: a browser lets any page send texts and files, and nobody else means to."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith("/v1/"):
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith(_API_PATHS):
             kinds = [kind.partition(";")[0].strip() for kind in header_words(scope, b"content-type")]
             wrong = next((kind for kind in kinds if kind and not _JSON.fullmatch(kind)), None)
             if wrong is not None:

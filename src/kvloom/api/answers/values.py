@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any, Final
 
@@ -112,3 +113,13 @@ class BareValue:
             return False
         self._at += len(mark)
         return True
+
+
+def arguments_object(text: str) -> dict[str, Any]:
+    """Returns a call's arguments. What is no object is the model's own mistake, which the client is to
+    see."""
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError):
+        given = None
+    return given if isinstance(given, dict) else {"arguments": text}

@@ -3,7 +3,6 @@ content blocks."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -14,12 +13,14 @@ from starlette.responses import Response
 
 from kvloom.api.access.tenants import access_of
 from kvloom.api.answers.calls import Kind, Part
+from kvloom.api.answers.values import arguments_object
 from kvloom.api.bodies import bad_parameter, parse
 from kvloom.api.catalog import ServedModel
 from kvloom.api.errors import json_answer, messages_error
 from kvloom.api.metrics import Watch
 from kvloom.api.openai.chat import Readers, chat_generation, offered, prompt_of, switches
-from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece, Writer, encode
+from kvloom.api.openai.generation import Answering, EndpointContext, Writer, encode
+from kvloom.api.openai.pieces import Generation, Piece
 from kvloom.api.openai.resume import Origin
 from kvloom.api.schemas.chat import ChatBody
 from kvloom.api.schemas.messages import CountBody, MessagesBody, PromptBody
@@ -89,16 +90,7 @@ class _Block:
             case Kind.TEXT:
                 return self.head | {"text": text}
             case _:
-                return self.head | {"input": _input(text)}
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    try:
-        given = json.loads(arguments)
-    except (ValueError, RecursionError):
-        given = None
-    # what is no object is the model's own mistake, which the client is to see
-    return given if isinstance(given, dict) else {"arguments": arguments}
+                return self.head | {"input": arguments_object(text)}
 
 
 _DELTAS: Final = {

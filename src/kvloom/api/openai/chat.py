@@ -17,7 +17,8 @@ from kvloom.api.answers.reader import AnswerForm, AnswerReader, Tools
 from kvloom.api.bodies import parse
 from kvloom.api.catalog import ServedModel
 from kvloom.api.metrics import Watch
-from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece, Writer, encode
+from kvloom.api.openai.generation import Answering, EndpointContext, Writer, encode
+from kvloom.api.openai.pieces import Generation, Piece
 from kvloom.api.openai.resume import ChoiceIds, Origin
 from kvloom.api.openai.sampling import chat_logprobs, check_prompt, room_for, sampling_params, start_of
 from kvloom.api.schemas.chat import ChatBody, ChatMessage, NamedTool, Tool

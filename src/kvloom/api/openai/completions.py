@@ -12,7 +12,8 @@ from starlette.responses import Response
 from kvloom.api.bodies import parse
 from kvloom.api.catalog import ServedModel
 from kvloom.api.metrics import Watch
-from kvloom.api.openai.generation import Answering, EndpointContext, Generation, Piece, Writer, encode
+from kvloom.api.openai.generation import Answering, EndpointContext, Writer, encode
+from kvloom.api.openai.pieces import Generation, Piece
 from kvloom.api.openai.resume import Origin
 from kvloom.api.openai.sampling import LogprobsCollector, check_prompt, room_for, sampling_params, start_of
 from kvloom.api.schemas.generation import CompletionBody

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Final, TypeVar
@@ -23,8 +22,8 @@ from kvloom.api.bodies import OPEN_BYTES, PARSED, Account, account, read_body
 from kvloom.api.catalog import Catalog, ServedModel
 from kvloom.api.errors import ID_STATE
 from kvloom.api.metrics import Metrics, Watch
+from kvloom.api.openai.pieces import Generation, Piece
 from kvloom.api.openai.resume import HEADER, Origin
-from kvloom.api.openai.text import StopStrings, detokenizer
 from kvloom.api.schemas.generation import GenerationBody
 from kvloom.api.stream import (
     NO_LIMIT,
@@ -35,146 +34,12 @@ from kvloom.api.stream import (
     Write,
     while_connected,
 )
-from kvloom.api.tokenizer import Tokenizer
 from kvloom.journal.lives import Lives, Tokens
 from kvloom.types.client import ModelServer
 from kvloom.types.clock import together
-from kvloom.types.errors import BadRequest, KvloomError, Unavailable, WireError
-from kvloom.types.request import EndEvent, Event, StartGenerate, TokenEvent, TokenLogprob
+from kvloom.types.errors import BadRequest
 
 encode = msgspec.json.Encoder().encode
-
-
-@dataclass(slots=True)
-class Piece:
-    """The part of one frame that one choice got."""
-
-    choice: int
-    text: str = ""
-    tokens: list[TokenEvent] = field(default_factory=list)
-    finish: str | None = None
-    """Why the choice ended; set in its last piece only."""
-    stop: str | None = None
-    """The stop string that ended it, if one did."""
-
-
-class Generation:
-    """One StartGenerate on its way to text. The counts grow as it goes."""
-
-    def __init__(
-        self,
-        body: StartGenerate,
-        tokenizer: Tokenizer,
-        stops: Sequence[str] = (),
-        keep: frozenset[int] = frozenset(),
-        *,
-        scoring: bool = False,
-    ) -> None:
-        """keep: special tokens that are shown. scoring: only the prompt is of interest, and the one token
-        that the engine must make is not shown."""
-        self.body = body
-        self.cached_tokens = 0
-        self.prompt_logprobs: list[TokenLogprob] = []
-        self._scoring = scoring
-        self._ended: set[int] = set()  # by the engine; a stop string ends a choice here first
-        min_tokens = body.sampling.min_tokens
-        self.choices = [_Choice(index, tokenizer, stops, min_tokens, keep) for index in range(body.n)]
-
-    @property
-    def output_tokens(self) -> int:
-        return 0 if self._scoring else sum(choice.made for choice in self.choices)
-
-    async def run(self, client: ModelServer, tell: Callable[[list[Piece]], Awaitable[None]]) -> None:
-        """Tells the pieces of each frame as it comes, until every choice is over: the one loop that a stream
-        has here. Ended early, it ends the request in the engine. Raises KvloomError if the engine ends a
-        choice badly, or the stream too soon."""
-        left = len(self.choices)
-        async with aclosing(client.start_generate(self.body)) as frames:
-            async for frame in frames:
-                pieces = self._read(frame)
-                over = [piece.choice for piece in pieces if piece.finish is not None]
-                left -= len(over)
-                if left:
-                    for choice in set(over) - self._ended:
-                        await client.abort(self.body.request, choice)
-                if pieces:
-                    await tell(pieces)
-                if left == 0:
-                    return
-        raise Unavailable("the engine ended the stream before the answer was complete")
-
-    def _read(self, frame: list[Event]) -> list[Piece]:
-        tokens: dict[int, list[TokenEvent]] = {}
-        ends: dict[int, EndEvent] = {}
-        for event in frame:
-            if isinstance(event, TokenEvent):
-                tokens.setdefault(event.choice, []).append(event)
-            elif isinstance(event, EndEvent):
-                ends[event.choice] = event
-                self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
-            else:
-                self.prompt_logprobs = event.logprobs
-        self._ended.update(ends)
-        pieces = [
-            self.choices[index].take(tokens.get(index, []), ends.get(index))
-            for index in dict.fromkeys([*tokens, *ends])
-            if not self.choices[index].over
-        ]
-        if self._scoring:
-            return [Piece(piece.choice, finish="length") for piece in pieces if piece.finish]
-        return pieces
-
-
-class _Choice:
-    """One of a request's choices: its text so far, and whether it is over."""
-
-    def __init__(
-        self, index: int, tokenizer: Tokenizer, stops: Sequence[str], min_tokens: int, keep: frozenset[int]
-    ) -> None:
-        self.index = index
-        self.made = 0
-        self.over = False
-        self._text = detokenizer(tokenizer, keep)
-        self._stops = StopStrings(stops) if stops else None
-        self._min_tokens = min_tokens
-
-    def take(self, tokens: list[TokenEvent], end: EndEvent | None) -> Piece:
-        piece = Piece(self.index)
-        stopped = end is not None and end.stop_token is not None
-        for event in tokens:
-            if event.index != self.made:
-                raise KvloomError(
-                    f"choice {self.index} lost a token: {event.index} came after {self.made - 1}"
-                )
-            self.made += 1
-            if stopped and event is tokens[-1]:
-                break
-            piece.tokens.append(event)
-            text = self._text.push(event.token)
-            piece.text += text if self._stops is None else self._shown(text)
-            if self._stops is not None and self._stops.hit is not None:
-                piece.finish, piece.stop, self.over = "stop", self._stops.hit, True
-                break
-        if end is not None and not self.over:
-            self._finish(piece, end)
-        return piece
-
-    def _shown(self, text: str) -> str:
-        return text if self._stops is None or self.made < self._min_tokens else self._stops.push(text)
-
-    def _finish(self, piece: Piece, end: EndEvent) -> None:
-        if end.reason == "error":
-            message = end.message or "the engine could not go on with this request"
-            raise KvloomError.from_wire(WireError(end.code, message, end.param or None))
-        if end.reason == "abort":
-            raise Unavailable(end.message or "the request was ended early: the server is stopping")
-        piece.text += self._shown(self._text.end())
-        piece.finish = end.reason
-        if self._stops is not None:
-            piece.text += self._stops.end()
-            if self._stops.hit is not None:
-                piece.finish, piece.stop = "stop", self._stops.hit
-        self.over = True
 
 
 AT_ONCE = 128  # generations of one request that run at the same time
@@ -197,6 +62,8 @@ class EndpointContext:
     """What a request may take; None for as long as it likes."""
     pace: Pace = field(default_factory=Pace)
     """Large bodies are read by it."""
+    tag: str = ""
+    """An end that the names of models may have in requests (`Catalog.get`)."""
 
     async def answer(
         self,
@@ -254,7 +121,7 @@ class EndpointContext:
         """Runs while the client is connected, and has the request's body only until it is prepared."""
         with watch.preparing():
             async with limit.kept():
-                model = await self.catalog.get(body.model, access.may_use)
+                model = await self.catalog.get(body.model, access.may_use, self.tag)
                 watch.model = watch.life.model = model.card.name
                 prepared = await prepare(body, model, watch, access.tenant, origin)
                 answering = replace(prepared, access=access, limit=limit)
@@ -323,7 +190,7 @@ class Writer(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Answering:
-    """One HTTP request being answered by one generation for each of its prompts."""
+    """One HTTP request being answered by a generation for each of its prompts, of which it may have none."""
 
     gateway: EndpointContext
     writer: Writer
@@ -336,7 +203,8 @@ class Answering:
     def request(self) -> str:
         """The id by which engines know the request, without a prompt's number: the answer's, unless a stream
         is resumed."""
-        return self.generations[0].body.request.removesuffix("-0")
+        first = self.generations[0].body.request if self.generations else self.writer.answer_id
+        return first.removesuffix("-0")
 
     def begin(self, most: int | None) -> None:
         """Notes for whom the engine is asked, and takes the request's tokens off the caller's limit. most:

@@ -11,7 +11,8 @@ import msgspec
 from kvloom.api.answers.calls import Kind, Part
 from kvloom.api.bodies import Account
 from kvloom.api.openai.chat import Readers
-from kvloom.api.openai.generation import Piece, Writer, encode
+from kvloom.api.openai.generation import Writer, encode
+from kvloom.api.openai.pieces import Piece
 from kvloom.api.openai.resume import Origin
 from kvloom.api.schemas.chat import ChatBody
 from kvloom.types.errors import KvloomError

@@ -19,7 +19,8 @@ from kvloom.api.catalog import ServedModel
 from kvloom.api.errors import JSON, json_answer
 from kvloom.api.metrics import Watch
 from kvloom.api.openai.chat import chat_generation
-from kvloom.api.openai.generation import Answering, EndpointContext, Generation, encode
+from kvloom.api.openai.generation import Answering, EndpointContext, encode
+from kvloom.api.openai.pieces import Generation
 from kvloom.api.openai.response_writer import PREFIX, Hold, ResponseWriter
 from kvloom.api.openai.resume import Origin
 from kvloom.api.openai.stored import PreviousNotFound, ResponseNotFound, ResponseStore, StoredResponse

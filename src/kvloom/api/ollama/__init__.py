@@ -1,0 +1,1 @@
+"""Ollama's API, another face of the same requests."""
