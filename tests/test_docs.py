@@ -10,7 +10,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from kvloom.api.errors import BodyTooLarge  # noqa: F401  (the API's own errors are defined beside it)
+from kvloom.api.app import create_app  # noqa: F401  (all of the API's own errors are defined below it)
 from kvloom.api.metrics import Metrics
 from kvloom.api.schemas.chat import ChatBody
 from kvloom.api.schemas.generation import CompletionBody, GenerationBody

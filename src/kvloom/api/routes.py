@@ -1,8 +1,8 @@
 """Every route of a gateway, in one table, from which its ASGI routes and its OpenAPI document are made.
 
-A new endpoint is a row here, or in `api.admin_routes`, and a handler under the row's name in the `handlers` of
-`create_app` (`api.app`) or of `Admin.routes` (`api.admin`). A new verb of an engine is a row of the table in
-`types.verbs`.
+A new endpoint is a row here, or in `api.admin_routes`, and a handler under the row's name in the `handlers`
+of `create_app` (`api.app`) or of `Admin.routes` (`api.admin`). A new verb of an engine is a row of the table
+in `types.verbs`.
 """
 
 from __future__ import annotations
