@@ -338,7 +338,7 @@ def _said(part: dict[str, Any], role: str = "user") -> dict[str, Any]:
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "user"),
         ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0]", "'computer_call' are not served"),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input[0].call_id", "required"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]", "'web_search' are not served"),
+        ({"tools": [{"type": "file_search"}]}, "tools[0]", "'file_search' are not served"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "not in tools"),
         ({"background": True}, "background", "while the client waits"),
@@ -426,3 +426,14 @@ def test_nobody_pushes_out_the_answers_of_a_tenant_with_fewer() -> None:
         store.keep(stored(f"a{at}"))
     assert names(store, "b1", tenant="b") == ["b1"]
     assert names(store, *(f"a{at}" for at in range(9))) == ["a6", "a7", "a8"]
+
+
+def test_tools_that_agents_send_to_any_server_are_left_out(
+    client: openai.OpenAI, engine: ScriptedEngine
+) -> None:
+    sent: Any = [{"type": "web_search"}, {"type": "namespace", "name": "agents", "tools": []}]
+    more = {"include": ["reasoning.encrypted_content"], "prompt_cache_key": "k", "store": False}
+    client.responses.create(model="tiny", input="hi", tools=sent, tool_choice="auto", extra_body=more)
+    client.responses.create(model="tiny", input="hi")
+    with_tools, without = (body.prompt for body in engine.bodies)
+    assert with_tools == without

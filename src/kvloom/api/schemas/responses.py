@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, Tag, TypeAdapter, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, Tag, TypeAdapter, WithJsonSchema, model_validator
 from pydantic.types import Discriminator
 from pydantic_core import PydanticCustomError
 
@@ -229,6 +229,17 @@ ResponsesTool = Annotated[
 ]
 
 
+_LEFT_OUT: Final = frozenset({"web_search", "web_search_preview", "namespace", "custom", "local_shell"})
+"""Tools that coding agents send along to any server."""
+
+
+def _without_agents_own(tools: Any) -> Any:
+    """Returns the tools without those of which the model is not told, because no call of them could come."""
+    if not isinstance(tools, list):
+        return tools
+    return [one for one in tools if not isinstance(one, dict) or one.get("type") not in _LEFT_OUT]
+
+
 class NamedChoice(Body):
     type: Literal["function"]
     name: ToolName
@@ -292,7 +303,14 @@ class ResponsesBody(Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     text: TextConfig | None = None
-    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: (
+        Annotated[
+            list[ResponsesTool],
+            Field(max_length=MAX_TOOLS, fail_fast=True),
+            BeforeValidator(_without_agents_own),
+        ]
+        | None
+    ) = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
