@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
 
-from kvloom.api.answers.calls import Family, Kind
+from kvloom.api.answers.calls import Kind
+from kvloom.api.answers.families import Family
 from kvloom.api.answers.forced import forced_guide
 from kvloom.api.answers.reader import AnswerForm, Thinking
 from kvloom.api.tokenizer import Tokenizer
@@ -70,7 +71,7 @@ CASES: list[tuple[Family, str, str, list[tuple[str, Any]]]] = [
     ),
     (Family.HERMES, f"<tool_call>{ARGUMENTS}", "", [WEATHER]),
     (Family.HERMES, '<tool_call>{"arguments": {}, "name": "time"}</tool_call>', "", [TIME]),
-    (Family.HERMES, "a < b <tool_call>no JSON</tool_call> c", "a < b<tool_call>no JSON</tool_call> c", []),
+    (Family.HERMES, "a < b <tool_call>no JSON</tool_call> c", "a < b <tool_call>no JSON</tool_call> c", []),
     (Family.HERMES, "1 <tool_cal or so ", "1 <tool_cal or so ", []),
     (Family.HERMES, CODER, "", [GRAPH]),
     (Family.HERMES, "<tool_call>\n<function=time>\n</function>\n</tool_call> after", " after", [TIME]),
@@ -94,8 +95,42 @@ CASES: list[tuple[Family, str, str, list[tuple[str, Any]]]] = [
         [WEATHER, TIME],
     ),
     (Family.LLAMA, '{"just": "JSON {"}', '{"just": "JSON {"}', []),
+    (Family.LLAMA, PARAMETERS.replace("weather", "unknown"), PARAMETERS.replace("weather", "unknown"), []),
+    (Family.LLAMA, f"{PARAMETERS}\nand so on", "\nand so on", [WEATHER]),
     (Family.LLAMA, f"See: {PARAMETERS}", f"See: {PARAMETERS}", []),
     (Family.GRANITE, f"<|tool_call|>[{ARGUMENTS}]", "", [WEATHER]),
+    (Family.GRANITE, f"<|tool_call|>[{ARGUMENTS}]<|/tool_call|> so", " so", [WEATHER]),
+    (
+        Family.MISTRAL,
+        f'[TOOL_CALLS][{ARGUMENTS}, {{"id": "1", "arguments": {{}}, "name": "time"}}] after',
+        " after",
+        [WEATHER, TIME],
+    ),
+    (
+        Family.HERMES,
+        f"<tool_call>{ARGUMENTS[:-1]}</tool_call>\n<tool_call>\n{ARGUMENTS}</tool_call>Done.",
+        "Done.",
+        [WEATHER, WEATHER],
+    ),
+    (Family.HERMES, "<tool_call><function=time>\nOops</function></tool_call>Text", "Text", [TIME]),
+    (
+        Family.HERMES,
+        "<tool_call><function=time>\n</function>\n<tool_call><function=time></function></tool_call>",
+        "",
+        [TIME, TIME],
+    ),
+    (
+        Family.HERMES,
+        '<tool_call><function=graph><parameter=depth>NaN</parameter><parameter=code>"\\ud83d"',
+        "",
+        [("graph", {"depth": "NaN", "code": '"\\ud83d"'})],
+    ),
+    (
+        Family.HERMES,
+        '<tool_call>{"arguments": {"a": "\\ud83d"}, "name": "time"}</tool_call>',
+        "",
+        [("time", {"a": "?"})],
+    ),
     (
         Family.DEEPSEEK,
         'See.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Zürich"}'
@@ -151,6 +186,14 @@ CASES: list[tuple[Family, str, str, list[tuple[str, Any]]]] = [
         [],
     ),
     (Family.HARMONY, "plain < text", "plain < text", []),
+    (Family.HARMONY, "<|channel|>analysis<|message|>x<|end|>Hello, the answer", "Hello, the answer", []),
+    (
+        Family.HARMONY,
+        ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Zürich"}<|call|>',
+        "",
+        [WEATHER],
+    ),
+    (Family.HARMONY, "<|channel|>commentary to=functions.time<|message|>", "", [TIME]),
 ]
 Read = tuple[str, str, list[tuple[str, str]]]
 
@@ -224,6 +267,9 @@ MARKS += [
     " ",
     "\n",
 ]
+MARKS += [f"<tool_call>{ARGUMENTS}</tool_call>", f"[TOOL_CALLS][{ARGUMENTS}]", PARAMETERS, "<think><think>"]
+MARKS += [f"<|tool_call|>[{ARGUMENTS}]", "<|/tool_call|>", "to=functions.time", "\n\n", "<parameter=depth>"]
+MARKS += ["</parameter>", "<arg_key>a</arg_key>", "<arg_value>", "</arg_value>", "time\n"]
 TEXTS = st.lists(st.sampled_from([*MARKS, "a", "b", ",", ";", "<", "|"]), max_size=14).map("".join)
 
 

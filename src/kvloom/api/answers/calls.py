@@ -1,4 +1,4 @@
-"""Tool calls: how families of models write them, and how they are read from text as it streams."""
+"""Tool calls, as they are read from text that streams: a tool-call parser."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
-from kvloom.api.answers.values import BareValue, JsonEnd
+from kvloom.api.answers.families import FORMS, LONGEST_HEAD, QUOTES, Body, Family, Tags
+from kvloom.api.answers.values import BareValue, JsonEnd, dumped, loaded, plain
 
 
 class Kind(Enum):
@@ -27,129 +28,6 @@ class Part:
     text: str
     call: int = 0
     """The number of the call in its answer."""
-
-
-class Family(Enum):
-    """The ways in which calls are written. The value is the mark with which they begin, which LLAMA may leave
-    out."""
-
-    HARMONY = "<|channel|>"  # of GPT-OSS, which is read by `HarmonyReader`
-    DEEPSEEK = "<｜tool▁calls▁begin｜>"
-    KIMI = "<|tool_calls_section_begin|>"
-    GRANITE = "<|tool_call|>"  # Granite and Phi: <|tool_call|>[{"name": …, "arguments": …}]
-    GEMMA = "<|tool_call>"  # <|tool_call>call:name{key:<|"|>text<|"|>}<tool_call|>
-    FUNCTION_GEMMA = "<start_function_call>"  # the same with other marks
-    HERMES = "<tool_call>"  # Hermes and Qwen: JSON; Qwen's coders and GLM: a tag for each parameter
-    MISTRAL = "[TOOL_CALLS]"  # [TOOL_CALLS][{"name": …, "arguments": …}] or [TOOL_CALLS]name[ARGS]{…}
-    LLAMA = "<|python_tag|>"  # {"name": …, "parameters": …}, several joined by ;
-
-
-class _Body(Enum):
-    """What follows a call's head."""
-
-    OBJECT = "arguments within an object, which ends after them"
-    ARGUMENTS = "arguments alone"
-
-
-@dataclass(frozen=True, slots=True)
-class _Head:
-    """How a call begins, up to its arguments, and how these are written: as JSON, or by parameters."""
-
-    pattern: re.Pattern[str]
-    body: _Body | re.Pattern[str]
-    known: bool = False
-    """Whether only tools that are offered count, since anything may look like this head."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """A block of calls, after its mark."""
-
-    heads: tuple[_Head, ...]
-    close: str = ""
-    """The mark that ends the block; without one it ends after its call, or its array of calls."""
-    between: re.Pattern[str] = re.compile(r"\s*")
-    """What may stand before and after each call."""
-    marks: tuple[str, ...] = ()
-    """Further marks that have to stay in the text, if they are special tokens."""
-
-
-_STRING: Final = r'"(?P<name>(?:[^"\\]|\\.)*)"'
-_OBJECT: Final = _Head(
-    re.compile(rf'\{{\s*"name"\s*:\s*{_STRING}\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'), _Body.OBJECT
-)
-_CODER: Final = _Head(
-    re.compile(r"<function=(?P<name>[^>\s]+)>\s*"),
-    re.compile(r"\s*<parameter=(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>\s*", re.S),
-)
-_GLM: Final = _Head(
-    re.compile(r"(?P<name>[\w.:-]+)\s*(?=<arg_key>|</tool_call>)"),
-    re.compile(r"\s*<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>\s*", re.S),
-    known=True,
-)
-_FORMS: Final[Mapping[Family, _Form]] = {
-    Family.HERMES: _Form((_OBJECT, _CODER, _GLM), "</tool_call>", re.compile(r"(?:\s|</function>)*")),
-    Family.MISTRAL: _Form(
-        (
-            _OBJECT,
-            _Head(
-                re.compile(r"(?P<name>[\w.:-]+)\s*(?:\[CALL_ID\]\w*)?\s*(?:\[ARGS\])?\s*(?=\{)"),
-                _Body.ARGUMENTS,
-            ),
-        ),
-        marks=("[ARGS]", "[CALL_ID]"),
-    ),
-    Family.LLAMA: _Form((_OBJECT,), marks=("<|python_start|>", "<|python_end|>")),
-    Family.GRANITE: _Form((_OBJECT,), marks=("<|/tool_call|>",)),
-    Family.DEEPSEEK: _Form(
-        (
-            _Head(
-                re.compile(
-                    r"<｜tool▁call▁begin｜>\s*(?:function<｜tool▁sep｜>(?P<old>[^\n<]+)\n```json\n"
-                    r"|(?P<name>[^<\n]+)<｜tool▁sep｜>)\s*(?=\{)"
-                ),
-                _Body.ARGUMENTS,
-            ),
-        ),
-        "<｜tool▁calls▁end｜>",
-        re.compile(r"(?:\s|```|<｜tool▁call▁end｜>)*"),
-        ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
-    ),
-    Family.KIMI: _Form(
-        (
-            _Head(
-                re.compile(
-                    r"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[\w.-]+?)(?::\d+)?\s*"
-                    r"<\|tool_call_argument_begin\|>\s*(?=\{)"
-                ),
-                _Body.ARGUMENTS,
-            ),
-        ),
-        "<|tool_calls_section_end|>",
-        re.compile(r"(?:\s|<\|tool_call_end\|>)*"),
-        ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
-    ),
-    Family.GEMMA: _Form((), "<tool_call|>", marks=('<|"|>',)),
-    Family.FUNCTION_GEMMA: _Form((), "<end_function_call>", marks=("<escape>",)),
-}
-_QUOTES: Final = {Family.GEMMA: '<|"|>', Family.FUNCTION_GEMMA: "<escape>"}
-HARMONY_MARKS: Final = ("<|start|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
-
-
-def marks_of(family: Family) -> tuple[str, ...]:
-    """Returns all marks that calls of the family are read by."""
-    if family is Family.HARMONY:
-        return (family.value, *HARMONY_MARKS)
-    form = _FORMS[family]
-    return (family.value, form.close, *form.marks)
-
-
-def family_of(template: str) -> Family | None:
-    """Returns how the model of a chat template writes calls, if it does."""
-    for family in Family:
-        if family.value in template and (family is not Family.HARMONY or "<|message|>" in template):
-            return family
-    return Family.LLAMA if '"parameters": dictionary of argument' in template else None
 
 
 class CallsReader:
@@ -188,14 +66,16 @@ class CallsReader:
         if self._family is Family.LLAMA and not self._began:
             start = held.lstrip("; \n" if self.called else None)
             if start[:1] == "{":
-                return self._open("", start)
+                return self._open(held[: len(held) - len(start)], start)
             if not start:
                 self._text = held
                 return ""
         at = held.find(self._mark)
         if at >= 0:
-            parts += _text(held[:at].rstrip())
-            return self._open(self._mark, held[at + len(self._mark) :])
+            before = held[:at].rstrip()
+            parts += _text(before)
+            # the space comes with the mark if that is no call's
+            return self._open(held[len(before) : at + len(self._mark)], held[at + len(self._mark) :])
         keep = held_from(held, self._mark)
         self._text = held[keep:]
         self._began = self._began or bool(held[:keep].strip())
@@ -221,141 +101,220 @@ class CallsReader:
 
 
 class _Block:
-    """The calls after one mark."""
+    """The calls after one mark: space, a head, its body, in JSON the tail of the object around it, and so
+    on."""
 
     def __init__(self, family: Family, mark: str, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self.called = False
-        self._family, self._form, self._tools = family, _FORMS[family], tools
+        self._family, self._form, self._tools = family, FORMS[family], tools
         self._raw, self._text = mark, ""
+        self._seen = 0  # characters of the text in which an end has been looked for
         self._in_array = False
-        self._body: JsonEnd | re.Pattern[str] | None = None
-        self._tail: JsonEnd | None = None
-        """What is left of the object around the arguments."""
-        self._whole = JsonEnd()
-        """Where a block without a closing mark ends if no head fits."""
-        self._seen = 0  # characters that it has looked at
+        self._over = False
         self._name, self._first = "", True
+        self._arguments: JsonEnd | None = None
+        self._tail: JsonEnd | None = None
+        self._tags: Tags | None = None
+        self._key: str | None = None
+        """The parameter whose value comes."""
+        self._value: JsonEnd | None = None
+        """Finds the end of a value that no head fits."""
 
     def push(self, text: str) -> tuple[list[Part], str | None]:
         """Returns the parts, and what follows the block if it has ended."""
         parts: list[Part] = []
         self._raw += "" if self.called else text
         self._text += text
-        while True:
-            before = len(self._text), self._body, self._tail
-            if isinstance(self._body, JsonEnd):
-                self._json(self._body, parts)
-            elif self._body is not None:
-                self._parameters(self._body, parts)
+        going = True
+        while going and not self._over:
+            if self._arguments is not None:
+                going = self._json(self._arguments, parts)
             elif self._tail is not None:
-                end = self._tail(self._text)
-                self._text = "" if end is None else self._text[end:]
-                self._tail = self._tail if end is None else None
-            elif self._over(parts):
-                return parts, self._text
-            if before == (len(self._text), self._body, self._tail):
-                return parts, None
+                going = self._object_end(self._tail)
+            elif self._tags is not None:
+                going = self._parameters(self._tags, parts)
+            else:
+                going = self._closed() or self._begins(parts) or self._unfit(parts)
+        return parts, self._text if self._over else None
 
     def end(self) -> list[Part]:
-        if isinstance(self._body, re.Pattern):
-            return [Part(Kind.ARGUMENTS, "{}" if self._first else "}")]
-        if self.called:
+        """Returns the parts of what is left at the end of the text."""
+        if self._tags is not None:
+            parts: list[Part] = []
+            if self._key is not None:
+                self._parameter(self._text, parts)
+            return [*parts, Part(Kind.ARGUMENTS, "{}" if self._first else "}")]
+        if self._arguments is not None or self._tail is not None:
             return []
-        return self._read(self._text) or _text(self._raw)
+        return self._read(self._text) or _text(_rest(self._text) if self.called else self._raw)
 
-    def _json(self, scanner: JsonEnd, parts: list[Part]) -> None:
+    def _find(self, *marks: str) -> int:
+        """Returns where the first of the marks is, of which a part may have been looked at; -1 if none is
+        there."""
+        at = -1
+        for mark in marks:
+            found = self._text.find(mark, max(0, self._seen - len(mark))) if mark else -1
+            at = found if at < 0 or 0 <= found < at else at
+        if at < 0:
+            self._seen = len(self._text)
+        return at
+
+    def _skip(self, count: int) -> None:
+        self._text, self._seen = self._text[count:], 0
+
+    def _json(self, scanner: JsonEnd, parts: list[Part]) -> bool:
         end = scanner(self._text)
-        piece, self._text = (self._text, "") if end is None else (self._text[:end], self._text[end:])
+        piece = self._text[:end]
         if piece:
             parts.append(Part(Kind.ARGUMENTS, piece))
-        self._body = scanner if end is None else None
+        self._skip(len(piece))
+        self._arguments = scanner if end is None else None
+        return end is not None
 
-    def _parameters(self, pattern: re.Pattern[str], parts: list[Part]) -> None:
-        """Turns each whole parameter into JSON."""
-        while found := pattern.match(self._text):
-            value = typed(found["value"], self._tools.get(self._name, {}), found["key"])
-            piece = f"{json.dumps(found['key'], ensure_ascii=False)}: {value}"
-            parts.append(Part(Kind.ARGUMENTS, ("{" if self._first else ", ") + piece))
-            self._first, self._text = False, self._text[found.end() :]
-        rest = self._form.between.sub("", self._text, count=1)
-        if rest.startswith(self._form.close):
-            parts.append(Part(Kind.ARGUMENTS, "{}" if self._first else "}"))
-            self._body = None
-
-    def _over(self, parts: list[Part]) -> bool:
-        """Reads what stands between calls up to the next, and returns whether the block has ended."""
-        form = self._form
-        between = form.between.match(self._text)
-        self._text = self._text[between.end() :] if between and self.called else self._text
-        if form.close and self.called and self._text.startswith(form.close):
-            self._text = self._text[len(form.close) :]
-            return True
-        if not form.close and self.called and (not self._in_array or self._text[:1] == "]"):
-            self._text = self._text[1:] if self._in_array else self._text
-            return True
-        if self._begins(parts):
+    def _object_end(self, scanner: JsonEnd) -> bool:
+        """Skips to the end of the object around the arguments. A model may forget its last brace."""
+        seen = self._seen
+        end = scanner(self._text[seen:])
+        closed = self._find(self._form.close)
+        places = [*([] if end is None else [seen + end]), *([closed] if closed >= 0 else [])]
+        self._seen = len(self._text)
+        if not places:
             return False
-        return self._fails(parts)
+        self._skip(min(places))
+        self._tail = None
+        return True
+
+    def _parameters(self, tags: Tags, parts: list[Part]) -> bool:
+        """Turns a parameter into JSON once it is whole, or ends the call."""
+        if self._key is not None:
+            end = self._find(tags.end)
+            if end >= 0:
+                self._parameter(self._text[:end], parts)
+                self._skip(end + len(tags.end))
+            return end >= 0
+        found = tags.begin.match(self._text, 0, LONGEST_HEAD)
+        if found is not None:
+            self._key = found["key"].strip()
+            self._skip(found.end())
+            return True
+        end = self._find(self._form.close, self._family.value)
+        if end < 0:
+            return False
+        parts.append(Part(Kind.ARGUMENTS, "{}" if self._first else "}"))
+        self._tags = None
+        self._skip(end)
+        return True
+
+    def _parameter(self, text: str, parts: list[Part]) -> None:
+        assert self._key is not None
+        text = text.removeprefix("\n").removesuffix("\n")
+        value = typed(text, self._tools.get(self._name, {}), self._key)
+        parts.append(Part(Kind.ARGUMENTS, f"{'{' if self._first else ', '}{dumped(self._key)}: {value}"))
+        self._first, self._key = False, None
+
+    def _closed(self) -> bool:
+        """Reads what stands after a call, and ends the block if it is over."""
+        form = self._form
+        if not self.called:
+            return False
+        if form.close:
+            between = form.between.match(self._text)
+            if between is not None and between.end():
+                self._skip(between.end())
+            if self._text.startswith(form.close):
+                self._skip(len(form.close))
+                self._over = True
+            elif self._text.startswith(self._family.value):
+                self._over = True  # the next block begins, and this one's closing mark is missing
+            return self._over
+        if self._in_array:
+            rest = self._text.lstrip(" \n\t\r,")
+            if not rest or rest[0] == "{":
+                return False
+            self._skip(len(self._text) - len(rest) + (rest[0] == "]"))
+            self._in_array = False
+        if form.trailer and form.trailer.startswith(self._text[: len(form.trailer)]):
+            if self._text.startswith(form.trailer):
+                self._skip(len(form.trailer))
+                self._over = True
+            return self._over
+        self._over = True
+        return True
 
     def _begins(self, parts: list[Part]) -> bool:
         """Reads a call's head, if it is there."""
-        at = len(self._text) - len(self._text.lstrip(" \n\t\r,"))
-        if not self._form.close and self._text[at : at + 1] == "[" and not self.called:
-            at += 1 + len(self._text[at + 1 :]) - len(self._text[at + 1 :].lstrip())
-            in_array = True
-        else:
-            in_array = self._in_array
+        if self.called and not (self._form.close or self._in_array):
+            return False
+        at = _after(self._text, 0, " \n\t\r,")
+        array = not self._form.close and not self.called and self._text[at : at + 1] == "["
+        at = _after(self._text, at + 1, " \n\t\r") if array else at
         for head in self._form.heads:
-            found = head.pattern.match(self._text, at)
+            found = head.pattern.match(self._text, at, at + LONGEST_HEAD)
             if found is None:
                 continue
-            name = next(one for one in found.groups() if one is not None).strip()
-            if head.known and name not in self._tools:
+            name = plain(_unescaped(next(one for one in found.groups() if one is not None).strip()))
+            if head.only_offered and name not in self._tools:
                 continue
-            self.called, self._in_array, self._name, self._first = True, in_array, _unescaped(name), True
-            parts.append(Part(Kind.CALL, self._name))
-            self._text = self._text[found.end() :]
-            self._body = head.body if isinstance(head.body, re.Pattern) else JsonEnd()
-            self._tail = JsonEnd(depth=1) if head.body is _Body.OBJECT else None
+            self.called, self._in_array = True, self._in_array or array
+            self._name, self._first, self._value = name, True, None
+            parts.append(Part(Kind.CALL, name))
+            self._skip(found.end())
+            self._tags = head.body if isinstance(head.body, Tags) else None
+            self._arguments = None if self._tags else JsonEnd()
+            self._tail = JsonEnd(depth=1) if head.body is Body.OBJECT else None
             return True
         return False
 
-    def _fails(self, parts: list[Part]) -> bool:
-        """Looks for the block's end where no head fits, and reads the whole of it then."""
-        close = self._form.close
-        if close:
-            at = self._text.find(close)
-            if at < 0:
-                return False
-            inner, self._text = self._text[:at], self._text[at + len(close) :]
-        elif self.called:
-            rest = self._text.lstrip(" \n\t\r,")
-            return rest != "" and not rest.startswith("{")
+    def _unfit(self, parts: list[Part]) -> bool:
+        """Looks for the end of what no head fits, and reads the whole of it once it has come."""
+        before = len(self._text)
+        if self._form.close:
+            end = after = self._find(self._form.close)
+            after += len(self._form.close)
+        elif self.called and not self._in_array:
+            return False  # a trailer may come
         else:
-            end = self._whole(self._text[self._seen :])
-            if end is None:
-                self._seen = len(self._text)
-                return False
-            inner, self._text = self._text[: self._seen + end], self._text[self._seen + end :]
-        raw = self._raw[: len(self._raw) - len(self._text)]
-        if not self.called:
-            parts += self._read(inner) or _text(raw)
+            self._value = self._value or JsonEnd()
+            found = self._value(self._text[self._seen :])
+            end = after = -1 if found is None else self._seen + found
+            self._seen = len(self._text)
+        if end < 0:
+            return False
+        inner, raw, called = self._text[:end], self._raw[: len(self._raw) - before + after], self.called
+        self._value = None
+        self._skip(after)
+        parts += self._read(inner) or _text(_rest(inner) if called else raw)
+        self._over = bool(self._form.close) or not called
         return True
 
     def _read(self, inner: str) -> list[Part]:
-        """Returns the calls in the text of a whole block, if it holds some that can be read."""
-        quote = _QUOTES.get(self._family)
+        """Returns the calls in the text of a whole block, or of one of its values, if it holds some."""
+        quote = QUOTES.get(self._family)
+        calls: list[tuple[str, str]] | None = None
         try:
-            bare = _bare_call(inner, quote) if quote else None
-            calls = bare or calls_in(json.loads(inner))
+            calls = (quote and _bare_call(inner, quote)) or calls_in(loaded(inner.strip(" \n\t\r,")))
         except (ValueError, RecursionError):
-            calls = None
-        self.called = bool(calls)
+            return []
+        if self._family is Family.LLAMA and any(name not in self._tools for name, _ in calls or []):
+            return []
+        self.called = self.called or bool(calls)
         return [
             part
             for name, arguments in calls or []
             for part in (Part(Kind.CALL, name), Part(Kind.ARGUMENTS, arguments))
         ]
+
+
+def _after(text: str, at: int, space: str) -> int:
+    """Returns the first place from `at` on that is no space."""
+    while at < len(text) and text[at] in space:
+        at += 1
+    return at
+
+
+def _rest(text: str) -> str:
+    """Returns what was left between calls, unless it is nothing but the rest of their brackets."""
+    return text if text.strip("{}[],; \n\t\r`") else ""
 
 
 def calls_in(value: Any) -> list[tuple[str, str]] | None:
@@ -371,21 +330,20 @@ def _call(value: Any) -> tuple[str, str] | None:
         return None
     arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
-        return value["name"], arguments
+        return plain(value["name"]), plain(arguments)
     if not isinstance(arguments, dict):
         return None
-    return value["name"], json.dumps(arguments, ensure_ascii=False)
+    return plain(value["name"]), dumped(arguments)
 
 
-_BARE: Final = re.compile(r"\s*call:(?P<name>[\w.:-]+)(?=\{)")
+_BARE: Final = re.compile(r"\s*+call:(?P<name>[\w.:-]++)(?=\{)")
 
 
 def _bare_call(inner: str, quote: str) -> list[tuple[str, str]] | None:
     found = _BARE.match(inner)
     if found is None:
         return None
-    arguments = BareValue(inner[found.end() :], quote).read()
-    return [(found["name"], json.dumps(arguments, ensure_ascii=False))]
+    return [(found["name"], dumped(BareValue(inner[found.end() :], quote).read()))]
 
 
 def typed(text: str, schema: Mapping[str, Any], key: str) -> str:
@@ -395,10 +353,10 @@ def typed(text: str, schema: Mapping[str, Any], key: str) -> str:
     kind = one.get("type") if isinstance(one, dict) else None
     if kind != "string":
         try:
-            return json.dumps(json.loads(text), ensure_ascii=False)
+            return dumped(loaded(text))
         except (ValueError, RecursionError):
             pass
-    return json.dumps(text, ensure_ascii=False)
+    return dumped(text)
 
 
 def _unescaped(name: str) -> str:

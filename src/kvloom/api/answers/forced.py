@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from kvloom.api.answers.calls import Family
+from kvloom.api.answers.families import Family
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.types.request import JSON_SPACING, Guide
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
-from kvloom.api.answers.calls import CallsReader, Family, Kind, Part, family_of, held_from, marks_of
+from kvloom.api.answers.calls import CallsReader, Kind, Part, held_from
+from kvloom.api.answers.families import Family, family_of, marks_of
 from kvloom.api.tokenizer import Tokenizer
 
 Tools = Mapping[str, Mapping[str, Any]]
@@ -146,6 +147,7 @@ class _Thoughts:
     def __init__(self, marks: Thinking, *, opened: bool) -> None:
         self._marks, self._inside, self._over = marks, opened, False
         self._held = ""
+        self._begun = False  # whether the mark that begins them has come
         self._trimming = True  # of space before what comes next
 
     def push(self, text: str, *, last: bool) -> tuple[str, str]:
@@ -168,9 +170,10 @@ class _Thoughts:
         begin, end = self._marks.begin, self._marks.end
         if self._trimming:
             start = held.lstrip()
-            if start.startswith(begin):
-                self._inside, held = True, start[len(begin) :]
-            elif begin.startswith(start) and not last:
+            if start.startswith(begin) and not self._begun:
+                self._inside = self._begun = True
+                held = start[len(begin) :]
+            elif begin.startswith(start) and not self._begun and not last:
                 self._held = held
                 return "", ""
             elif not self._inside:
@@ -190,11 +193,14 @@ class _Thoughts:
 _HEADER_END: Final = "<|message|>"
 _ENDS: Final = re.compile(r"<\|(?:end|call|return|start|channel)\|>")
 _LONGEST: Final = max(map(len, ("<|return|>", "<|channel|>", _HEADER_END)))
+_LONGEST_HEADER: Final = 512
+_ROLE: Final = re.compile(r"(?:<\|start\|>\w*+)?+\s*+")
+_HEADERS: Final = ("<|start|>", "<|channel|>", "<|constrain|>", _HEADER_END, "to=")
 _CALLED: Final = re.compile(r"\bto=(?:functions\.)?([\w.:-]+)")
 
 
 class HarmonyReader:
-    """Reads the answers of GPT-OSS: messages of channels, each a header, `<|message|>` and its text.
+    """Reads the answers of GPT-OSS: messages, each a header, `<|message|>` and its text.
 
     The form is told in OpenAI's document "OpenAI harmony response format".
     """
@@ -202,7 +208,7 @@ class HarmonyReader:
     def __init__(self) -> None:
         self._held = ""
         self._kind: Kind | None = None  # of the message that is open
-        self._plain = True  # nothing but text has come, which has no header
+        self._empty = False  # whether it is a call of which no arguments have come
 
     def take(self, text: str, *, last: bool) -> list[Part]:
         parts: list[Part] = []
@@ -213,29 +219,29 @@ class HarmonyReader:
         return parts
 
     def _header(self, parts: list[Part], *, last: bool) -> bool:
-        """Reads a whole header, and returns whether a message begins."""
-        if (
-            self._plain
-            and self._held
-            and not self._held.lstrip().startswith("<|"[: len(self._held.lstrip())])
-        ):
-            self._kind = Kind.TEXT
+        """Reads a whole header, and returns whether a message begins. Text without a header is the answer."""
+        role = _ROLE.match(self._held)
+        start = role.end() if role else 0
+        rest = self._held[start:]
+        headed = any(rest.startswith(one) or one.startswith(rest) for one in _HEADERS)
+        at = self._held.find(_HEADER_END) if headed else -1
+        if at >= 0:
+            header, self._held = self._held[:at], self._held[at + len(_HEADER_END) :]
+            called = _CALLED.search(header)
+            self._kind = Kind.ARGUMENTS if called else Kind.THOUGHT if "analysis" in header else Kind.TEXT
+            self._empty = called is not None
+            parts += [Part(Kind.CALL, called[1])] if called else []
             return True
-        at = self._held.find(_HEADER_END)
-        if at < 0:
-            if last and self._plain and self._held:
-                parts.append(Part(Kind.TEXT, self._held))
-                self._held = ""
+        if headed and not last and len(self._held) < _LONGEST_HEADER:
             return False
-        header, self._held = self._held[:at], self._held[at + len(_HEADER_END) :]
-        self._plain = False
-        called = _CALLED.search(header)
-        if called:
-            self._kind = Kind.ARGUMENTS
-            parts.append(Part(Kind.CALL, called[1]))
+        if headed and len(self._held) >= _LONGEST_HEADER:  # which is none
+            parts.append(Part(Kind.TEXT, self._held))
+            self._kind, self._held = Kind.TEXT, ""
+        elif headed:
+            self._held = ""
         else:
-            self._kind = Kind.THOUGHT if "analysis" in header else Kind.TEXT
-        return True
+            self._kind, self._held = Kind.TEXT, rest if role and role[0].strip() else self._held
+        return not headed
 
     def _body(self, parts: list[Part], *, last: bool) -> bool:
         """Reads text up to the message's end, and returns whether it has come."""
@@ -250,7 +256,10 @@ class HarmonyReader:
             piece, self._kind = self._held[: end.start()], None
             again = end[0] in ("<|start|>", "<|channel|>")
             self._held = self._held[end.start() if again else end.end() :]
-            self._plain = False
         if piece:
+            self._empty = False
             parts.append(Part(kind, piece))
+        if self._empty and (end is not None or last):
+            self._empty = False
+            parts.append(Part(kind, "{}"))
         return end is not None

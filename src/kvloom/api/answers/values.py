@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any, Final
 
@@ -76,7 +77,10 @@ class BareValue:
         word = self._word()
         if word in _WORDS:
             return _WORDS[word]
-        return float(word) if re.search(r"[.eE]", word) else int(word)
+        number = float(word) if re.search(r"[.eE]", word) else int(word)
+        if not math.isfinite(number):
+            raise ValueError(f"{word} is no number of JSON")
+        return number
 
     def _object(self, depth: int) -> dict[str, Any]:
         made: dict[str, Any] = {}
@@ -115,11 +119,30 @@ class BareValue:
         return True
 
 
+def plain(text: str) -> str:
+    """Returns the text without halves of surrogate pairs, which a model may escape and no wire takes."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def dumped(value: Any) -> str:
+    """Returns the value as JSON text."""
+    return plain(json.dumps(value, ensure_ascii=False, allow_nan=False))
+
+
+def loaded(text: str) -> Any:
+    """Returns the value of a JSON text. Raises ValueError, and RecursionError if it is too deep."""
+    return json.loads(text, parse_constant=_refuse)
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
+
+
 def arguments_object(text: str) -> dict[str, Any]:
     """Returns a call's arguments. What is no object is the model's own mistake, which the client is to
     see."""
     try:
-        given = json.loads(text)
+        given = loaded(dumped(loaded(text)))
     except (ValueError, RecursionError):
         given = None
-    return given if isinstance(given, dict) else {"arguments": text}
+    return given if isinstance(given, dict) else {"arguments": plain(text)}

@@ -11,7 +11,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvloom.api.answers.calls import Family, Kind, Part
+from kvloom.api.answers.calls import Kind, Part
+from kvloom.api.answers.families import Family
 from kvloom.api.answers.forced import forced_guide
 from kvloom.api.answers.reader import AnswerForm, AnswerReader, Tools
 from kvloom.api.bodies import parse

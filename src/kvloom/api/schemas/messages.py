@@ -101,11 +101,11 @@ class Turn(Body):
                 case ToolUseBlock():
                     function = {"name": block.name, "arguments": json.dumps(block.input)}
                     calls.append({"id": block.id, "type": "function", "function": function})
-                case ThinkingBlock(thinking=thought) if thought:
+                case ThinkingBlock(thinking=thought) if thought and role == "assistant":
                     thoughts.append(thought)
                 case ToolResultBlock(tool_use_id=call):
                     said.append({"role": "tool", "tool_call_id": call, "content": _result(block)})
-        if text or calls or not said:
+        if text or calls or thoughts or not self.content:
             message = {"role": role, "content": text or None if role == "assistant" else text}
             message |= {"tool_calls": calls} if calls else {}
             said.append(message | ({"reasoning_content": "\n".join(thoughts)} if thoughts else {}))
@@ -182,7 +182,7 @@ class PromptBody(Body):
         text = system if isinstance(system, str) else "\n".join(part.text for part in system)
         messages = [{"role": "system", "content": text}] if text else []
         for message in (message for turn in self.messages for message in turn.messages()):
-            if message["role"] == "user" == messages[-1]["role"] if messages else False:
+            if messages and message["role"] == messages[-1]["role"] == "user":
                 messages[-1]["content"] += message["content"]  # Anthropic joins turns of the user, too
             else:
                 messages.append(message)

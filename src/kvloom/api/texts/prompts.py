@@ -67,7 +67,11 @@ class ChatPrompt(msgspec.Struct, frozen=True, tag="chat"):
         *,
         bounded: bool = True,
     ) -> ChatPrompt:
-        return ChatPrompt(json.dumps((messages, tools, options)), content_bytes(messages), bounded)
+        try:
+            given = json.dumps((messages, tools, options))
+        except RecursionError:
+            raise BadRequest("messages: a call's arguments are nested too deeply", param="messages") from None
+        return ChatPrompt(given, content_bytes(messages), bounded)
 
     @property
     def param(self) -> str:

@@ -55,9 +55,9 @@ class _Angles:
         index, end = torch.from_numpy(positions), int(positions.max()) + 1
         if end > self._most:
             return self._computed(index)
-        if end > len(self._table[0]):
-            self._table = self._computed(torch.arange(min(self._most, 2 * end)))
         cos, sin = self._table
+        if end > len(cos):
+            cos, sin = self._table = self._computed(torch.arange(min(self._most, 2 * end)))
         return cos.index_select(0, index), sin.index_select(0, index)
 
     def _computed(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,149 @@
+"""How families of models write tool calls: a table of forms, and which of them a chat template tells.
+
+A new form is a member of `Family` and its row in `FORMS`, how such a call is forced (`forced`), and a row in
+docs/serving.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+
+class Family(Enum):
+    """The ways in which calls are written. The value is the mark with which they begin, which LLAMA may leave
+    out. The first whose mark a template has is the template's, so that their order matters."""
+
+    HARMONY = "<|channel|>"  # of GPT-OSS, which writes thoughts so, too; hence its own `HarmonyReader`
+    DEEPSEEK = "<｜tool▁calls▁begin｜>"
+    KIMI = "<|tool_calls_section_begin|>"
+    GRANITE = "<|tool_call|>"  # Granite and Phi: <|tool_call|>[{"name": …, "arguments": …}]
+    GEMMA = "<|tool_call>"  # <|tool_call>call:name{key:<|"|>text<|"|>}<tool_call|>
+    FUNCTION_GEMMA = "<start_function_call>"  # the same with other marks
+    HERMES = "<tool_call>"  # Hermes and Qwen: JSON; Qwen's coders and GLM: a tag for each parameter
+    MISTRAL = "[TOOL_CALLS]"  # [TOOL_CALLS][{"name": …, "arguments": …}] or [TOOL_CALLS]name[ARGS]{…}
+    LLAMA = "<|python_tag|>"  # {"name": …, "parameters": …}, several joined by ;
+
+
+class Body(Enum):
+    """What follows a call's head, in JSON."""
+
+    OBJECT = "arguments within an object, which ends after them"
+    ARGUMENTS = "arguments alone"
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """Parameters, each what `begin` matches (with a group `key`), its value, and `end`."""
+
+    begin: re.Pattern[str]
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How a call begins, up to its arguments. The pattern's one group that matches is the name."""
+
+    pattern: re.Pattern[str]
+    body: Body | Tags
+    only_offered: bool = False
+    """Whether a name counts only if it is that of an offered tool: other text looks like this, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """A block of calls, after its mark. Without heads it is read when it is whole."""
+
+    heads: tuple[Head, ...]
+    close: str = ""
+    """The mark that ends the block; without one it ends after its call, or its array of calls."""
+    between: re.Pattern[str] = re.compile(r"\s*+")
+    """What may stand before the closing mark and the next call."""
+    trailer: str = ""
+    """A mark that may follow a block that has no closing mark."""
+    marks: tuple[str, ...] = ()
+    """Further marks that have to stay in the text, if they are special tokens."""
+
+
+# A model may write anything, letter by letter: so quantifiers are possessive, and heads have a length.
+LONGEST_HEAD: Final = 512
+_JSON: Final = re.compile(
+    r'\{\s*+"name"\s*+:\s*+"(?P<name>(?:[^"\\]|\\.)*+)"\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+(?=\{)'
+)
+_OBJECT: Final = Head(_JSON, Body.OBJECT)
+_CODER: Final = Head(
+    re.compile(r"<function=(?P<name>[^>\s]++)>"),
+    Tags(re.compile(r"\s*+<parameter=(?P<key>[^>]++)>"), "</parameter>"),
+)
+_GLM: Final = Head(
+    re.compile(r"(?P<name>[\w.:-]++)\s*+(?=<arg_key>|</tool_call>)"),
+    Tags(re.compile(r"\s*+<arg_key>(?P<key>[^<]++)</arg_key>\s*+<arg_value>"), "</arg_value>"),
+    only_offered=True,
+)
+FORMS: Final[Mapping[Family, CallForm]] = {
+    Family.HERMES: CallForm((_OBJECT, _CODER, _GLM), "</tool_call>", re.compile(r"(?:\s|</function>)*+")),
+    Family.MISTRAL: CallForm(
+        (
+            _OBJECT,
+            Head(
+                re.compile(r"(?P<name>[\w.:-]++)\s*+(?:\[CALL_ID\]\w*+)?+\s*+(?:\[ARGS\])?+\s*+(?=\{)"),
+                Body.ARGUMENTS,
+            ),
+        ),
+        marks=("[ARGS]", "[CALL_ID]"),
+    ),
+    Family.LLAMA: CallForm((Head(_JSON, Body.OBJECT, only_offered=True),)),
+    Family.GRANITE: CallForm((_OBJECT,), trailer="<|/tool_call|>"),
+    Family.DEEPSEEK: CallForm(
+        (
+            Head(
+                re.compile(  # of V3 and R1, and of V3.1
+                    r"<｜tool▁call▁begin｜>\s*+(?:function<｜tool▁sep｜>(?P<old>[^\n<{]++)\n```json\n"
+                    r"|(?P<name>[^<\n]++)<｜tool▁sep｜>)\s*+(?=\{)"
+                ),
+                Body.ARGUMENTS,
+            ),
+        ),
+        "<｜tool▁calls▁end｜>",
+        re.compile(r"(?:\s|```|<｜tool▁call▁end｜>)*+"),
+        marks=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    ),
+    Family.KIMI: CallForm(
+        (
+            Head(
+                re.compile(
+                    r"<\|tool_call_begin\|>\s*+(?:functions\.)?(?P<name>[\w.-]++)(?::\d++)?+\s*+"
+                    r"<\|tool_call_argument_begin\|>\s*+(?=\{)"
+                ),
+                Body.ARGUMENTS,
+            ),
+        ),
+        "<|tool_calls_section_end|>",
+        re.compile(r"(?:\s|<\|tool_call_end\|>)*+"),
+        marks=("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    ),
+    Family.GEMMA: CallForm((), "<tool_call|>", marks=('<|"|>',)),
+    Family.FUNCTION_GEMMA: CallForm((), "<end_function_call>", marks=("<escape>",)),
+}
+QUOTES: Final = {Family.GEMMA: '<|"|>', Family.FUNCTION_GEMMA: "<escape>"}
+HARMONY_MARKS: Final = ("<|start|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+
+
+def marks_of(family: Family) -> tuple[str, ...]:
+    """Returns all marks that calls of the family are read by."""
+    if family is Family.HARMONY:
+        return (family.value, *HARMONY_MARKS)
+    form = FORMS[family]
+    return (family.value, form.close, form.trailer, *form.marks)
+
+
+def family_of(template: str) -> Family | None:
+    """Returns how the model of a chat template writes calls, if it does."""
+    for family in Family:
+        if family.value in template and (family is not Family.HARMONY or "<|message|>" in template):
+            return family
+    # what Llama 3's template says of calls, which need no mark there
+    return Family.LLAMA if '"parameters": dictionary of argument' in template else None
