@@ -193,6 +193,7 @@ CASES: list[tuple[Family, str, str, list[tuple[str, Any]]]] = [
         "",
         [WEATHER],
     ),
+    (Family.HARMONY, f"<|channel|>{'x' * 600}", f"<|channel|>{'x' * 600}", []),
     (Family.HARMONY, "<|channel|>commentary to=functions.time<|message|>", "", [TIME]),
 ]
 Read = tuple[str, str, list[tuple[str, str]]]
