@@ -25,6 +25,8 @@ class AnswerReader:
 
     def __init__(self, stages: _Stages | None, *, whole_calls: bool = False) -> None:
         """stages: None if all of it is text. whole_calls: a call comes with all of its arguments."""
+        self.plain = stages is None
+        """Whether all of it is text."""
         self._stages = stages
         self._whole_calls = whole_calls
         self._waiting: list[Part] = []  # a call that is not whole

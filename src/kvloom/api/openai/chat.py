@@ -199,7 +199,9 @@ class ChatWriter(Writer):
 
     def chunk(self, at: int, piece: Piece) -> bytes:
         choice, last = self._choices[piece.choice], piece.finish is not None
-        parts = choice.reader.take(piece.text, last=last)
+        # nearly every piece of a stream is text alone, and takes the short way
+        plain = choice.reader.plain and self._ids is None and not last
+        parts = [] if plain else choice.reader.take(piece.text, last=last)
         finish = reason_of(piece, choice.reader) if last else None
         tokens = [] if self._top is None else piece.tokens
         greeted, choice.greeted = choice.greeted, True
@@ -212,7 +214,11 @@ class ChatWriter(Writer):
         events: list[tuple[bytes, bytes, bytes, _Told]] = []
         if not greeted:
             events.append((b'{"role":"assistant","content":""}', b"null", b"null", _NOTHING))
-        deltas = self._deltas(piece.choice, parts)
+        if not plain:
+            deltas = self._deltas(piece.choice, parts)
+        else:
+            told = piece.text, 0, 0, False
+            deltas = [(b'{"content":%b}' % encode(piece.text), told)] if piece.text else []
         if tokens and self._top is not None:
             content = {"content": chat_logprobs(tokens, self._tokenizer, self._top), "refusal": None}
             delta, (text, _, calls, end) = deltas[0] if deltas else (b'{"content":""}', _NOTHING)
