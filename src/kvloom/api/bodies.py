@@ -36,6 +36,7 @@ _FORMS = {
 
 Body = TypeVar("Body")
 B = TypeVar("B", bound=Form)
+T = TypeVar("T")
 
 
 class LimitBody:
@@ -196,6 +197,15 @@ def parse(schema: type[B], raw: bytes) -> B:
     if log.isEnabledFor(logging.DEBUG):
         _log_unknown(schema, raw)
     return body
+
+
+def translated(make: Callable[[], T]) -> T:
+    """Returns what `make` makes of a request: the same request in another API's form. Raises BadRequest that
+    names the field."""
+    try:
+        return make()
+    except ValidationError as error:
+        raise bad_parameter(error) from None
 
 
 def _log_unknown(schema: type[B], raw: bytes) -> None:

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvloom.api.access.tenants import access_of
 from kvloom.api.answers.calls import Kind, Part
 from kvloom.api.answers.values import arguments_object
-from kvloom.api.bodies import bad_parameter, parse
+from kvloom.api.bodies import parse, translated
 from kvloom.api.catalog import ServedModel
 from kvloom.api.errors import json_answer, messages_error
 from kvloom.api.metrics import Watch
@@ -44,11 +43,7 @@ EVENTS: Final = EventForm(last=b"", error=_error_event)
 
 def _read(form: type[PromptBody], raw: bytes) -> ChatBody:
     """Returns the request as a chat. Raises BadRequest."""
-    body = parse(form, raw)
-    try:
-        return body.chat()
-    except ValidationError as error:
-        raise bad_parameter(error) from None
+    return translated(parse(form, raw).chat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +176,7 @@ class MessageWriter(Writer):
         return b"" if at < 0 else _event("content_block_stop", index=at)
 
     def _tool_use(self, part: Part) -> dict[str, Any]:
-        number = f"toolu_{self.answer_id.partition('-')[2]}_{part.call}"
+        number = f"toolu_{self._number}_{part.call}"
         return {"type": "tool_use", "id": number, "name": part.text}
 
     def _message(self, blocks: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:

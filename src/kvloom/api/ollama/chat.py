@@ -9,14 +9,13 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
 
-from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvloom.api.answers.calls import Kind, Part
 from kvloom.api.answers.reader import AnswerReader
 from kvloom.api.answers.values import arguments_object
-from kvloom.api.bodies import bad_parameter, parse
+from kvloom.api.bodies import parse, translated
 from kvloom.api.catalog import ServedModel
 from kvloom.api.errors import ollama_error
 from kvloom.api.metrics import Watch
@@ -77,11 +76,7 @@ def _as_response(said: Said) -> dict[str, Any]:
 
 def _read(form: type[OllamaChatBody | OllamaGenerateBody], raw: bytes) -> ContextLimit:
     """Returns the request in OpenAI's form. Raises BadRequest."""
-    body = parse(form, raw)
-    try:
-        return body.asked()
-    except ValidationError as error:
-        raise bad_parameter(error) from None
+    return translated(parse(form, raw).asked)
 
 
 class OllamaEndpoints:

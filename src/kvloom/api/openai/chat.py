@@ -294,7 +294,7 @@ class ChatWriter(Writer):
 
     def _call(self, choice: int, part: Part) -> dict[str, Any]:
         return {
-            "id": f"call_{self._head['id'].partition('-')[2]}_{choice}_{part.call}",
+            "id": f"call_{self._number}_{choice}_{part.call}",
             "type": "function",
             "function": {"name": part.text, "arguments": ""},
         }

@@ -158,6 +158,7 @@ class Writer(ABC):
     def __init__(self, prefix: str, origin: Origin, body: GenerationBody, choices: int) -> None:
         """prefix: of the answer's id; choices: over all prompts."""
         self.answer_id = origin.answer_id(prefix)
+        self._number = origin.number
         head: dict[str, Any] = {"id": self.answer_id, "created": origin.created, "model": body.model}
         self._ids = origin.ids(choices)
         self._head = head | {"object": self.kind}

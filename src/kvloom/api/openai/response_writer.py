@@ -99,7 +99,6 @@ class ResponseWriter(Writer):
     ) -> None:
         """echo: what the answer says of its request; keep: keeps the whole answer under its id."""
         super().__init__(PREFIX, origin, chat, 1)
-        self._number = f"{origin.answer:032x}"
         self.answer_id = f"{PREFIX}_{self._number}"
         self._echo = {"id": self.answer_id, "object": "response", "created_at": origin.created} | echo
         self._reader, self._hold, self._keep = readers(), hold, keep

@@ -8,13 +8,12 @@ from typing import Any, Final
 
 import msgspec
 from msgspec.structs import replace as with_fields
-from pydantic import ValidationError
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvloom.api.access.tenants import access_of
-from kvloom.api.bodies import PARSED, Account, account, bad_parameter, parse
+from kvloom.api.bodies import PARSED, Account, account, parse, translated
 from kvloom.api.catalog import ServedModel
 from kvloom.api.errors import JSON, json_answer
 from kvloom.api.metrics import Watch
@@ -141,9 +140,9 @@ class _Exchange:
             past = [item for turn in before.turns() for item in self._items_of(turn)]
         self._added = [self._resolved(item) for item in body.items]
         try:
-            return body.chat([*past, *self._added])
-        except ValidationError as error:
-            raise _in_own_words(bad_parameter(error)) from None
+            return translated(partial(body.chat, [*past, *self._added]))
+        except BadRequest as error:
+            raise _in_own_words(error) from None
 
     def _resolved(self, item: Item) -> Item:
         """Returns the item, or that which it stands for. An item's id tells the answer that it is part of."""
@@ -188,7 +187,7 @@ class _Exchange:
         """Returns what the request added to the conversation, each item with an id."""
         items = [item.kept() for item in self._added if not isinstance(item, ReferenceItem | UnservedItem)]
         for at, item in enumerate(items):
-            item["id"] = item["id"] or f"{_PREFIXES[item['type']]}_{origin.answer:032x}_i{at}"
+            item["id"] = item["id"] or f"{_PREFIXES[item['type']]}_{origin.number}_i{at}"
         return items
 
     def _keep(self, given: bytes, name: str, answer: bytes) -> None:

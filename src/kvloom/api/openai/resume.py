@@ -166,8 +166,13 @@ class Origin:
         """Returns the seed that is drawn for prompt number `prompt`."""
         return (self.seed + prompt * _PROMPT_STRIDE) % 2**63
 
+    @property
+    def number(self) -> str:
+        """Returns the number in the answer's id, as it is written."""
+        return f"{self.answer:032x}"
+
     def answer_id(self, prefix: str) -> str:
-        return f"{prefix}-{self.answer:032x}"
+        return f"{prefix}-{self.number}"
 
     def request_id(self, prefix: str) -> str:
         """Returns the id by which engines know the request. A stream that is resumed has another than the

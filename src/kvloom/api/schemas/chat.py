@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -14,18 +14,31 @@ MAX_MESSAGES, MAX_TOOLS, MAX_DETOKENIZED = 4096, 128, 1 << 18
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 
 
+class UnservedType(Body):
+    """Something whose type is not served. `why` says so, with `{kind}` in the type's place."""
+
+    why: ClassVar[str]
+    type: str
+
+    @model_validator(mode="after")
+    def _refuse(self) -> UnservedType:
+        raise PydanticCustomError("unserved", self.why, {"kind": self.type[:40]})
+
+
 class Part(Body):
+    texts: ClassVar[frozenset[str]] = frozenset({"text"})
+    """The types of parts that are text."""
     type: str
     text: str | None = None
     refusal: str | None = None
 
     @model_validator(mode="after")
     def _text_only(self) -> Part:
-        if self.type not in {"text", "refusal"}:
+        if self.type not in {*self.texts, "refusal"}:
             raise PydanticCustomError(
                 "part", "parts of type '{kind}' are not served, only text", {"kind": self.type[:40]}
             )
-        if (self.text if self.type == "text" else self.refusal) is None:
+        if (self.refusal if self.type == "refusal" else self.text) is None:
             raise PydanticCustomError("part", "a part of type '{kind}' needs its text", {"kind": self.type})
         return self
 

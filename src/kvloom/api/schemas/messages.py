@@ -9,7 +9,7 @@ from pydantic import Field, Tag, WithJsonSchema, model_validator
 from pydantic.types import Discriminator
 from pydantic_core import PydanticCustomError
 
-from kvloom.api.schemas.chat import MAX_MESSAGES, MAX_TOOLS, ChatBody, ToolName
+from kvloom.api.schemas.chat import MAX_MESSAGES, MAX_TOOLS, ChatBody, ToolName, UnservedType
 from kvloom.api.schemas.generation import Answer, Body, StopList, Unserved
 
 
@@ -39,17 +39,10 @@ class ThinkingBlock(Body):
     thinking: str = ""
 
 
-class UnservedBlock(Body):
+class UnservedBlock(UnservedType):
     """A block of another type, such as an image."""
 
-    type: str
-
-    @model_validator(mode="after")
-    def _refuse(self) -> UnservedBlock:
-        said = {"kind": self.type[:40]}
-        raise PydanticCustomError(
-            "block", "blocks of type '{kind}' are not served, only text and tools", said
-        )
+    why = "blocks of type '{kind}' are not served, only text and tools"
 
 
 def _kind(block: Any) -> str:

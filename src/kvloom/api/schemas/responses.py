@@ -7,32 +7,15 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, Tag, TypeAdapter, WithJsonSchema, model_validator
 from pydantic.types import Discriminator
-from pydantic_core import PydanticCustomError
 
-from kvloom.api.schemas.chat import MAX_MESSAGES, MAX_TOOLS, ChatBody, ToolName
+from kvloom.api.schemas.chat import MAX_MESSAGES, MAX_TOOLS, ChatBody, Part, ToolName, UnservedType
 from kvloom.api.schemas.generation import Answer, Body, JsonObjectFormat, TextFormat, Unserved, wrong
 
 LOGPROBS = "message.output_text.logprobs"
-_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
-class ContentPart(Body):
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-    @model_validator(mode="after")
-    def _text_only(self) -> ContentPart:
-        if self.type not in {*_TEXTS, "refusal"}:
-            said = {"kind": self.type[:40]}
-            raise PydanticCustomError("part", "parts of type '{kind}' are not served, only text", said)
-        if (self.refusal if self.type == "refusal" else self.text) is None:
-            raise PydanticCustomError("part", "a part of type '{kind}' needs its text", {"kind": self.type})
-        return self
-
-    @property
-    def words(self) -> str:
-        return self.text or self.refusal or ""
+class ContentPart(Part):
+    texts = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 
 
 Content = str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
@@ -116,16 +99,11 @@ class ReferenceItem(Body):
     id: str
 
 
-class UnservedItem(Body):
+class UnservedItem(UnservedType):
     """An item of another type, such as a call of a tool of the server's own."""
 
-    type: str
+    why = "items of type '{kind}' are not served"
     id: str | None = None
-
-    @model_validator(mode="after")
-    def _refuse(self) -> UnservedItem:
-        said = {"kind": self.type[:40]}
-        raise PydanticCustomError("item", "items of type '{kind}' are not served", said)
 
 
 _ITEMS = {
@@ -207,14 +185,8 @@ class OwnFunction(Body):
     strict: bool | None = None
 
 
-class UnservedTool(Body):
-    type: str
-
-    @model_validator(mode="after")
-    def _refuse(self) -> UnservedTool:
-        said = {"kind": self.type[:40]}
-        why = "tools of type '{kind}' are not served, only the client's own functions"
-        raise PydanticCustomError("tool", why, said)
+class UnservedTool(UnservedType):
+    why = "tools of type '{kind}' are not served, only the client's own functions"
 
 
 def _tool_kind(tool: Any) -> str:
