@@ -1,4 +1,4 @@
-"""What torch and numba find on this machine, told as JSON by `python -m kvloom.kernels.processor`.
+"""Tells as JSON what torch and numba find on this machine: `python -m kvloom.kernels.processor`.
 
 A process of its own asks, so that whoever wants to know needs no torch, and outlives one that cannot be
 imported."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from kvloom.api.answers.values import BareValue, JsonEnd, dumped, loaded, plain
 
 
 class Kind(Enum):
-    """What a part of an answer is."""
+    """The kinds of parts of an answer."""
 
     TEXT = "text"
     THOUGHT = "thought"
@@ -28,6 +28,47 @@ class Part:
     text: str
     call: int = 0
     """The number of the call in its answer."""
+
+    def begins(self, before: Kind | None) -> bool:
+        """Returns whether it begins an item of its own after one of the kind `before`, None for none."""
+        return self.kind is Kind.CALL or (self.kind is not Kind.ARGUMENTS and self.kind is not before)
+
+
+@dataclass(slots=True)
+class Said:
+    """The parts of an answer, by their kinds."""
+
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    _calls: list[tuple[Part, list[str]]] = field(default_factory=list)
+
+    def add(self, parts: Iterable[Part]) -> None:
+        for part in parts:
+            match part.kind:
+                case Kind.TEXT:
+                    self.texts.append(part.text)
+                case Kind.THOUGHT:
+                    self.thoughts.append(part.text)
+                case Kind.CALL:
+                    self._calls.append((part, []))
+                case Kind.ARGUMENTS:
+                    self._calls[-1][1].append(part.text)
+
+    def __bool__(self) -> bool:
+        return bool(self.texts or self.thoughts or self._calls)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def thought(self) -> str:
+        return "".join(self.thoughts)
+
+    @property
+    def calls(self) -> list[tuple[Part, str]]:
+        """Returns the calls, each with its arguments."""
+        return [(call, "".join(arguments)) for call, arguments in self._calls]
 
 
 class CallsReader:

@@ -29,7 +29,7 @@ class Family(Enum):
 
 
 class Body(Enum):
-    """What follows a call's head, in JSON."""
+    """The ways in which JSON follows a call's head."""
 
     OBJECT = "arguments within an object, which ends after them"
     ARGUMENTS = "arguments alone"
@@ -129,13 +129,13 @@ FORMS: Final[Mapping[Family, CallForm]] = {
     Family.FUNCTION_GEMMA: CallForm((), "<end_function_call>", marks=("<escape>",)),
 }
 QUOTES: Final = {Family.GEMMA: '<|"|>', Family.FUNCTION_GEMMA: "<escape>"}
-HARMONY_MARKS: Final = ("<|start|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+_HARMONY_MARKS: Final = ("<|start|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 
 
 def marks_of(family: Family) -> tuple[str, ...]:
     """Returns all marks that calls of the family are read by."""
     if family is Family.HARMONY:
-        return (family.value, *HARMONY_MARKS)
+        return (family.value, *_HARMONY_MARKS)
     form = FORMS[family]
     return (family.value, form.close, form.trailer, *form.marks)
 

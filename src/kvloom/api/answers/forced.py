@@ -6,16 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from kvloom.api.answers.families import Family
+from kvloom.api.answers.families import FORMS, Family
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.types.request import JSON_SPACING, Guide
 
-_TAGGED: Final[Mapping[Family, tuple[str, str]]] = {
-    Family.HERMES: ("\n", "</tool_call>"),
-    Family.GEMMA: ("", "<tool_call|>"),
-    Family.FUNCTION_GEMMA: ("", "<end_function_call>"),
-}
-"""Of families whose every call has a mark before and after it: the space within, and the second mark."""
 _NAMED: Final[Mapping[Family, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]]] = {
     Family.DEEPSEEK: (
         ("<｜tool▁calls▁begin｜>",),
@@ -62,13 +56,13 @@ def forced_guide(
     if family is Family.LLAMA:
         rest = ' ("; " call)*' if several else ""
         return Guide("lark", f"start: call{rest}\ncall: %json {json.dumps(call)}\n", "tools")
-    if family in _TAGGED:
-        space, closing = _TAGGED[family]
+    if closing := FORMS[family].close:
         mark, end = _literal(tokenizer, family.value), _literal(tokenizer, closing)
-        within = f" {json.dumps(space)} " if space else " "
+        within = ' "\\n" ' if family is Family.HERMES else " "
         rest = ' ("\\n" call)*' if several else ""
         body = f"call: {mark}{within}body{within}{end}\nbody: %json {json.dumps(call)}\n"
         return Guide("lark", f"start: call{rest}\n{body}", "tools")
+    # Mistral's and Granite's calls are a list after the mark
     array = {"type": "array", "items": call, "minItems": 1, "x-guidance": JSON_SPACING} | (
         {} if several else {"maxItems": 1}
     )

@@ -46,16 +46,19 @@ class AnswerReader:
     def _with_whole_calls(self, parts: list[Part], *, last: bool) -> list[Part]:
         told: list[Part] = []
         for part in parts:
-            if part.kind is Kind.ARGUMENTS:
-                before = "".join(one.text for one in self._waiting[1:])
-                self._waiting[1:] = [replace(part, text=before + part.text)]
-                continue
-            told += self._waiting
-            self._waiting = [part] if part.kind is Kind.CALL else []
-            told += [] if self._waiting else [part]
-        if last:
-            told, self._waiting = told + self._waiting, []
-        return told
+            if part.kind is not Kind.ARGUMENTS:
+                told += self._waited()
+            if part.kind in (Kind.CALL, Kind.ARGUMENTS):
+                self._waiting.append(part)
+            else:
+                told.append(part)
+        return told + self._waited() if last else told
+
+    def _waited(self) -> list[Part]:
+        """Returns the call that has waited, if there is one, with all of its arguments."""
+        waited, self._waiting = self._waiting, []
+        arguments = "".join(part.text for part in waited[1:])
+        return [*waited[:1], *(replace(part, text=arguments) for part in waited[1:2])]
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,18 +108,18 @@ class MessageWriter(Writer):
         self._capped = asked is not None and generation.body.sampling.max_tokens < asked
         self._reader = readers()
         self._blocks: list[_Block] = []
-        self._begun = False
+        self._started = False
         self._reason: str | None = None
         self._stop: str | None = None
 
     def chunk(self, at: int, piece: Piece) -> bytes:
         events = list[bytes]()
-        if not self._begun:
-            self._begun = True
+        if not self._started:
+            self._started = True
             events.append(_event("message_start", message=self._message([], self._usage(self._prompt, 0))))
         for part in self._read(piece):
-            if (begun := self._begin(part)) is not None:
-                events += [self._stopped(), begun]
+            if part.begins(self._open):
+                events += [self._ended(), self._begun(part)]
             if part.kind in _DELTAS:
                 kind, name = _DELTAS[part.kind]
                 self._blocks[-1].text.append(part.text)
@@ -130,11 +130,12 @@ class MessageWriter(Writer):
     def last_chunk(self, usage: dict[str, Any]) -> bytes:
         delta = {"stop_reason": self._reason, "stop_sequence": self._stop}
         told = _event("message_delta", delta=delta, usage=self._told(usage))
-        return (self._stopped(len(self._blocks)) if self._blocks else b"") + told + _event("message_stop")
+        return self._ended() + told + _event("message_stop")
 
     def add(self, at: int, piece: Piece) -> None:
         for part in self._read(piece):
-            self._begin(part)
+            if part.begins(self._open):
+                self._begun(part)
             if part.kind is not Kind.CALL:
                 self._blocks[-1].text.append(part.text)
 
@@ -152,12 +153,13 @@ class MessageWriter(Writer):
                 self._reason = "model_context_window_exceeded"
         return parts
 
-    def _begin(self, part: Part) -> bytes | None:
-        """Begins a block for the part if it belongs to no open one, and returns the event that says so."""
-        if part.kind is Kind.ARGUMENTS or (
-            self._blocks and self._blocks[-1].kind is part.kind is not Kind.CALL
-        ):
-            return None
+    @property
+    def _open(self) -> Kind | None:
+        """Returns the last block's kind, if there is one."""
+        return self._blocks[-1].kind if self._blocks else None
+
+    def _begun(self, part: Part) -> bytes:
+        """Begins a block, and returns the event that says so."""
         head: dict[str, Any]
         empty: dict[str, Any]
         match part.kind:
@@ -170,10 +172,9 @@ class MessageWriter(Writer):
         self._blocks.append(_Block(part.kind, head))
         return _event("content_block_start", index=len(self._blocks) - 1, content_block=head | empty)
 
-    def _stopped(self, count: int | None = None) -> bytes:
-        """Returns the event that ends the block before the last of `count`; none before the first."""
-        at = len(self._blocks) - 2 if count is None else count - 1
-        return b"" if at < 0 else _event("content_block_stop", index=at)
+    def _ended(self) -> bytes:
+        """Returns the event that ends the last block, if there is one."""
+        return _event("content_block_stop", index=len(self._blocks) - 1) if self._blocks else b""
 
     def _tool_use(self, part: Part) -> dict[str, Any]:
         number = f"toolu_{self._number}_{part.call}"

@@ -4,7 +4,7 @@ JSON."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
@@ -12,7 +12,7 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvloom.api.answers.calls import Kind, Part
+from kvloom.api.answers.calls import Part, Said
 from kvloom.api.answers.reader import AnswerReader
 from kvloom.api.answers.values import arguments_object
 from kvloom.api.bodies import parse, translated
@@ -48,30 +48,23 @@ def _error_line(error: KvloomError) -> bytes:
 EVENTS: Final = EventForm(last=b"", error=_error_line, media=LINES)
 
 
-@dataclass(slots=True)
-class Said:
-    """Holds parts of an answer."""
-
-    text: list[str] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
-    calls: list[dict[str, Any]] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.text or self.thoughts or self.calls)
+Told = Callable[[Said, str], dict[str, Any]]
 
 
-Told = Callable[[Said], dict[str, Any]]
+def _as_message(said: Said, number: str) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": said.text}
+    message |= {"thinking": said.thought} if said.thoughts else {}
+    calls = [_call(number, *call) for call in said.calls]
+    return {"message": message | ({"tool_calls": calls} if calls else {})}
 
 
-def _as_message(said: Said) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(said.text)}
-    message |= {"thinking": "".join(said.thoughts)} if said.thoughts else {}
-    return {"message": message | ({"tool_calls": said.calls} if said.calls else {})}
+def _call(number: str, call: Part, arguments: str) -> dict[str, Any]:
+    function = {"index": call.call, "name": call.text, "arguments": arguments_object(arguments or "{}")}
+    return {"id": f"call_{number}_{call.call}", "function": function}
 
 
-def _as_response(said: Said) -> dict[str, Any]:
-    thinking = {"thinking": "".join(said.thoughts)} if said.thoughts else {}
-    return {"response": "".join(said.text)} | thinking
+def _as_response(said: Said, _: str) -> dict[str, Any]:
+    return {"response": said.text} | ({"thinking": said.thought} if said.thoughts else {})
 
 
 def _read(form: type[OllamaChatBody | OllamaGenerateBody], raw: bytes) -> ContextLimit:
@@ -142,7 +135,7 @@ class LineWriter(Writer):
     def __init__(
         self, origin: Origin, body: ContextLimit, reader: AnswerReader, watch: Watch, told: Told
     ) -> None:
-        """told: what the endpoint's answers have of what is said."""
+        """told: what the endpoint's answers have of what is said, in the answer of a number."""
         super().__init__(PREFIX, origin, body, 1)
         self._line = {"model": body.model, "created_at": instant(origin.created)}
         self._reader, self._told, self._watch = reader, told, watch
@@ -156,7 +149,8 @@ class LineWriter(Writer):
             self._first = self._watch.seconds
         said = Said()
         self._read(piece, said)
-        return encode(self._line | self._told(said) | {"done": False}) + b"\n" if said else b""
+        line = self._line | self._told(said, self._number) | {"done": False}
+        return encode(line) + b"\n" if said else b""
 
     def last_chunk(self, usage: dict[str, Any]) -> bytes:
         return self.answer(usage) + b"\n"
@@ -165,25 +159,11 @@ class LineWriter(Writer):
         self._read(piece, self._said)
 
     def answer(self, usage: dict[str, Any]) -> bytes:
-        return encode(self._line | self._told(self._said) | {"done": True} | self._end(usage))
+        return encode(self._line | self._told(self._said, self._number) | {"done": True} | self._end(usage))
 
     def _read(self, piece: Piece, said: Said) -> None:
-        last = piece.finish is not None
-        for part in self._reader.take(piece.text, last=last):
-            match part.kind:
-                case Kind.TEXT:
-                    said.text.append(part.text)
-                case Kind.THOUGHT:
-                    said.thoughts.append(part.text)
-                case Kind.CALL:
-                    said.calls.append(self._call(part))
-                case Kind.ARGUMENTS:
-                    said.calls[-1]["function"]["arguments"] = arguments_object(part.text)
+        said.add(self._reader.take(piece.text, last=piece.finish is not None))
         self._reason = piece.finish or self._reason
-
-    def _call(self, part: Part) -> dict[str, Any]:
-        number = f"call_{self.answer_id.partition('-')[2]}_{part.call}"
-        return {"id": number, "function": {"index": part.call, "name": part.text, "arguments": {}}}
 
     def _end(self, usage: dict[str, Any]) -> dict[str, Any]:
         now = self._watch.seconds

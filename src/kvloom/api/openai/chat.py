@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvloom.api.answers.calls import Kind, Part
+from kvloom.api.answers.calls import Kind, Part, Said
 from kvloom.api.answers.families import Family
 from kvloom.api.answers.forced import forced_guide
 from kvloom.api.answers.reader import AnswerForm, AnswerReader, Tools
@@ -60,7 +60,7 @@ async def chat_generation(
     body: ChatBody, model: ServedModel, tenant: str, origin: Origin, prefix: str, *, capped: bool = False
 ) -> tuple[Generation, Readers]:
     """Returns what a chat asks of an engine, and what reads its answer. prefix: of the answer's id; capped:
-    whether more tokens may be asked for than the context has room for. Raises KvloomError."""
+    whether a limit above the context's room is lowered to it, and not refused. Raises KvloomError."""
     given = prompt_of(model, body.messages, offered(body), switches(body, model))
     prompt = await model.tokens(given, tenant)
     check_prompt(prompt, model.card)
@@ -79,7 +79,7 @@ async def chat_generation(
         guide=guide,
     )
     start = start_of(body, origin.request_id(prefix), prompt, sampling)
-    thinks = sampling.guide is None  # what follows a grammar has no room for thoughts
+    thinks = sampling.guide is None  # a grammar holds from the answer's first token on
     readers = partial(
         form.reader, _parameters(body), thinks=thinks, opened=thinks and form.opened(prompt, model.tokenizer)
     )
@@ -105,7 +105,7 @@ def _form(body: ChatBody, model: ServedModel) -> AnswerForm:
 
 
 def _parameters(body: ChatBody) -> Tools | None:
-    """Returns the tools that calls are looked for."""
+    """Returns the schemas of the offered tools' parameters, by name; None if there are no tools."""
     functions = [tool.function for tool in offered(body)]
     return {one.name: one.parameters or {} for one in functions} or None
 
@@ -159,6 +159,7 @@ def _arguments(text: str) -> Any:
 
 
 def _forced(body: ChatBody, model: ServedModel, family: Family | None) -> Guide | None:
+    """Returns the grammar of the calls that a request forces; None if it forces none."""
     if family is None or not body.forces_tool:
         return None
     only = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
@@ -176,10 +177,8 @@ class _WrittenChat:
 
     reader: AnswerReader
     greeted: bool = False
-    text: list[str] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
+    said: Said = field(default_factory=Said)
     logprobs: list[msgspec.Raw] = field(default_factory=list)
-    calls: list[dict[str, Any]] = field(default_factory=list)
     finish: str | None = None
 
 
@@ -247,16 +246,7 @@ class ChatWriter(Writer):
 
     def add(self, at: int, piece: Piece) -> None:
         choice, last = self._choices[piece.choice], piece.finish is not None
-        for part in choice.reader.take(piece.text, last=last):
-            match part.kind:
-                case Kind.TEXT:
-                    choice.text.append(part.text)
-                case Kind.THOUGHT:
-                    choice.thoughts.append(part.text)
-                case Kind.CALL:
-                    choice.calls.append(self._call(piece.choice, part))
-                case Kind.ARGUMENTS:
-                    choice.calls[-1]["function"]["arguments"] += part.text
+        choice.said.add(choice.reader.take(piece.text, last=last))
         if last:
             choice.finish = reason_of(piece, choice.reader)
         if self._top is not None:
@@ -279,11 +269,9 @@ class ChatWriter(Writer):
                     delta = b'{"reasoning_content":%b}' % encode(part.text)
                     deltas.append((delta, (part.text, 0, 0, False)))
                 case Kind.CALL:
-                    deltas.append((self._call_delta(self._call(choice, part), part), _CALL))
+                    deltas.append((self._call_delta(self._call(choice, part, ""), part), _CALL))
                 case Kind.ARGUMENTS if before is not None and before.kind is Kind.CALL:
-                    call = self._call(choice, before)
-                    call["function"]["arguments"] = part.text
-                    deltas[-1] = self._call_delta(call, part), _CALL
+                    deltas[-1] = self._call_delta(self._call(choice, before, part.text), part), _CALL
                 case Kind.ARGUMENTS:
                     deltas.append((self._call_delta({"function": {"arguments": part.text}}, part), _NOTHING))
         return deltas
@@ -292,21 +280,21 @@ class ChatWriter(Writer):
     def _call_delta(call: dict[str, Any], part: Part) -> bytes:
         return encode({"tool_calls": [{"index": part.call, **call}]})
 
-    def _call(self, choice: int, part: Part) -> dict[str, Any]:
+    def _call(self, choice: int, part: Part, arguments: str) -> dict[str, Any]:
         return {
             "id": f"call_{self._number}_{choice}_{part.call}",
             "type": "function",
-            "function": {"name": part.text, "arguments": ""},
+            "function": {"name": part.text, "arguments": arguments},
         }
 
     def _whole(self, index: int, choice: _WrittenChat) -> dict[str, Any]:
-        text = "".join(choice.text)
+        said, text = choice.said, choice.said.text
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if choice.thoughts:
-            message["reasoning_content"] = "".join(choice.thoughts)
-        if choice.calls:
+        if said.thoughts:
+            message["reasoning_content"] = said.thought
+        if said.calls:
             message["content"] = text if text.strip() else None
-            message["tool_calls"] = choice.calls
+            message["tool_calls"] = [self._call(index, *call) for call in said.calls]
         return {
             "index": index,
             "message": message,

@@ -117,7 +117,7 @@ class ResponseWriter(Writer):
                 self._event(kind, response=begun) for kind in ("response.created", "response.in_progress")
             ]
         for part in self._read(piece):
-            if self._begins(part):
+            if part.begins(self._open):
                 events += [self._ended("completed"), self._begun(part)]
             if part.kind is not Kind.CALL:
                 item = self._output[-1]
@@ -141,7 +141,7 @@ class ResponseWriter(Writer):
     def add(self, at: int, piece: Piece) -> None:
         self._hold.add(0)
         for part in self._read(piece):
-            if self._begins(part):
+            if part.begins(self._open):
                 self._begin(part)
             if part.kind is not Kind.CALL:
                 self._output[-1].text.append(part.text)
@@ -166,11 +166,10 @@ class ResponseWriter(Writer):
             self._unread = 0
         return parts
 
-    def _begins(self, part: Part) -> bool:
-        """Returns whether the part belongs to no open item."""
-        if part.kind is Kind.ARGUMENTS:
-            return False
-        return part.kind is Kind.CALL or not self._output or self._output[-1].kind is not part.kind
+    @property
+    def _open(self) -> Kind | None:
+        """Returns what began the last item, if there is one."""
+        return self._output[-1].kind if self._output else None
 
     def _begin(self, part: Part) -> _Output:
         at = len(self._output)

@@ -1,4 +1,4 @@
-"""What a check has found."""
+"""Findings: the results of checks."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _COMPILERS: Final = ("gcc", "clang", "cc")
 
 
 class Processor(Struct, frozen=True):
-    """What `kvloom.kernels.processor` tells."""
+    """The answer of `kvloom.kernels.processor`."""
 
     torch: str
     cuda: str | None

@@ -1,7 +1,8 @@
-"""What the modules of a few architectures keep from transformers' attention interface, and how it gets there.
+"""Attention of architectures whose modules do not pass on kvloom's arguments, or do not call transformers'
+attention interface.
 
-Most models hand their keyword arguments down to attention, and leave attention to the interface; nothing here
-concerns them. Those in the table below do not, and each entry says what is done about it.
+Most models do both, and nothing here concerns them. `_MODULES` has those that do not, and each entry says
+what is done about it.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ class _Current(threading.local):
 
 def reach_attention(module: nn.Module) -> bool:
     """Lets the model's attention modules have what the model is called with, where its layers do not pass it
-    on, and call kvloom's attention, where they do not call the interface. Returns True if they do not: the
-    interface need not be set then. Raises ConfigError for a form of attention that kvloom does not have."""
+    on, and call kvloom's attention, where they do not call the interface. Returns True if a module does not
+    call it: the interface need not be set then. Raises ConfigError for a form of attention that kvloom does
+    not have."""
     found = [
         (one, _MODULES[type(one).__name__]) for one in module.modules() if type(one).__name__ in _MODULES
     ]
@@ -54,7 +56,7 @@ def reach_attention(module: nn.Module) -> bool:
 
 
 def _as_it_is(module: Any) -> None:
-    """Does nothing: the module calls the interface with what it is given."""
+    """Does nothing: the module calls the interface, and needs but the hooks that all have."""
 
 
 def _without_tuning(module: Any) -> None:
