@@ -37,6 +37,7 @@ from kvloom.api.metrics import CONTENT_TYPE, Metrics
 from kvloom.api.openai.chat import ChatEndpoint
 from kvloom.api.openai.completions import CompletionEndpoint
 from kvloom.api.openai.generation import EndpointContext
+from kvloom.api.openai.pooled import EmbeddingEndpoint, ScoreEndpoints
 from kvloom.api.openai.tokens import TokenEndpoints
 from kvloom.api.openapi import Documents
 from kvloom.api.routes import PAGE, PUBLIC, Caller, Handler, asgi_routes
@@ -85,12 +86,16 @@ def create_app(
         return {node.name: node.state for node in admin.orders.nodes} if admin else {}
 
     messages, tokens = MessagesEndpoint(gateway), TokenEndpoints(gateway.catalog)
+    scores = ScoreEndpoints(gateway)
     info = _Information(gateway, documents, moves, nodes, keys, int(time.time()))
     handlers: dict[str, Handler] = {
         "models": info.models,
         "model": info.model,
         "completions": CompletionEndpoint(gateway).__call__,
         "chat_completions": ChatEndpoint(gateway).__call__,
+        "embeddings": EmbeddingEndpoint(gateway).__call__,
+        **dict.fromkeys(("rerank", "rerank_v1", "rerank_v2"), scores.rerank),
+        **dict.fromkeys(("score", "score_v1"), scores.score),
         "messages": messages.__call__,
         "count_tokens": messages.count,
         "tokenize": tokens.tokenize,

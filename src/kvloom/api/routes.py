@@ -25,6 +25,14 @@ from kvloom.api.schemas.chat import (
     TokenizeAnswer,
     TokenizeBody,
 )
+from kvloom.api.schemas.embeddings import (
+    EmbeddingAnswer,
+    EmbeddingBody,
+    RerankAnswer,
+    RerankBody,
+    ScoreAnswer,
+    ScoreBody,
+)
 from kvloom.api.schemas.generation import (
     CompletionAnswer,
     CompletionBody,
@@ -154,6 +162,39 @@ PUBLIC: Final[tuple[RouteRow, ...]] = (
         *(404, 415, 429, 503, 504),
         chunk=ChatChunk,
         caller=Caller.KEY,
+    ),
+    _post(
+        "embeddings",
+        "/v1/embeddings",
+        "Makes embeddings of texts.",
+        EmbeddingBody,
+        EmbeddingAnswer,
+        *(404, 415, 429, 503, 504),
+        caller=Caller.KEY,
+    ),
+    *(
+        _post(
+            name,
+            path,
+            "Sorts documents by how well they answer a query, as vLLM and Cohere do.",
+            RerankBody,
+            RerankAnswer,
+            *(404, 415, 429, 503, 504),
+            caller=Caller.KEY,
+        )
+        for name, path in (("rerank", "/rerank"), ("rerank_v1", "/v1/rerank"), ("rerank_v2", "/v2/rerank"))
+    ),
+    *(
+        _post(
+            name,
+            path,
+            "Scores pairs of texts, as vLLM does.",
+            ScoreBody,
+            ScoreAnswer,
+            *(404, 415, 429, 503, 504),
+            caller=Caller.KEY,
+        )
+        for name, path in (("score", "/score"), ("score_v1", "/v1/score"))
     ),
     _post(
         "messages",

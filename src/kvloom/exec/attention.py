@@ -3,6 +3,7 @@ the pages."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from kvloom.types.geometry import I64
 from kvloom.types.job import ForwardPlan, PageCopy
 
 NAME = "kvloom"
-_KNOWN = {"dropout", "position_ids", "kv", "is_causal"}  # asked for, and harmless to leave out
+_KNOWN = {"dropout", "position_ids", "kv", "texts", "is_causal"}  # asked for, and harmless to leave out
 _NAMES = {"s_aux": "attention sinks (s_aux)"}
 
 
@@ -264,6 +265,15 @@ def _matters(name: str, given: Any) -> bool:
     return name not in _KNOWN and (isinstance(given, Tensor) or bool(given))
 
 
+def refuse_strange(attention_mask: Tensor | None, arguments: Mapping[str, Any]) -> None:
+    """Raises ConfigError if attention is asked for something that kvloom does not have."""
+    strange = sorted(_NAMES.get(name, name) for name, given in arguments.items() if _matters(name, given))
+    if strange or attention_mask is not None:
+        raise ConfigError(
+            f"its attention asks for {', '.join(strange) or 'a mask'}, which kvloom does not have"
+        )
+
+
 def kvloom_attention(
     module: nn.Module,
     query: Tensor,
@@ -281,11 +291,7 @@ def kvloom_attention(
     state: ForwardState | None = kwargs.get("kv")
     if state is None:
         raise ConfigError("its layers do not pass on what kvloom's attention needs")
-    strange = sorted(_NAMES.get(name, name) for name, given in kwargs.items() if _matters(name, given))
-    if strange or attention_mask is not None:
-        raise ConfigError(
-            f"its attention asks for {', '.join(strange) or 'a mask'}, which kvloom does not have"
-        )
+    refuse_strange(attention_mask, kwargs)
     out = state.attend(
         int(module.layer_idx),  # type: ignore[arg-type]
         query[0].transpose(0, 1),

@@ -11,14 +11,17 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 from kvloom.exec.attention import NAME, ForwardState, Scoring, attend_dense
-from kvloom.exec.build import Description, describe
+from kvloom.exec.build import Built, Description, describe
 from kvloom.exec.card import card_of, check_tokenizer
 from kvloom.exec.checkpoint import open_checkpoint
 from kvloom.exec.parallel.group import Team
 from kvloom.exec.parallel.slicing import slice_model
+from kvloom.exec.pooling.files import Pooling
+from kvloom.exec.pooling.model import PooledModel, prove_pooled
 from kvloom.exec.quantized import QuantizedLinear
 from kvloom.exec.widened import computes_in_float32, widen
 from kvloom.types.errors import ConfigError, Unavailable
@@ -71,6 +74,9 @@ class LoadTarget(Protocol):
 
     def check_quantized(self) -> None:
         """Raises ConfigError if the device has no products over quantised weights."""
+
+    def check_pooled(self) -> None:
+        """Raises ConfigError if the device runs no models that make vectors."""
 
     def own_format(self, config: Any, matrices: Callable[[], Set[str]]) -> torch.dtype:
         """Returns the number format in which a checkpoint's weights may be held if none is asked for.
@@ -246,6 +252,7 @@ class LoadedModel:
     kv_dtype: torch.dtype
     geometry: Geometry
     card: ModelCard
+    pooled: PooledModel | None = None  # runs texts if the model makes vectors of them, instead of `forward`
     heads: int = 0  # of q, in all layers; 0 if they differ
     identity: str = ""  # a digest over the weights and all else that K and V of given tokens depend on
 
@@ -329,6 +336,8 @@ def _load(
                 "its weights are quantised, or in a GGUF file, and ranks share neither; a `tensor_parallel` "
                 "of 1 is right"
             )
+    if described.pooling is not None:
+        _check_pooled(described, team, target)
     outlined, dtype = _outlined(spec, described, target, team is None, say)
     target.check_room(described.size(outlined, dtype))
     if team is None or team.group.rank == 0:
@@ -338,6 +347,8 @@ def _load(
     module = built.module.eval().requires_grad_(False)
     if widens:
         widen(module)
+    if described.pooling is not None:
+        return _load_pooled(spec, block_bytes, described.pooling, built, module, target)
     kept = target.kv_dtype(spec.kv_dtype, torch.float32 if computes_in_float32(module) else dtype)
     observer = prove(module, team, target, described.release)
     target.settle(module)
@@ -356,7 +367,45 @@ def _load(
     q_heads = next(iter(observer.heads)) if len(observer.heads) == 1 else 0
     facts = (checkpoint.identity(), spec.dtype, str(dtype), kv_name, decoder is None, *_program())
     identity = hashlib.sha256(repr(facts).encode()).hexdigest()
-    return LoadedModel(module, decoder or Modular(module), kept, geometry, card, q_heads, identity)
+    return LoadedModel(module, decoder or Modular(module), kept, geometry, card, None, q_heads, identity)
+
+
+def _check_pooled(described: Description, team: Team | None, target: LoadTarget) -> None:
+    target.check_pooled()
+    if described.packed or team is not None:
+        raise ConfigError(
+            "it makes vectors of texts, which is served of weights that are not quantised, by one rank; a "
+            "`tensor_parallel` of 1 is right"
+        )
+
+
+def _load_pooled(
+    spec: ModelSpec, block_bytes: int, pooling: Pooling, built: Built, module: Any, target: LoadTarget
+) -> LoadedModel:
+    """Loads a model that makes vectors. It keeps no K and V, so its blocks are the smallest that can be, and
+    none is ever taken."""
+
+    def prepare(module: nn.Module) -> None:
+        target.place(module)
+        target.fuse(module)
+
+    card = card_of(spec, module, built.parameters, built.tokenizer, built.sampling, "float32")
+    if pooling.lower and built.tokenizer("ABC")["input_ids"] != built.tokenizer("abc")["input_ids"]:
+        raise ConfigError("its texts are to be in small letters, and its tokenizer does not see to that")
+    pooled = prove_pooled(module, pooling, prepare)
+    target.settle(module)
+    with torch.inference_mode():
+        size = pooled(np.zeros(1, np.int64), np.ones(1, np.int64), (0,)).shape[1]
+    context = card.context_length - pooled.first
+    card = structs.replace(
+        card,
+        context_length=min(context, pooling.most_tokens or context),
+        chat_template=None,
+        task=pooling.task,
+        dimensions=size,
+    )
+    geometry = Geometry(1, 1, 1, torch.float32.itemsize, block_bytes)
+    return LoadedModel(module, Modular(module), torch.float32, geometry, card, pooled)
 
 
 def _program() -> tuple[str, ...]:

@@ -89,8 +89,8 @@ class Session:
         candidates = Candidates(self.body, self.progress, self.held, self._serving, self._room)
         self.candidates, self.fleet = candidates, candidates.fleet
         # K and V that are received come without logits. So a request that wants its prompt's
-        # log-probabilities goes to one replica whole, whatever the program.
-        plain = self.body.sampling.prompt_logprobs is not None
+        # log-probabilities, or vectors, goes to one replica whole, whatever the program.
+        plain = self.body.sampling.prompt_logprobs is not None or self.body.task != "generate"
         sessions[request] = self
         try:
             while True:

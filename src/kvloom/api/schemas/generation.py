@@ -257,12 +257,35 @@ class StructuredOutputs(Body):
     choice: Choice | None = None
 
 
-class GenerationBody(Body):
+class ModelBody(Body):
+    """A request to a model, as far as all endpoints read it."""
+
+    model: Annotated[str, Field(min_length=1, max_length=512)]
+    stream: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    user: str | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Returns the most tokens of a choice, if the request names a number."""
+        return None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Returns whether a stream is to tell the usage."""
+        return False
+
+    @property
+    def wants_ids(self) -> bool:
+        """Returns whether a stream's events are to have ids."""
+        return False
+
+
+class GenerationBody(ModelBody):
     """Parameters of both endpoints. `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`,
     `stop_token_ids`, `priority`, `structured_outputs` and `guided_…` are not OpenAI's own; they are named as
     vLLM names them."""
 
-    model: Annotated[str, Field(min_length=1, max_length=512)]
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -279,7 +302,6 @@ class GenerationBody(Body):
     stop: StopString | StopList | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=128)] | None = None
     ignore_eos: bool | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -287,8 +309,6 @@ class GenerationBody(Body):
     guided_json: Schema | None = None
     guided_grammar: Grammar | None = None
     guided_choice: Choice | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    user: str | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     store: Annotated[None, Unserved("answers are not kept", False)] = None
     use_beam_search: Annotated[None, Unserved("there is no beam search", False)] = None
@@ -336,7 +356,6 @@ class GenerationBody(Body):
 
     @property
     def most_tokens(self) -> int | None:
-        """Returns the most tokens of a choice, if the request names a number."""
         return self.max_tokens
 
     @property

@@ -48,6 +48,9 @@ class CpuTarget:
     def check_quantized(self) -> None:
         """Does nothing: quantised weights are served."""
 
+    def check_pooled(self) -> None:
+        """Does nothing: models that make vectors are served."""
+
     def own_format(self, config: Any, matrices: Callable[[], Set[str]]) -> torch.dtype:
         return own_format(config, matrices)
 
@@ -167,6 +170,10 @@ class TorchExecutor:
                 )
 
         def finish(name: str, model: LoadedModel) -> None:
+            if model.pooled is not None:
+                raise ConfigError(
+                    f"models.{name}: a model that makes vectors does not sleep; kv_memory is right"
+                )
             asleep[name] = put_to_sleep(name, (model.module, model.forward), Path(spec.sleep_dir))
             return_free_memory()
             require(name, asleep[name].bytes, model.geometry.blocks_per_page)
@@ -235,6 +242,12 @@ class TorchExecutor:
     def _run(self, slot: int, job: Job, adapters: Mapping[str, PackedAdapter]) -> JobResult:
         started = time.perf_counter()
         torch.set_num_threads(job.share)
+        pooled = self._models[job.model].pooled
+        if pooled is not None:
+            with torch.inference_mode():
+                vectors = pooled(job.tokens, job.plan.appends, job.pairs).numpy()
+            made = [vector.astype("<f4").tobytes() for vector in vectors]
+            return JobResult([], [], [], time.perf_counter() - started, vectors=made)
         kept = job.kept
         with torch.inference_mode():
             with self.loans.attend(job) as part:

@@ -67,6 +67,9 @@ class DeviceTarget:
             "checkpoint of safetensors, is right"
         )
 
+    def check_pooled(self) -> None:
+        raise ConfigError("it makes vectors of texts, which CPUs serve; `device: cpu` is right")
+
     def place(self, module: nn.Module) -> None:
         tensors = {id(one): one for one in (*module.parameters(), *module.buffers())}
         coming = [one for one in tensors.values() if one.device.type == "cpu"]
