@@ -1,4 +1,4 @@
-"""Embeddings and scores by OpenAI's client and by HTTP, from a fleet whose engine is killed. Real processes."""
+"""Embeddings and scores by OpenAI's client and by HTTP, from a fleet whose engine is killed."""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ from kvloom.types.geometry import I32, Geometry
 from kvloom.types.job import Job, JobResult, Phase
 from kvloom.types.request import ModelCard, TokenLogprob
 
-
 NO_VECTOR: Final = bytes(4)  # the one number that a modelled device makes of a text
 
 
