@@ -87,8 +87,8 @@ class Session:
         self._quarantine.check(self.body)
         candidates = Candidates(self.body, self.progress, self.held, self._serving, self._room)
         self.candidates, self.fleet = candidates, candidates.fleet
-        # K and V that are received come without logits, so who wants such a prompt goes to one replica.
-        # K and V that are received come without logits: what needs them of its prompt goes to one replica.
+        # K and V that are received come without logits: who wants those of a prompt goes to one replica.
+        plain = self.body.sampling.prompt_logprobs is not None or self.body.task != "generate"
         sessions[request] = self
         try:
             while True:
