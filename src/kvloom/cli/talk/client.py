@@ -43,6 +43,9 @@ class _ModelList(Struct, frozen=True):
 
 class _Delta(Struct, frozen=True):
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """What servers that are not kvloom may call `reasoning_content`."""
 
 
 class _Choice(Struct, frozen=True):
@@ -60,8 +63,10 @@ class _Chunk(Struct, frozen=True):
 
 
 class Piece(Struct, frozen=True):
-    """A part of an answer, as it comes. finish: why the answer is over, if it is."""
+    """A part of an answer, as it comes. thought: what the model thinks before its answer; finish: why the
+    answer is over, if it is."""
 
+    thought: str
     text: str
     finish: str | None
 
@@ -116,6 +121,13 @@ class AnswerOptions:
     ] = None
     max_tokens: Annotated[Whole | None, Parameter(help="of an answer (what the context has room for)")] = None
     seed: Annotated[Whole | None, Parameter(help="the same seed draws the same answer (none)")] = None
+    thoughts: Annotated[
+        bool | None,
+        Parameter(
+            negative="--no-thoughts",
+            help="show what the model thinks before it answers; in a pipe, on standard error (in a terminal)",
+        ),
+    ] = None
 
     def parameters(self) -> dict[str, float | int]:
         """Returns the parameters of a request that are given."""
@@ -171,7 +183,9 @@ class ApiClient:
                 if event.data == _DONE:
                     return
                 for choice in self._chunk(event.data).choices[:1]:
-                    yield Piece(choice.delta.content or "", choice.finish_reason)
+                    delta = choice.delta
+                    thought = delta.reasoning_content or delta.reasoning or ""
+                    yield Piece(thought, delta.content or "", choice.finish_reason)
         raise AdminError(f"{self.url}: the answer broke off before its end; ask again")
 
     def _chunk(self, data: bytes) -> _Chunk:

@@ -13,7 +13,7 @@ from cyclopts import App, Parameter
 
 from kvloom.cli.app import CommandFailed, print_columns, printable
 from kvloom.cli.gateway import AdminClient, AdminError
-from kvloom.cli.talk.chat import KEPT, Conversation
+from kvloom.cli.talk.chat import Conversation, show_answer
 from kvloom.cli.talk.client import BY_DEFAULT, THIS_SERVER, AnswerOptions, ApiOptions, ModelLine
 from kvloom.journal.samples import Sample
 
@@ -40,10 +40,7 @@ def run_once(
     try:
         conversation = Conversation(client, client.chosen(model), answer)
         question = _question(prompt)
-        for text in conversation.ask(question):
-            shown = printable(text, KEPT) if sys.stdout.isatty() else text
-            print(shown, end="", flush=True)
-        print(flush=True)
+        show_answer(conversation.ask(question), thoughts=answer.thoughts)
     except AdminError as error:
         raise CommandFailed(str(error)) from error
 
