@@ -236,6 +236,73 @@ def test_calls_however_the_text_is_cut(
     assert parse(form, list(text), whole=whole) == told
 
 
+OPEN = '{"name": "weather", "arguments": {"city": "Zür'
+KIMI_HEAD = "<|tool_call_begin|>weather:0<|tool_call_argument_begin|>"
+KIMI = f"<|tool_calls_section_begin|>{KIMI_HEAD}"
+QUOTED = '{"city": "</tool_call>\\\\", "note": "a \\" <|tool_call_end|></tool_call> b"}'
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "shown", "calls"),
+    [
+        (Family.HERMES, f"<tool_call>{OPEN}</tool_call>", "", [("weather", OPEN[-13:])]),
+        (Family.HERMES, f'<tool_call>{OPEN}</tool_call> "So", he', ' "So", he', [("weather", OPEN[-13:])]),
+        (Family.HERMES, f"<tool_call>{OPEN}</tool_call> he says", " he says", [("weather", OPEN[-13:])]),
+        (Family.HERMES, f'<tool_call>{OPEN}"</tool_call> so', " so", [("weather", OPEN[-13:] + '"')]),
+        (Family.HERMES, f"<tool_call>{OPEN}</tool_cal", "", [("weather", OPEN[-13:] + "</tool_cal")]),
+        (
+            Family.HERMES,
+            f"<tool_call>{OPEN}</tool_call><tool_call><function=time></function></tool_call>",
+            "",
+            [("weather", OPEN[-13:]), ("time", "{}")],
+        ),
+        (
+            Family.HERMES,
+            f"<tool_call>{OPEN}</tool_call>\n<tool_call>{ARGUMENTS}</tool_call>.",
+            ".",
+            [("weather", OPEN[-13:]), ("weather", '{"city": "Zürich"}')],
+        ),
+        (Family.GRANITE, f"<|tool_call|>[{OPEN}<|/tool_call|> so", " so", [("weather", OPEN[-13:])]),
+        (
+            Family.KIMI,
+            f'{KIMI}{{"city": "Z<|tool_call_end|>{KIMI_HEAD}{{}}<|tool_calls_section_end|> so',
+            " so",
+            [("weather", '{"city": "Z'), ("weather", "{}")],
+        ),
+        (
+            Family.HERMES,
+            f'<tool_call>{{"name": "weather", "arguments": {QUOTED}}}</tool_call> so',
+            " so",
+            [("weather", QUOTED)],
+        ),
+        (Family.KIMI, f"{KIMI}{QUOTED}<|tool_call_end|>", "", [("weather", QUOTED)]),
+    ],
+)
+@UNTIMED
+@given(data=st.data())
+def test_a_mark_ends_arguments_that_have_no_end(
+    family: Family, text: str, shown: str, calls: list[tuple[str, str]], data: st.DataObject
+) -> None:
+    """A mark in a string that goes on after it is text of the string."""
+    form = AnswerForm(family)
+    for pieces in ([text], list(text), cut(data, text)):
+        assert parse(form, pieces) == (shown, "", calls)
+
+
+def test_arguments_are_held_back_no_longer_than_a_mark_may_come() -> None:
+    reader = AnswerForm(Family.HERMES).reader(SCHEMAS, thinks=True, opened=False)
+    reader.take(f"<tool_call>{OPEN}", last=False)
+    shown = [reader.take(piece, last=False) for piece in ("a <", "/b", "</tool_call>", 'c"', ", ", "d")]
+    assert ["".join(part.text for part in parts) for parts in shown] == [
+        "a ",
+        "</b",
+        "",
+        "",
+        '</tool_call>c", ',
+        "d",
+    ]
+
+
 MARKS = ["<tool_call>", "</tool_call>", "<function=time>", "[TOOL_CALLS]", "<|tool_call|>", "<|python_tag|>"]
 MARKS += [
     "<｜tool▁calls▁begin｜>",
@@ -270,6 +337,7 @@ MARKS += [
 ]
 MARKS += [f"<tool_call>{ARGUMENTS}</tool_call>", f"[TOOL_CALLS][{ARGUMENTS}]", PARAMETERS, "<think><think>"]
 MARKS += [f"<|tool_call|>[{ARGUMENTS}]", "<|/tool_call|>", "to=functions.time", "\n\n", "<parameter=depth>"]
+MARKS += [KIMI, "<|tool_call_end|>", "<｜tool▁call▁end｜>", '"</tool_call>', '</tool_call>",']
 MARKS += ["</parameter>", "<arg_key>a</arg_key>", "<arg_value>", "</arg_value>", "time\n"]
 TEXTS = st.lists(st.sampled_from([*MARKS, "a", "b", ",", ";", "<", "|"]), max_size=14).map("".join)
 

@@ -67,6 +67,12 @@ class CallForm:
     marks: tuple[str, ...] = ()
     """Further marks that have to stay in the text, if they are special tokens."""
 
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Returns the marks that end a call, whatever is left open in its arguments."""
+        between = (mark for mark in self.marks if self.between.fullmatch(mark))
+        return tuple(filter(None, (self.close, self.trailer, *between)))
+
 
 # A model may write anything, letter by letter: so quantifiers are possessive, and heads have a length.
 LONGEST_HEAD: Final = 512
