@@ -199,9 +199,16 @@ CASES: list[tuple[Family, str, str, list[tuple[str, Any]]]] = [
 Read = tuple[str, str, list[tuple[str, str]]]
 
 
-def parse(form: AnswerForm, pieces: list[str], *, opened: bool = False, whole: bool = False) -> Read:
+def parse(
+    form: AnswerForm,
+    pieces: list[str],
+    *,
+    opened: bool = False,
+    whole: bool = False,
+    tools: dict[str, Any] = SCHEMAS,
+) -> Read:
     """Returns the text, the thoughts and the calls of an answer."""
-    reader = form.reader(SCHEMAS, thinks=True, opened=opened, whole_calls=whole)
+    reader = form.reader(tools, thinks=True, opened=opened, whole_calls=whole)
     text, thoughts, calls = "", "", list[tuple[str, str]]()
     for piece in [*pieces, None]:
         for part in reader.take(piece or "", last=piece is None):

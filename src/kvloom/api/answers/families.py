@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from typing import Any, Final
 
 
 class Family(Enum):
@@ -136,6 +136,37 @@ FORMS: Final[Mapping[Family, CallForm]] = {
 }
 QUOTES: Final = {Family.GEMMA: '<|"|>', Family.FUNCTION_GEMMA: "<escape>"}
 _HARMONY_MARKS: Final = ("<|start|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+
+
+_IDS: Final = {
+    Family.KIMI: re.compile(r"functions\.[\w.:-]+:\d+"),  # a call's only name there
+    Family.MISTRAL: re.compile(r"[A-Za-z0-9]{9}"),  # templates may refuse any other
+}
+"""The form of calls' ids in families whose templates show them to the model."""
+
+
+def fit_ids(family: Family | None, messages: list[dict[str, Any]]) -> None:
+    """Gives the calls of past messages, which are as templates are given them, and their results ids of the
+    family's form. Ids that have it already stay."""
+    form = _IDS.get(family) if family else None
+    if form is None:
+        return
+    fitting: dict[str, str] = {}
+    count = 0
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            given = call.get("id", "")
+            if form.fullmatch(given):
+                fitting[given] = given
+            elif family is Family.KIMI:
+                fitting[given] = f"functions.{call['function']['name']}:{count}"
+            else:
+                fitting[given] = f"{count:09d}"
+            call["id"] = fitting[given]
+            count += 1
+        answers = message.get("tool_call_id")
+        if answers in fitting:
+            message["tool_call_id"] = fitting[answers]
 
 
 def marks_of(family: Family) -> tuple[str, ...]:

@@ -202,8 +202,13 @@ def bare_call(inner: str, quote: str) -> list[tuple[str, str]] | None:
     return [(found["name"], dumped(BareValue(inner[found.end() :], quote).read()))]
 
 
+_PYTHON: Final = {"True": "true", "False": "false", "None": "null"}
+
+
 def typed(text: str, schema: Mapping[str, Any], key: str) -> str:
-    """Returns a parameter's text as JSON: a string where its schema says so, else what it reads as."""
+    """Returns a parameter's text as JSON: a string where its schema says so, else what it reads as. Templates
+    may write a past call's values as Python does, and models after them; where the schema has another type
+    than a string these are read, too."""
     parameters = schema.get("properties")
     one = parameters.get(key) if isinstance(parameters, dict) else None
     kind = one.get("type") if isinstance(one, dict) else None
@@ -212,4 +217,6 @@ def typed(text: str, schema: Mapping[str, Any], key: str) -> str:
             return dumped(loaded(text))
         except (ValueError, RecursionError):
             pass
-    return dumped(text)
+    kinds = kind if isinstance(kind, list) else [kind]
+    read_as_python = kind is not None and "string" not in kinds
+    return _PYTHON.get(text.strip(), dumped(text)) if read_as_python else dumped(text)

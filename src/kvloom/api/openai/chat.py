@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvloom.api.answers.calls import Kind, Part, Said
-from kvloom.api.answers.families import Family
+from kvloom.api.answers.families import Family, fit_ids
 from kvloom.api.answers.forced import forced_guide
 from kvloom.api.answers.reader import AnswerForm, AnswerReader, Tools
 from kvloom.api.bodies import parse
@@ -128,6 +128,7 @@ def prompt_of(
     offered = [tool.model_dump(exclude_none=True) for tool in tools] or None
     knows_developer = "developer" in (model.template.text or "")
     said = [_message(message, knows_developer=knows_developer) for message in messages]
+    fit_ids(model.form.family, said)
     if bounded:
         model.check_size(content_bytes(said), UNRENDERED, "messages")
     return ChatPrompt.of(said, offered, options, bounded=bounded)
