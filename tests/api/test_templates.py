@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from kvloom.api.answers.families import Family
-from kvloom.api.answers.reader import AnswerForm
+from kvloom.api.answers.call_formats import ToolCallFormat
+from kvloom.api.answers.reader import AnswerFormat
 from kvloom.api.app import create_app
 from kvloom.api.tokenizer import Tokenizer
 from tests.api.scripted import ScriptedEngine, byte_level, card, says
@@ -46,7 +46,7 @@ FRAME = (
 class Written:
     """How a family writes the parts of a conversation: an excerpt of a chat template for each."""
 
-    family: Family
+    call_format: ToolCallFormat
     user: str
     begin: str
     calls: str
@@ -88,9 +88,11 @@ BARE = (
     "{% set ns.args = ns.args + [k ~ ':' ~ bare(v)] %}{% endfor %}{{ '{' ~ ns.args|join(',') ~ '}' }}"
 )
 WRITTEN = {
-    "Hermes": Written(Family.HERMES, calls=each(f"<tool_call>\n{OBJECT}\n</tool_call>", "\n"), **CHATML),
+    "Hermes": Written(
+        ToolCallFormat.HERMES, calls=each(f"<tool_call>\n{OBJECT}\n</tool_call>", "\n"), **CHATML
+    ),
     "Qwen's coders": Written(
-        Family.HERMES,
+        ToolCallFormat.HERMES,
         calls=each(
             "\n<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}"
             "<parameter={{ k }}>\n{% if v is iterable and v is not string %}{{ v|tojson }}{% else %}"
@@ -99,7 +101,7 @@ WRITTEN = {
         **CHATML,
     ),
     "GLM": Written(
-        Family.HERMES,
+        ToolCallFormat.HERMES,
         user="<|user|>\n{{ m.content }}",
         begin="<|assistant|>",
         calls=each(
@@ -111,7 +113,7 @@ WRITTEN = {
         result="<|observation|>\n<tool_response>\n{{ m.content }}\n</tool_response>",
     ),
     "Mistral": Written(
-        Family.MISTRAL,
+        ToolCallFormat.MISTRAL,
         calls="{% if m.tool_calls %}[TOOL_CALLS] ["
         + each(
             "{% if c.id|length != 9 %}{{ raise_exception('an id has 9 letters') }}{% endif %}"
@@ -124,13 +126,13 @@ WRITTEN = {
         **INST,
     ),
     "Mistral since 2025": Written(
-        Family.MISTRAL,
+        ToolCallFormat.MISTRAL,
         calls=each("[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments|tojson }}"),
         result="[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]",
         **INST,
     ),
     "Llama": Written(
-        Family.LLAMA,
+        ToolCallFormat.LLAMA,
         user="<|start_header_id|>user<|end_header_id|>\n\n{{ m.content }}<|eot_id|>",
         begin="<|start_header_id|>assistant<|end_header_id|>\n\n",
         calls=each('{"name": "{{ f.name }}", "parameters": {{ f.arguments|tojson }}}'),
@@ -139,7 +141,7 @@ WRITTEN = {
         several=False,
     ),
     "Granite": Written(
-        Family.GRANITE,
+        ToolCallFormat.GRANITE,
         user="<|start_of_role|>user<|end_of_role|>{{ m.content }}<|end_of_text|>\n",
         begin="<|start_of_role|>assistant<|end_of_role|>",
         calls="{% if m.tool_calls %}<|tool_call|>[" + each(OBJECT, ", ") + "]{% endif %}",
@@ -147,7 +149,7 @@ WRITTEN = {
         result="<|start_of_role|>tool<|end_of_role|>{{ m.content }}<|end_of_text|>\n",
     ),
     "Phi": Written(
-        Family.GRANITE,
+        ToolCallFormat.GRANITE,
         user="<|user|>{{ m.content }}<|end|>",
         begin="<|assistant|>",
         calls="{% if m.tool_calls %}<|tool_call|>[" + each(OBJECT, ", ") + "]<|/tool_call|>{% endif %}",
@@ -155,7 +157,7 @@ WRITTEN = {
         result="<|tool_response|>{{ m.content }}<|end|>",
     ),
     "DeepSeek V3": Written(
-        Family.DEEPSEEK,
+        ToolCallFormat.DEEPSEEK,
         user="<｜User｜>{{ m.content }}",
         begin="<｜Assistant｜>",
         calls="{% if m.tool_calls %}<｜tool▁calls▁begin｜>"
@@ -169,7 +171,7 @@ WRITTEN = {
         result="<｜tool▁output▁begin｜>{{ m.content }}<｜tool▁output▁end｜>",
     ),
     "DeepSeek V3.1": Written(
-        Family.DEEPSEEK,
+        ToolCallFormat.DEEPSEEK,
         user="<｜User｜>{{ m.content }}",
         begin="<｜Assistant｜>",
         calls="{% if m.tool_calls %}<｜tool▁calls▁begin｜>"
@@ -181,7 +183,7 @@ WRITTEN = {
         result="<｜tool▁output▁begin｜>{{ m.content }}<｜tool▁output▁end｜>",
     ),
     "Kimi": Written(
-        Family.KIMI,
+        ToolCallFormat.KIMI,
         user="<|im_user|>user<|im_middle|>{{ m.content }}<|im_end|>",
         begin="<|im_assistant|>assistant<|im_middle|>",
         calls="{% if m.tool_calls %}<|tool_calls_section_begin|>"
@@ -194,7 +196,7 @@ WRITTEN = {
         result="<|im_system|>tool<|im_middle|>## Return of {{ m.tool_call_id }}\n{{ m.content }}<|im_end|>",
     ),
     "Gemma 4": Written(
-        Family.GEMMA,
+        ToolCallFormat.GEMMA,
         user="<|turn>user\n{{ m.content }}<turn|>\n",
         begin="<|turn>model\n",
         calls=each(f"<|tool_call>call:{{{{ f.name }}}}{BARE}<tool_call|>").replace("QUOTE", '<|"|>'),
@@ -202,7 +204,7 @@ WRITTEN = {
         result='<|tool_response>response:{value:<|"|>{{ m.content }}<|"|>}<tool_response|>',
     ),
     "FunctionGemma": Written(
-        Family.FUNCTION_GEMMA,
+        ToolCallFormat.FUNCTION_GEMMA,
         calls=each(f"<start_function_call>call:{{{{ f.name }}}}{BARE}<end_function_call>").replace(
             "QUOTE", "<escape>"
         ),
@@ -211,7 +213,7 @@ WRITTEN = {
         **TURN,
     ),
     "GPT-OSS": Written(
-        Family.HARMONY,
+        ToolCallFormat.HARMONY,
         user="<|start|>user<|message|>{{ m.content }}<|end|>",
         begin="<|start|>assistant",
         calls=each(" to=functions.{{ f.name }}<|channel|>commentary json<|message|>{{ f.arguments|tojson }}"),
@@ -235,8 +237,8 @@ def rendered(template: str, messages: list[Any]) -> str:
 
 @pytest.mark.parametrize("written", WRITTEN.values(), ids=WRITTEN)
 def test_what_a_template_writes_of_a_call_is_read_as_that_call(written: Written) -> None:
-    form, template = AnswerForm.of(written.template), written.template
-    assert form.family is written.family
+    answer_format, template = AnswerFormat.of(written.template), written.template
+    assert answer_format.tool_calls is written.call_format
     wanted = [GRAPH, WEATHER] if written.several else [GRAPH]
     calls: list[Any] = [
         {
@@ -258,7 +260,7 @@ def test_what_a_template_writes_of_a_call_is_read_as_that_call(written: Written)
     end = written.end.partition("{#")[0]
     answer, _, after = whole.removeprefix(prompt).partition(end)
     for pieces in ([answer], list(answer)):
-        text, _, made = parse(form, pieces, tools=TOOLS)
+        text, _, made = parse(answer_format, pieces, tools=TOOLS)
         assert (text.strip(), [(name, json.loads(given)) for name, given in made]) == ("", wanted)
     assert all(one["content"] in after for one in results)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from kvloom.api.answers.families import FORMS, LONGEST_HEAD, QUOTES, Body, Family, Tags
+from kvloom.api.answers.call_formats import LONGEST_HEAD, QUOTES, SYNTAX, Body, Tags, ToolCallFormat
 from kvloom.api.answers.values import JsonEnd, StringRest, bare_call, calls_in, dumped, loaded, plain, typed
 
 
@@ -73,10 +73,10 @@ class Said:
 class CallsReader:
     """Reads calls in text that comes in any pieces. What looked like a call and is none comes out as text."""
 
-    def __init__(self, family: Family, tools: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, call_format: ToolCallFormat, tools: Mapping[str, Mapping[str, Any]]) -> None:
         """tools: the schemas of the parameters of the tools that are offered, by name."""
-        self._family = family
-        self._mark = family.value
+        self._format = call_format
+        self._mark = call_format.value
         self._tools = tools
         self._text = ""  # the beginning of a mark, or space before one, which is held back
         self._block: _Block | None = None
@@ -104,7 +104,7 @@ class CallsReader:
         """Moves text to `parts` up to a mark, and returns what follows the mark."""
         held = self._text + text
         self._text = ""
-        if self._family is Family.LLAMA and not self._began:
+        if self._format is ToolCallFormat.LLAMA and not self._began:
             start = held.lstrip("; \n" if self.called else None)
             if start[:1] == "{":
                 return self._open(held[: len(held) - len(start)], start)
@@ -125,7 +125,7 @@ class CallsReader:
 
     def _open(self, mark: str, rest: str) -> str:
         self._began = True
-        self._block = _Block(self._family, mark, self._tools)
+        self._block = _Block(self._format, mark, self._tools)
         return rest
 
     def _inside(self, text: str, parts: list[Part]) -> str:
@@ -148,10 +148,12 @@ class _Block:
     """The calls after one mark: space, a head, its body, in JSON the tail of the object around it, and so
     on."""
 
-    def __init__(self, family: Family, mark: str, tools: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(
+        self, call_format: ToolCallFormat, mark: str, tools: Mapping[str, Mapping[str, Any]]
+    ) -> None:
         self.called = False
-        self._family, self._form, self._tools = family, FORMS[family], tools
-        self._ends = self._form.ends
+        self._format, self._syntax, self._tools = call_format, SYNTAX[call_format], tools
+        self._ends = self._syntax.ends
         self._raw, self._text = mark, ""
         self._seen = 0  # characters of the text in which an end has been looked for
         self._in_array = False
@@ -258,7 +260,7 @@ class _Block:
         """Skips to the end of the object around the arguments. A model may forget its last brace."""
         seen = self._seen
         end = scanner(self._text[seen:])
-        closed = self._find(self._form.close)
+        closed = self._find(self._syntax.close)
         places = [*([] if end is None else [seen + end]), *([closed] if closed >= 0 else [])]
         self._seen = len(self._text)
         if not places:
@@ -280,7 +282,7 @@ class _Block:
             self._key = found["key"].strip()
             self._skip(found.end())
             return True
-        end = self._find(self._form.close, self._family.value)
+        end = self._find(self._syntax.close, self._format.value)
         if end < 0:
             return False
         parts.append(Part(Kind.ARGUMENTS, "{}" if self._first else "}"))
@@ -297,17 +299,17 @@ class _Block:
 
     def _closed(self) -> bool:
         """Reads what stands after a call, and ends the block if it is over."""
-        form = self._form
+        syntax = self._syntax
         if not self.called:
             return False
-        if form.close:
-            between = form.between.match(self._text)
+        if syntax.close:
+            between = syntax.between.match(self._text)
             if between is not None and between.end():
                 self._skip(between.end())
-            if self._text.startswith(form.close):
-                self._skip(len(form.close))
+            if self._text.startswith(syntax.close):
+                self._skip(len(syntax.close))
                 self._over = True
-            elif self._text.startswith(self._family.value):
+            elif self._text.startswith(self._format.value):
                 self._over = True  # the next block begins, and this one's closing mark is missing
             return self._over
         if self._in_array:
@@ -316,9 +318,9 @@ class _Block:
                 return False
             self._skip(len(self._text) - len(rest) + (rest[0] == "]"))
             self._in_array = False
-        if form.trailer and form.trailer.startswith(self._text[: len(form.trailer)]):
-            if self._text.startswith(form.trailer):
-                self._skip(len(form.trailer))
+        if syntax.trailer and syntax.trailer.startswith(self._text[: len(syntax.trailer)]):
+            if self._text.startswith(syntax.trailer):
+                self._skip(len(syntax.trailer))
                 self._over = True
             return self._over
         self._over = True
@@ -326,12 +328,12 @@ class _Block:
 
     def _begins(self, parts: list[Part]) -> bool:
         """Reads a call's head, if it is there."""
-        if self.called and not (self._form.close or self._in_array):
+        if self.called and not (self._syntax.close or self._in_array):
             return False
         at = _after(self._text, 0, " \n\t\r,")
-        array = not self._form.close and not self.called and self._text[at : at + 1] == "["
+        array = not self._syntax.close and not self.called and self._text[at : at + 1] == "["
         at = _after(self._text, at + 1, " \n\t\r") if array else at
-        for head in self._form.heads:
+        for head in self._syntax.heads:
             found = head.pattern.match(self._text, at, at + LONGEST_HEAD)
             if found is None:
                 continue
@@ -351,9 +353,9 @@ class _Block:
     def _unfit(self, parts: list[Part]) -> bool:
         """Looks for the end of what no head fits, and reads the whole of it once it has come."""
         before = len(self._text)
-        if self._form.close:
-            end = after = self._find(self._form.close)
-            after += len(self._form.close)
+        if self._syntax.close:
+            end = after = self._find(self._syntax.close)
+            after += len(self._syntax.close)
         elif self.called and not self._in_array:
             return False  # a trailer may come
         else:
@@ -367,18 +369,18 @@ class _Block:
         self._value = None
         self._skip(after)
         parts += self._read(inner) or _text(_rest(inner) if called else raw)
-        self._over = bool(self._form.close) or not called
+        self._over = bool(self._syntax.close) or not called
         return True
 
     def _read(self, inner: str) -> list[Part]:
         """Returns the calls in the text of a whole block, or of one of its values, if it holds some."""
-        quote = QUOTES.get(self._family)
+        quote = QUOTES.get(self._format)
         calls: list[tuple[str, str]] | None = None
         try:
             calls = (quote and bare_call(inner, quote)) or calls_in(loaded(inner.strip(" \n\t\r,")))
         except (ValueError, RecursionError):
             return []
-        if self._family is Family.LLAMA and any(name not in self._tools for name, _ in calls or []):
+        if self._format is ToolCallFormat.LLAMA and any(name not in self._tools for name, _ in calls or []):
             return []
         self.called = self.called or bool(calls)
         return [

@@ -166,5 +166,5 @@ def _parameters(model: ServedModel) -> str:
 
 
 def _capabilities(model: ServedModel) -> list[str]:
-    tools = ["tools"] if model.form.family is not None else []
-    return ["completion", *tools, *(["thinking"] if model.form.thinks else [])]
+    tools = ["tools"] if model.answer_format.tool_calls is not None else []
+    return ["completion", *tools, *(["thinking"] if model.answer_format.thinks else [])]

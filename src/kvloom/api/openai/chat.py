@@ -11,10 +11,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvloom.api.answers.call_formats import ToolCallFormat, fit_ids
 from kvloom.api.answers.calls import Kind, Part, Said
-from kvloom.api.answers.families import Family, fit_ids
 from kvloom.api.answers.forced import forced_guide
-from kvloom.api.answers.reader import AnswerForm, AnswerReader, Tools
+from kvloom.api.answers.reader import AnswerFormat, AnswerReader, Tools
 from kvloom.api.bodies import parse
 from kvloom.api.catalog import ServedModel
 from kvloom.api.metrics import Watch
@@ -68,8 +68,8 @@ async def chat_generation(
     if capped and asked is not None:
         asked = min(asked, max(1, model.card.context_length - len(prompt)))
     limit = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
-    form = _form(body, model)
-    guide = _forced(body, model, form.family)
+    answer_format = _answer_format(body, model)
+    guide = _forced(body, model, answer_format.tool_calls)
     sampling = sampling_params(
         body,
         model,
@@ -81,9 +81,12 @@ async def chat_generation(
     start = start_of(body, origin.request_id(prefix), prompt, sampling)
     thinks = sampling.guide is None  # a grammar holds from the answer's first token on
     readers = partial(
-        form.reader, _parameters(body), thinks=thinks, opened=thinks and form.opened(prompt, model.tokenizer)
+        answer_format.reader,
+        _parameters(body),
+        thinks=thinks,
+        opened=thinks and answer_format.opened(prompt, model.tokenizer),
     )
-    keep = form.marks(model.tokenizer, calls=bool(offered(body)), thinks=thinks)
+    keep = answer_format.marks(model.tokenizer, calls=bool(offered(body)), thinks=thinks)
     return Generation(start, model.tokenizer, body.stops, keep), readers
 
 
@@ -91,17 +94,17 @@ def switches(body: ChatBody, model: ServedModel) -> dict[str, Any]:
     """Returns the template's own switches. Raises BadRequest if thoughts are asked for that it lacks."""
     effort, options = body.reasoning_effort, dict[str, Any]()
     if effort is not None:
-        if effort != "none" and not model.form.thinks:
+        if effort != "none" and not model.answer_format.thinks:
             said = "reasoning_effort: the chat template of this model has no thoughts; leave it out, or none"
             raise BadRequest(said, param="reasoning_effort")
         options = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     return options | (body.chat_template_kwargs or {})
 
 
-def _form(body: ChatBody, model: ServedModel) -> AnswerForm:
+def _answer_format(body: ChatBody, model: ServedModel) -> AnswerFormat:
     """Returns how the answer is written. A forced call in a model of unknown family is plain JSON."""
-    forced = body.forces_tool and model.form.family is None
-    return replace(model.form, family=Family.LLAMA) if forced else model.form
+    forced = body.forces_tool and model.answer_format.tool_calls is None
+    return replace(model.answer_format, tool_calls=ToolCallFormat.LLAMA) if forced else model.answer_format
 
 
 def _parameters(body: ChatBody) -> Tools | None:
@@ -128,7 +131,7 @@ def prompt_of(
     offered = [tool.model_dump(exclude_none=True) for tool in tools] or None
     knows_developer = "developer" in (model.template.text or "")
     said = [_message(message, knows_developer=knows_developer) for message in messages]
-    fit_ids(model.form.family, said)
+    fit_ids(model.answer_format.tool_calls, said)
     if bounded:
         model.check_size(content_bytes(said), UNRENDERED, "messages")
     return ChatPrompt.of(said, offered, options, bounded=bounded)
@@ -159,9 +162,9 @@ def _arguments(text: str) -> Any:
         return text
 
 
-def _forced(body: ChatBody, model: ServedModel, family: Family | None) -> Guide | None:
+def _forced(body: ChatBody, model: ServedModel, call_format: ToolCallFormat | None) -> Guide | None:
     """Returns the grammar of the calls that a request forces; None if it forces none."""
-    if family is None or not body.forces_tool:
+    if call_format is None or not body.forces_tool:
         return None
     only = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
     functions = [tool.function for tool in body.tools or [] if only in (None, tool.function.name)]
@@ -169,7 +172,7 @@ def _forced(body: ChatBody, model: ServedModel, family: Family | None) -> Guide 
         (one.name, closed(one.parameters or {"type": "object"}, strict=bool(one.strict))) for one in functions
     ]
     several = only is None and body.parallel_tool_calls is not False
-    return forced_guide(family, tools, model.tokenizer, several=several)
+    return forced_guide(call_format, tools, model.tokenizer, several=several)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from typing import Annotated, Final
 from cyclopts import App, Parameter
 
 from kvloom.cli.app import CommandFailed, printable
-from kvloom.cli.gateway import AdminError
+from kvloom.cli.gateway import GatewayError
 from kvloom.cli.talk.client import (
     BY_DEFAULT,
     CUT_OFF,
@@ -57,7 +57,7 @@ class Conversation:
     def ask(self, question: str) -> Generator[Piece, None, None]:
         """Yields the answer as it comes. As much of it as came belongs to the conversation, without the
         thoughts, also if the iterator is closed before its end; if nothing came, the question does not,
-        either. Raises AdminError."""
+        either. Raises GatewayError."""
         asked = Message("user", question)
         system = [Message("system", self.options.system)] if self.options.system else []
         came, finish = list[str](), None
@@ -80,7 +80,7 @@ def show_answer(answer: Iterable[Piece], *, thoughts: bool | None) -> None:
     """Prints an answer as it comes, and ends its last line if it comes to its end. In a terminal its thoughts
     stand before it, dimmed. Where standard output is none it has the answer alone, and thoughts go to
     standard error. thoughts: whether they are shown; None shows them in a terminal alone. Raises
-    AdminError."""
+    GatewayError."""
     terminal = sys.stdout.isatty()
     shown = terminal if thoughts is None else thoughts
     aside = sys.stdout if terminal else sys.stderr
@@ -124,12 +124,12 @@ def talk(
             _converse(conversation, client.url)
         else:
             _filter(conversation)
-    except AdminError as error:
+    except GatewayError as error:
         raise CommandFailed(str(error)) from error
 
 
 def _filter(conversation: Conversation) -> None:
-    """Asks each line of input that is not empty. Raises AdminError."""
+    """Asks each line of input that is not empty. Raises GatewayError."""
     for line in sys.stdin:
         if line.strip():
             show_answer(conversation.ask(line.rstrip("\n")), thoughts=conversation.options.thoughts)
@@ -169,7 +169,7 @@ def _show(conversation: Conversation, question: str) -> None:
             show_answer(answer, thoughts=conversation.options.thoughts)
     except KeyboardInterrupt:
         print()
-    except AdminError as error:
+    except GatewayError as error:
         print(f"\nkvloom: {printable(str(error))}", file=sys.stderr)
 
 
