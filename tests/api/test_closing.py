@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from kvloom.api.schemas.generation import MOST_CHARACTERS, MOST_INTEGER, closed
+from kvloom.api.schemas.closing import MOST_CHARACTERS, MOST_INTEGER, closed
 from kvloom.types.request import JSON_SPACING
 from tests.api.scripted import UNTIMED, byte_level
 

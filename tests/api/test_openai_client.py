@@ -9,7 +9,7 @@ import openai
 import pytest
 from msgspec.structs import replace
 
-from kvloom.api.schemas.generation import closed
+from kvloom.api.schemas.closing import closed
 from kvloom.engine.guide import GuideCompiler
 from kvloom.types.errors import PromptTooLong, QueueFull
 from kvloom.types.request import EndEvent, Guide, SamplingDefaults

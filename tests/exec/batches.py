@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kvloom.exec.attention import ForwardState
-from kvloom.exec.loader import Forward
+from kvloom.exec.attention import Forward, ForwardState
 from kvloom.kv.arena import Arena
 from kvloom.kv.pool import Pool
 from kvloom.types.geometry import I64, Geometry

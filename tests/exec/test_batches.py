@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvloom.exec.attention import ForwardState
+from kvloom.exec.attention import Forward, ForwardState, Modular
 from kvloom.exec.cpu import small_batch
-from kvloom.exec.loader import Forward, LoadedModel, Modular
+from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import Arena
 from kvloom.kv.cache import ModelCache
 from kvloom.kv.pool import Pool

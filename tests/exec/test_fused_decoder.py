@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from kvloom.exec.attention import Modular
 from kvloom.exec.cpu import small_batch
 from kvloom.exec.cpu.decoder import FusedDecoder, fuse_decoder
 from kvloom.exec.cpu.linear import PackedLinear, packed_weight
 from kvloom.exec.cpu.quantized import ReadyRows
-from kvloom.exec.loader import Modular
 from tests.checkpoints import ARCHITECTURES, VOCAB, make_checkpoint
 from tests.exec.batches import Batch
 from tests.exec.loading import load

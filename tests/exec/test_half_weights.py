@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import kvloom
+from kvloom.exec.attention import Forward, Modular
 from kvloom.exec.cpu import number_format, small_batch
 from kvloom.exec.cpu.decoder import FusedDecoder
 from kvloom.exec.cpu.executor import CPU
@@ -26,7 +27,7 @@ from kvloom.exec.cpu.number_format import choose_format
 from kvloom.exec.experts import Experts
 from kvloom.exec.fuse import MergedLinearPart
 from kvloom.exec.huggingface import children
-from kvloom.exec.loader import Forward, LoadedModel, Modular, load_model
+from kvloom.exec.loader import LoadedModel, load_model
 from kvloom.exec.widened import WidenedEmbedding, WidenedLinear, can_widen, widen
 from kvloom.kernels.cpu.half import narrow_formats
 from kvloom.kernels.cpu.lanes.integers import HAS_BFLOAT16_DOT

@@ -14,13 +14,14 @@ import transformers
 from torch import Tensor, nn
 
 import kvloom
+from kvloom.exec.attention import Modular
 from kvloom.exec.cpu import small_batch
 from kvloom.exec.cpu.decoder import FusedDecoder
 from kvloom.exec.cpu.executor import CPU
 from kvloom.exec.cpu.fuse import FusedRMSNorm, round_inputs
 from kvloom.exec.cpu.quantized import PackedQuantizedLinear, pack_quantized
 from kvloom.exec.fuse import MergedLinearPart
-from kvloom.exec.loader import Modular, Observer, prove
+from kvloom.exec.loader import Observer, prove
 from kvloom.exec.quantized import Bits, QuantizedLinear, QuantizedWeight, put_quantized, quantized
 from kvloom.kernels.cpu.decode_step import step
 from kvloom.types.geometry import Geometry

@@ -12,14 +12,14 @@ import torch
 import transformers
 
 from kvloom.engine.engine import Engine
-from kvloom.exec.attention import NAME
+from kvloom.exec.attention import NAME, Modular
 from kvloom.exec.cuda.device import Cut, GpuDevice, Side, cuda_device, cut_green
 from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.exec.cuda.fuse import fuse_on_device
 from kvloom.exec.cuda.loader import DeviceArena
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.operations import Operations, triton_operations
-from kvloom.exec.loader import LoadedModel, Modular
+from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import Arena, ArenaMemory
 from kvloom.offload.terms import OffloadBackend
 from kvloom.transfer.shared_memory import ShmTransport

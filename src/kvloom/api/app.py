@@ -39,6 +39,7 @@ from kvloom.api.ollama.models import OllamaModels, refusals
 from kvloom.api.openai.chat import ChatEndpoint
 from kvloom.api.openai.completions import CompletionEndpoint
 from kvloom.api.openai.generation import EndpointContext
+from kvloom.api.openai.pooled import EmbeddingEndpoint, ScoreEndpoints
 from kvloom.api.openai.responses import ResponsesEndpoint
 from kvloom.api.openai.stored import ResponseStore
 from kvloom.api.openai.tokens import TokenEndpoints
@@ -89,7 +90,7 @@ def create_app(
         return {node.name: node.state for node in admin.orders.nodes} if admin else {}
 
     messages, tokens = MessagesEndpoint(gateway), TokenEndpoints(gateway)
-    responses = ResponsesEndpoint(gateway, ResponseStore())
+    responses, scores = ResponsesEndpoint(gateway, ResponseStore()), ScoreEndpoints(gateway)
     info = _Information(gateway, documents, moves, nodes, keys, int(time.time()))
     ollama, ollama_models = OllamaEndpoints(gateway), OllamaModels(gateway, info.started)
     handlers: dict[str, Handler] = {
@@ -101,6 +102,9 @@ def create_app(
         "response": responses.retrieve,
         "delete_response": responses.delete,
         "response_items": responses.input_items,
+        "embeddings": EmbeddingEndpoint(gateway).__call__,
+        **dict.fromkeys(("rerank", "rerank_v1", "rerank_v2"), scores.rerank),
+        **dict.fromkeys(("score", "score_v1"), scores.score),
         "messages": messages.__call__,
         "count_tokens": messages.count,
         "tokenize": tokens.tokenize,

@@ -26,6 +26,14 @@ from kvloom.api.schemas.chat import (
     TokenizeAnswer,
     TokenizeBody,
 )
+from kvloom.api.schemas.embeddings import (
+    EmbeddingAnswer,
+    EmbeddingBody,
+    RerankAnswer,
+    RerankBody,
+    ScoreAnswer,
+    ScoreBody,
+)
 from kvloom.api.schemas.generation import (
     CompletionAnswer,
     CompletionBody,
@@ -181,6 +189,39 @@ PUBLIC: Final[tuple[RouteRow, ...]] = (
         ResponseItems,
         *(400, 404),
         caller=Caller.KEY,
+    ),
+    post(
+        "embeddings",
+        "/v1/embeddings",
+        "Makes embeddings of texts.",
+        EmbeddingBody,
+        EmbeddingAnswer,
+        *(404, 415, 429, 503, 504),
+        caller=Caller.KEY,
+    ),
+    *(
+        post(
+            name,
+            path,
+            "Sorts documents by how well they answer a query, as vLLM and Cohere do.",
+            RerankBody,
+            RerankAnswer,
+            *(404, 415, 429, 503, 504),
+            caller=Caller.KEY,
+        )
+        for name, path in (("rerank", "/rerank"), ("rerank_v1", "/v1/rerank"), ("rerank_v2", "/v2/rerank"))
+    ),
+    *(
+        post(
+            name,
+            path,
+            "Scores pairs of texts, as vLLM does.",
+            ScoreBody,
+            ScoreAnswer,
+            *(404, 415, 429, 503, 504),
+            caller=Caller.KEY,
+        )
+        for name, path in (("score", "/score"), ("score_v1", "/v1/score"))
     ),
     post(
         "messages",

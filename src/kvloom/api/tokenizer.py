@@ -63,12 +63,14 @@ class Tokenizer:
         self.spelled = _Spelled(self._spell)
         """What each token adds to a text, special tokens as they are written. Unknown ids add nothing."""
 
-    def encode(self, text: str, *, special: bool) -> list[int]:
+    def encode(self, text: str, *, special: bool, second: str = "") -> list[int]:
         """Returns the text's tokens. `special` adds what the tokenizer wants around plain text, which a chat
-        template has added already. Raises BadRequest if the text cannot be encoded."""
+        template has added already. second: the text with which it is a pair. Raises BadRequest if the text
+        cannot be encoded."""
+        given = (text, second) if second else text
         try:
             # The batch call gives up the interpreter lock while it works, and `encode` does not.
-            ids: list[int] = self._hf.encode_batch_fast([text], add_special_tokens=special)[0].ids
+            ids: list[int] = self._hf.encode_batch_fast([given], add_special_tokens=special)[0].ids
         except BaseException as error:  # noqa: BLE001
             _let_pass(error)
             if isinstance(error, TypeError):  # from the binding, which wants valid Unicode

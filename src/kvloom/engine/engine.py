@@ -235,7 +235,7 @@ class Engine:
             guides = await self._guides.compiled(self._queues.of_base(body), wanted=lambda: not stream.ended)
             async with self._adapters.using([body.model], body.priority):
                 try:
-                    if not self._reservations.has(body.request):
+                    if body.task == "generate" and not self._reservations.has(body.request):
                         first = stream.sequences[0]
                         await self._bring_back(first.model, first.prefix, first.salt)
                     if self._stopping:

@@ -12,7 +12,7 @@ from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.requests import Requests
 from kvloom.engine.sequence import Sequence
 from kvloom.types.geometry import I64
-from kvloom.types.job import Job, JobResult, Phase, PromptRow, SampleRow
+from kvloom.types.job import ForwardPlan, Job, JobResult, Phase, PromptRow, SampleRow
 from kvloom.types.request import PromptEvent, TokenEvent, TokenLogprob
 
 
@@ -77,6 +77,8 @@ def compose(
 
     steps: of a decode job. on_step: as in `Job`, for a job that has the blocks for all its steps at once.
     """
+    if queue.card.task != "generate":
+        return _compose_texts(queue, share, batch)
     if phase is Phase.DECODE:
         batch, plan, offloaded = queue.planner.plan(batch, steps if on_step else 0)
     else:
@@ -119,6 +121,22 @@ def compose(
     return InflightBatch(job, batch, drawers, asked)
 
 
+def _compose_texts(queue: ModelQueue, share: int, batch: list[tuple[Sequence, int]]) -> InflightBatch:
+    """Describes a job that makes a vector of each text."""
+    for sequence, _ in batch:
+        sequence.in_job = True
+    name = queue.card.name
+    plan = replace(
+        ForwardPlan.none(name, queue.cache.pages.map),
+        sequences=tuple(sequence.id for sequence, _ in batch),
+        appends=np.array([count for _, count in batch], np.int64),
+        starts=np.zeros(len(batch), np.int64),
+    )
+    tokens = np.concatenate([sequence.tokens.prompt for sequence, _ in batch])
+    pairs = tuple(sequence.pair for sequence, _ in batch)
+    return InflightBatch(Job(name, Phase.PREFILL, share, plan, tokens, (), pairs=pairs), batch, [], [])
+
+
 class OutputProcessor:
     """Passes the results of jobs on to sequences and streams."""
 
@@ -137,6 +155,9 @@ class OutputProcessor:
     def process(self, inflight: InflightBatch, result: JobResult, jobs: int) -> None:
         """Processes the result of a job that has ended well. jobs: how many the unit has started."""
         queue = self._queues[inflight.job.model]
+        if inflight.job.pairs:
+            self._process_texts(queue, inflight, result)
+            return
         for asker, report in zip(inflight.asked, result.prompt_logprobs, strict=True):
             self._report_prompt(asker, report)
         drawn = len(inflight.drawers)
@@ -165,6 +186,16 @@ class OutputProcessor:
         for drawer, token, logprob in last:
             if not drawer.over:
                 self._requests.append(drawer, token, logprob)
+        self._requests.deferred.run()
+
+    def _process_texts(self, queue: ModelQueue, inflight: InflightBatch, result: JobResult) -> None:
+        for (sequence, count), vector in zip(inflight.batch, result.vectors, strict=True):
+            sequence.in_job = False
+            sequence.computed += count
+            if sequence.over:
+                self._requests.release(queue, sequence)
+            else:
+                self._requests.end(sequence, "stop", vector=vector)
         self._requests.deferred.run()
 
     def process_step(self, inflight: InflightBatch, tokens: list[int]) -> bool:

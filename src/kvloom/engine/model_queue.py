@@ -227,7 +227,7 @@ class ModelQueue:
         if new:
             self.waiting.charge(sequence, INPUT_COST * sequence.pending)
         sequence.become(Status.RUNNING)
-        self._run(sequence)
+        self.run(sequence)
         self.stats.cached_tokens += sequence.hits
         if sequence.transfer:
             self.cache.sends.begin(sequence.id, sequence.transfer, sequence.computed)
@@ -271,9 +271,9 @@ class ModelQueue:
         self.cache.fork_sequence(parent.id, child.id)
         child.computed = parent.computed
         child.become(Status.RUNNING)
-        self._run(child)
+        self.run(child)
 
-    def _run(self, sequence: Sequence) -> None:
+    def run(self, sequence: Sequence) -> None:
         self.running.append(sequence)
         self._run_of[sequence.tenant] += 1
 
@@ -335,6 +335,11 @@ class ModelQueue:
         """Returns the blocks that the sequences' next token, or all they have pending, would take."""
         cache = self.cache
         return sum(cache.blocks_for(s.id, s.pending if to_end else 1) for s in sequences)
+
+    @property
+    def page_blocks(self) -> int:
+        """The blocks that a sequence may need at a step to grow."""
+        return self.cache.geometry.blocks_per_page
 
     @property
     def next_in(self) -> Sequence | None:
@@ -428,7 +433,7 @@ def model_view(queue: ModelQueue) -> ModelView:
         decoding=queue.decoding,
         used=queue.cache.used_blocks,
         quota=queue.quota,
-        page_blocks=queue.cache.geometry.blocks_per_page,
+        page_blocks=queue.page_blocks,
         last_prefill=stats.last[Phase.PREFILL],
         last_decode=stats.last[Phase.DECODE],
         prefill_share=queue.shares[0],

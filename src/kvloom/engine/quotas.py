@@ -5,30 +5,87 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 
+from kvloom.engine.batching.fair_queue import INPUT_COST
 from kvloom.engine.model_queue import ModelQueue
+from kvloom.engine.sequence import Sequence, Status
 from kvloom.journal.records import Recorder, nobody
 from kvloom.kv.pool import Pool
 from kvloom.kv.prefix_feed import adapter_salt
 from kvloom.kv.quota import QuotaUsage, adapt_quotas, initial_quotas
+from kvloom.offload.planner import DecodePlanner
 from kvloom.types.clock import Clock
 from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import Geometry
-from kvloom.types.job import Executor, ProvenAdapter
+from kvloom.types.job import Executor, Job, ProvenAdapter
 from kvloom.types.request import ModelCard
 from kvloom.types.spec import AdapterSpec, EngineSpec, ModelSpec, Slo
 
 _PERIOD = 8.0  # seconds, MuxServe's
 
 
+class PooledPlanner(DecodePlanner[Sequence]):
+    """Plans nothing, and has nothing to give back: texts of which vectors are made have no pages."""
+
+    def release(self, sequence: Sequence) -> None:
+        """Does nothing."""
+
+    def finish(self, job: Job, lost: str | None) -> tuple[set[int], list[Sequence]]:
+        return set(), []
+
+    def fail(self, job: Job) -> list[Sequence]:
+        return []
+
+
+class PooledQueue(ModelQueue):
+    """The texts of a model that makes vectors. A text is computed whole, in one prefill job with others, and
+    takes no blocks: no token follows that would need its K and V."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.planner = PooledPlanner(self.cache)
+
+    @property
+    def page_blocks(self) -> int:
+        return 0
+
+    @property
+    def longest_here(self) -> int:
+        return 0
+
+    def blocks(self, sequences: Iterable[Sequence], *, to_end: bool = False) -> int:
+        return 0
+
+    def admit(self, sequence: Sequence) -> None:
+        """Moves a waiting text to the running ones, and charges its tenant."""
+        self.changed()
+        self.waiting.went(sequence)
+        sequence.adopted(0)
+        self.waiting.charge(sequence, INPUT_COST * sequence.pending)
+        sequence.become(Status.RUNNING)
+        self.run(sequence)
+
+    def prefill_batch(self, budget: int, tokens: int, jobs: int) -> list[tuple[Sequence, int]]:
+        """Returns the texts of one job: as many as `tokens` tokens hold, but one at least, whatever its
+        length."""
+        batch: list[tuple[Sequence, int]] = []
+        while (text := self.next_in) is not None and (not batch or text.pending <= tokens):
+            self.admit(text)
+            batch.append((text, text.pending))
+            tokens -= text.pending
+        return batch
+
+
 class QuotaTuner:
-    """Measures how models use their quotas, and adapts them."""
+    """Measures how models use their quotas, and adapts them. Models that make vectors have none."""
 
     def __init__(self, queues: Mapping[str, ModelQueue], spec: EngineSpec, pool: Pool, clock: Clock) -> None:
-        self._queues = queues
+        self._queues = queues = {
+            name: queue for name, queue in queues.items() if queue.card.task == "generate"
+        }
         self._pool = pool
         total = pool.total
         self._quotas: dict[str, int] = {}
@@ -41,9 +98,11 @@ class QuotaTuner:
             for queue in queues.values():
                 queue.watchers.append(self._changed)
         geometries = {name: queue.cache.geometry for name, queue in queues.items()}
+        rates = {model.name: model.rate for model in spec.models if model.name in geometries}
+        quotas = {model.name: model.quota for model in spec.models if model.name in geometries}
         self._set(
-            initial_quotas(total, geometries, {model.name: model.rate for model in spec.models})
-            | {model.name: int(model.quota * total) for model in spec.models if model.quota is not None}
+            (initial_quotas(total, geometries, rates) if geometries else {})
+            | {name: int(quota * total) for name, quota in quotas.items() if quota is not None}
         )
         self._begin()
 
@@ -200,7 +259,7 @@ def fit(
     slos = {model.name: model.slo for model in spec.models}
     rates = {model.name: model.rate or 0.0 for model in spec.models}
     queues = {
-        name: ModelQueue(
+        name: (ModelQueue if card.task == "generate" else PooledQueue)(
             card,
             pool.caches[name],
             spec.max_running,

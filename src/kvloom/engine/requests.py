@@ -13,7 +13,7 @@ import numpy as np
 from kvloom.engine.guide import GuideState
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.sequence import Sequence, Status, StreamId, TokenBuffer
-from kvloom.types.errors import BadRequest, GuideFailed, KvloomError, PromptTooLong, QueueFull, UnknownModel
+from kvloom.types.errors import BadRequest, GuideFailed, KvloomError, QueueFull, UnknownModel
 from kvloom.types.request import (
     EndEvent,
     Event,
@@ -23,6 +23,8 @@ from kvloom.types.request import (
     StartGenerate,
     TokenEvent,
     TokenLogprob,
+    check_prompt,
+    check_request,
 )
 from kvloom.types.transfer import Transfer
 
@@ -115,56 +117,6 @@ class RequestStream:
         return events, self._open == 0
 
 
-def check_prompt(prompt: list[int], card: ModelCard, more: int = 0) -> None:
-    """Raises PromptTooLong if the prompt and `more` tokens are too long, or BadRequest for a token that the
-    model does not have."""
-    if len(prompt) + more > card.context_length:
-        raise PromptTooLong(
-            f"the prompt has {len(prompt)} tokens, and {card.name} holds {card.context_length} in all",
-            param="prompt",
-        )
-    if max(prompt, default=0) >= card.vocab_size:
-        raise BadRequest(
-            f"prompt token {max(prompt)} is not in {card.name}'s vocabulary of {card.vocab_size}",
-            param="prompt",
-        )
-
-
-def check_request(body: StartGenerate, card: ModelCard) -> None:
-    """Checks the prompt, room for one more token, `made` and the token ids of the sampling. Raises
-    PromptTooLong or BadRequest."""
-    check_prompt(body.prompt, card, more=1)
-    _check_made(body, card)
-    for param in ("logit_bias", "stop_token_ids"):
-        for token in getattr(body.sampling, param):
-            if not 0 <= token < card.vocab_size:
-                raise BadRequest(
-                    f"{param}: token {token} is outside the vocabulary of {card.vocab_size}", param=param
-                )
-
-
-def _check_made(body: StartGenerate, card: ModelCard) -> None:
-    choices = [made.choice for made in body.made]
-    if len(set(choices)) < len(choices) or max(choices, default=0) >= body.n:
-        raise BadRequest(f"made: choices {choices} of {body.n}; each once at most is right", param="made")
-    longest = max((len(made.tokens) for made in body.made), default=0)
-    if longest > body.sampling.max_tokens or len(body.prompt) + longest > card.context_length:
-        raise BadRequest(
-            f"made: a choice has {longest} tokens after a prompt of {len(body.prompt)}; max_tokens is "
-            f"{body.sampling.max_tokens}, and {card.name} holds {card.context_length} in all",
-            param="made",
-        )
-    if max((token for made in body.made for token in made.tokens), default=0) >= card.vocab_size:
-        raise BadRequest(
-            f"made: a token is not in {card.name}'s vocabulary of {card.vocab_size}", param="made"
-        )
-    if longest and body.sampling.prompt_logprobs is not None:
-        raise BadRequest(
-            "made: choices with tokens have told the prompt's log-probabilities; leave prompt_logprobs out",
-            param="made",
-        )
-
-
 T = TypeVar("T")
 
 
@@ -250,6 +202,7 @@ class Requests:
         self._displaced_by(body)  # raises QueueFull, before a guide is compiled; `begin` chooses anew
         arrival = next(self._arrivals)
         prompt, prompt_logprobs = np.asarray(body.prompt, dtype=np.int64), list[TokenLogprob]()
+        texts = {at + 1: np.asarray(text, dtype=np.int64) for at, text in enumerate(body.more)}
         sequences = [
             Sequence(
                 id=self.new_id(),
@@ -258,7 +211,8 @@ class Requests:
                 choice=made.choice,
                 order=(body.priority, arrival, made.choice),
                 sampling=body.sampling,
-                tokens=TokenBuffer(prompt, made.tokens),
+                tokens=TokenBuffer(texts.get(made.choice, prompt), made.tokens),
+                pair=body.pairs[made.choice] if body.pairs else 0,
                 prompt_logprobs=prompt_logprobs,
                 transfer=transfer,
                 salt=body.salt,
@@ -287,7 +241,10 @@ class Requests:
                 self._end_if_made(sequence)
         live = [sequence for sequence in stream.sequences if not sequence.over]
         fresh = [sequence for sequence in live if not sequence.output_length]
-        if fresh:
+        if body.task != "generate":
+            for sequence in fresh:  # each has a text of its own
+                queue.enqueue(sequence, jobs)
+        elif fresh:
             first, *siblings = fresh
             first.siblings.extend(siblings)
             if body.sampling.prompt_logprobs is not None and len(body.prompt) == 1:
@@ -434,12 +391,14 @@ class Requests:
         message: str = "",
         code: str = "",
         param: str = "",
+        vector: bytes = b"",
     ) -> None:
         """Ends a sequence; it is released now, or when its job has ended. code, param: see `EndEvent`."""
         sequence.over = True
         if not sequence.in_job:
             self.release(self._queues[sequence.model], sequence)
         stream = self._streams[sequence.request]
-        stream.add(EndEvent(sequence.choice, reason, stop_token, sequence.cached or 0, message, code, param))
+        cached = sequence.cached or 0
+        stream.add(EndEvent(sequence.choice, reason, stop_token, cached, message, code, param, vector))
         if stream.ended:
             del self._streams[sequence.request]

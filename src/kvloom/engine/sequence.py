@@ -149,6 +149,8 @@ class Sequence:
     status: Status = Status.WAITING
     salt: str = ""
     """That with which its tokens are cached."""
+    pair: int = 0
+    """The position from which its tokens are the second text of a pair; 0 if it is none."""
     key: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -31,10 +31,11 @@ from kvloom.exec.huggingface import (
     without_compiler,
 )
 from kvloom.exec.mapped import MappedFiles
+from kvloom.exec.pooling.files import Pooling, read_pooling
 from kvloom.exec.quantized import QuantizedLinear, linear_of, put_quantized
 from kvloom.exec.widened import HALVES
 from kvloom.types.errors import ConfigError
-from kvloom.types.request import SamplingDefaults
+from kvloom.types.request import SamplingDefaults, Task
 
 # Times the parameters in its files that a config may describe; if it is fewer, what is missing is named.
 _SLACK: Final = 2
@@ -59,6 +60,10 @@ class Description(Protocol):
     @property
     def packed(self) -> bool:
         """Returns whether weights are quantised, or may be: it is not served everywhere."""
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """Returns what is made of texts' states if the model makes vectors; None if it generates."""
 
     def matrices(self) -> Set[str]:
         """Returns safetensors' names of the number formats of the matrices that are not held quantised."""
@@ -92,6 +97,7 @@ class _GgufFile:
     """Satisfies `Description` with a GGUF file."""
 
     packed = True
+    pooling = None
 
     def __init__(self, header: GgufHeader) -> None:
         self.config = read_gguf_config(header)
@@ -127,6 +133,8 @@ class _Folder:
         self._checkpoint = checkpoint
         self._folder = str(checkpoint.folder)
         _no_code(self._folder)
+        raw, _ = PretrainedConfig.get_config_dict(self._folder)
+        self.pooling = read_pooling(checkpoint.folder, raw)
         self._stored = quantized_weights(checkpoint)
         self._files = MappedFiles(checkpoint.weights) if self._stored is None else self._stored.files
         self.config = AutoConfig.from_pretrained(self._folder, trust_remote_code=False)
@@ -137,13 +145,17 @@ class _Folder:
     def packed(self) -> bool:
         return self._stored is not None
 
+    @property
+    def _task(self) -> Task:
+        return "generate" if self.pooling is None else self.pooling.task
+
     def matrices(self) -> Set[str]:
         if self._stored is None:
             return {one.get_dtype() for one in self._files.tensors() if len(one.get_shape()) > 1}
         return {one.format for one in self._stored.plain.values() if len(one.shape) > 1}
 
     def outline(self, dtype: torch.dtype, apart: bool) -> nn.Module:
-        module = outline(self.config, dtype)
+        module = outline(self.config, dtype, self._task)
         stored, elements = self._stored, self._checkpoint.elements
         if stored is not None:
             _take_out(module, stored)
@@ -209,6 +221,8 @@ class _Folder:
                 ignore_mismatched_sizes=True,  # reported, and refused below with both shapes
                 output_loading_info=True,
             )
+        if self._task == "embed":  # what a model's own pooler makes is not asked for
+            info["missing_keys"] = {key for key in info["missing_keys"] if not key.startswith("pooler.")}
         _whole(info)
         return module
 

@@ -69,7 +69,8 @@ def card_of(
         template = template.get("default")
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
     special = {name: str(getattr(tokenizer, name)) for name in names if getattr(tokenizer, name, None)}
-    stops = _ids(module.generation_config.eos_token_id) | _ids(config.eos_token_id)
+    generation = getattr(module, "generation_config", None)  # encoders have none
+    stops = _ids(getattr(generation, "eos_token_id", None)) | _ids(getattr(config, "eos_token_id", None))
     stops |= _ids(tokenizer.eos_token_id)
     encoded = tokenizer("a")["input_ids"]
     return ModelCard(

@@ -28,6 +28,8 @@ WHOLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 ADAPTER: Final = "adapter_config.json"
 TEMPLATES: Final = "additional_chat_templates"  # the one folder in a checkpoint that transformers looks into
+MODULES: Final = "modules.json"  # sentence-transformers' list of what makes a vector of a text
+POOLING: Final = "*_Pooling/config.json"  # what it says of the states
 
 MOST_CONFIG: Final = 4 << 20  # bytes of a config
 MOST_INDEX: Final = 32 << 20  # bytes of a weight index
@@ -161,7 +163,8 @@ def _download(path: str, revision: str | None) -> Path:
     folder = Path(small)
     _check_whole(folder)
     names = _weight_names(folder, _read_config(folder), there=False)
-    return Path(snapshot_download(path, revision=folder.name, allow_patterns=list(names)))
+    beside = [POOLING] if (folder / MODULES).is_file() else []
+    return Path(snapshot_download(path, revision=folder.name, allow_patterns=[*names, *beside]))
 
 
 def _check_whole(folder: Path) -> None:

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from kvloom.types.files import replacing
+from kvloom.types.request import Task
 
 _COMPILER: Final = "torch._dynamo"
 _READER: Final = "create_import_structure_from_path"  # transformers' function that reads its files
@@ -119,17 +120,21 @@ from transformers import (  # noqa: E402
     CONFIG_MAPPING,
     AttentionInterface,
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES  # noqa: E402
 from transformers.utils import cached_file  # noqa: E402
 
 __all__ = [
     "CONFIG_MAPPING",
     "GATED",
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "QKV",
     "AttentionInterface",
     "AutoConfig",
@@ -147,10 +152,17 @@ __all__ = [
 ]
 
 
-def outline(config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
-    """Returns the model that a config describes, without memory for its weights."""
+_CLASSES: Final[dict[Task, Any]] = {
+    "generate": AutoModelForCausalLM,
+    "embed": AutoModel,
+    "score": AutoModelForSequenceClassification,
+}
+
+
+def outline(config: PretrainedConfig, dtype: torch.dtype, task: Task = "generate") -> nn.Module:
+    """Returns the model that a config describes, without memory for its weights. task: what it is to do."""
     with without_compiler(), torch.device("meta"):
-        module: nn.Module = AutoModelForCausalLM.from_config(
+        module: nn.Module = _CLASSES[task].from_config(
             copy.deepcopy(config), dtype=dtype, attn_implementation="eager", trust_remote_code=False
         )
     return module

@@ -11,25 +11,25 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 from kvloom.exec.architectures.attention import reach_attention
-from kvloom.exec.attention import NAME, ForwardState, Scoring, attend_dense
-from kvloom.exec.build import Description, describe
+from kvloom.exec.attention import NAME, Forward, Modular, Scoring, attend_dense
+from kvloom.exec.build import Built, Description, describe
 from kvloom.exec.card import card_of, check_tokenizer
 from kvloom.exec.checkpoint import open_checkpoint
 from kvloom.exec.parallel.group import Team
 from kvloom.exec.parallel.slicing import slice_model
+from kvloom.exec.pooling.files import Pooling
+from kvloom.exec.pooling.model import PooledModel, prove_pooled
 from kvloom.exec.quantized import QuantizedLinear
 from kvloom.exec.widened import computes_in_float32, widen
 from kvloom.types.errors import ConfigError, Unavailable
-from kvloom.types.geometry import I64, SCALED, Geometry, KVDtype
+from kvloom.types.geometry import SCALED, Geometry, KVDtype
 from kvloom.types.request import ModelCard
 from kvloom.types.spec import ModelSpec
 
-# oneDNN's kernels for 4 rows read the weights faster than those for 1 to 3 do (seen on Zen 4: 33 → 44 GB/s),
-# so the CPU's executor never brings fewer.
-_MIN_ROWS: Final = 4
 _PROBE_TOKENS: Final = 9
 _PROBE_PART: Final = 5  # of these that come first
 # The kinds of layers that the config may name. Chunks are as long as the context at least; see `card`.
@@ -38,43 +38,14 @@ _LARGE: Final = 1 << 18  # bytes of a matrix that counts for sure while weights 
 _EDGES: Final = 1 << 13  # of its pages, in which other things lie too
 
 
-class Forward(Protocol):
-    """Runs one forward of a model over the pages of `state`, whose plan says the positions."""
-
-    def __call__(self, tokens: I64, kept: I64, state: ForwardState) -> Tensor:
-        """Takes tokens [N] and kept [R] rows and returns logits [R or more, V]: those of the kept rows come
-        first."""
-
-
-class Modular:
-    """Runs transformers' own modules, with what `fuse` has put into them."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def __call__(self, tokens: I64, kept: I64, state: ForwardState) -> Tensor:
-        logits: Tensor = self._module(
-            input_ids=padded(tokens)[None],
-            position_ids=padded(state.positions)[None],
-            use_cache=False,
-            logits_to_keep=padded(kept),
-            kv=state,
-        ).logits[0]
-        return logits
-
-
-def padded(values: I64) -> Tensor:
-    """Returns `values` with the last one repeated up to the fewest rows that linear layers run well with. A
-    repeated row asks no other expert of a mixture than its original."""
-    short = _MIN_ROWS - values.size
-    return torch.from_numpy(np.pad(values, (0, short), "edge") if 0 < short < _MIN_ROWS else values)
-
-
 class LoadTarget(Protocol):
     """Makes of a model of transformers what its device runs well. The loader calls these in their order."""
 
     def check_quantized(self) -> None:
         """Raises ConfigError if the device has no products over quantised weights."""
+
+    def check_pooled(self) -> None:
+        """Raises ConfigError if the device runs no models that make vectors."""
 
     def own_format(self, config: Any, matrices: Callable[[], Set[str]]) -> torch.dtype:
         """Returns the number format in which a checkpoint's weights may be held if none is asked for.
@@ -284,6 +255,7 @@ class LoadedModel:
     kv_dtype: torch.dtype
     geometry: Geometry
     card: ModelCard
+    pooled: PooledModel | None = None  # runs texts if the model makes vectors of them, instead of `forward`
     heads: int = 0  # of q, in all layers; 0 if they differ, or have sinks or slopes, which no mailbox takes
     identity: str = ""  # a digest over the weights and all else that K and V of given tokens depend on
 
@@ -367,6 +339,8 @@ def _load(
                 "its weights are quantised, or in a GGUF file, and ranks share neither; a `tensor_parallel` "
                 "of 1 is right"
             )
+    if described.pooling is not None:
+        _check_pooled(described, team, target)
     outlined, dtype = _outlined(spec, described, target, team is None, say)
     target.check_room(described.size(outlined, dtype))
     if team is None or team.group.rank == 0:
@@ -376,6 +350,8 @@ def _load(
     module = built.module.eval().requires_grad_(False)
     if widens:
         widen(module)
+    if described.pooling is not None:
+        return _load_pooled(spec, block_bytes, described.pooling, built, module, target)
     kept = target.kv_dtype(spec.kv_dtype, torch.float32 if computes_in_float32(module) else dtype)
     observer = prove(module, team, target, described.release)
     target.settle(module)
@@ -396,7 +372,45 @@ def _load(
     q_heads = next(iter(observer.heads)) if plain and len(observer.heads) == 1 else 0
     facts = (checkpoint.identity(), spec.dtype, str(dtype), kv_name, decoder is None, *_program())
     identity = hashlib.sha256(repr(facts).encode()).hexdigest()
-    return LoadedModel(module, decoder or Modular(module), kept, geometry, card, q_heads, identity)
+    return LoadedModel(module, decoder or Modular(module), kept, geometry, card, None, q_heads, identity)
+
+
+def _check_pooled(described: Description, team: Team | None, target: LoadTarget) -> None:
+    target.check_pooled()
+    if described.packed or team is not None:
+        raise ConfigError(
+            "it makes vectors of texts, which is served of weights that are not quantised, by one rank; a "
+            "`tensor_parallel` of 1 is right"
+        )
+
+
+def _load_pooled(
+    spec: ModelSpec, block_bytes: int, pooling: Pooling, built: Built, module: Any, target: LoadTarget
+) -> LoadedModel:
+    """Loads a model that makes vectors. It keeps no K and V, so its blocks are the smallest that can be, and
+    none is ever taken."""
+
+    def prepare(module: nn.Module) -> None:
+        target.place(module)
+        target.fuse(module)
+
+    card = card_of(spec, module, built.parameters, built.tokenizer, built.sampling, "float32")
+    if pooling.lower and built.tokenizer("ABC")["input_ids"] != built.tokenizer("abc")["input_ids"]:
+        raise ConfigError("its texts are to be in small letters, and its tokenizer does not see to that")
+    pooled = prove_pooled(module, pooling, prepare)
+    target.settle(module)
+    with torch.inference_mode():
+        size = pooled(np.zeros(1, np.int64), np.ones(1, np.int64), (0,)).shape[1]
+    context = card.context_length - pooled.first
+    card = structs.replace(
+        card,
+        context_length=min(context, pooling.most_tokens or context),
+        chat_template=None,
+        task=pooling.task,
+        dimensions=size,
+    )
+    geometry = Geometry(1, 1, 1, torch.float32.itemsize, block_bytes)
+    return LoadedModel(module, Modular(module), torch.float32, geometry, card, pooled)
 
 
 def _program() -> tuple[str, ...]:

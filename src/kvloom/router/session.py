@@ -71,8 +71,7 @@ class Session:
         self.computed = 0
         """Tokens whose K and V were made elsewhere for this request."""
         self._serving, self._room, self._quarantine = serving, room, quarantine
-        self._legs: list[Leg] = []
-        self._attempts = 1
+        self._legs, self._attempts = list[Leg](), 1
 
     async def frames(
         self, program: Strategy, sessions: dict[str, Session]
@@ -88,9 +87,8 @@ class Session:
         self._quarantine.check(self.body)
         candidates = Candidates(self.body, self.progress, self.held, self._serving, self._room)
         self.candidates, self.fleet = candidates, candidates.fleet
-        # K and V that are received come without logits. So a request that wants its prompt's
-        # log-probabilities goes to one replica whole, whatever the program.
-        plain = self.body.sampling.prompt_logprobs is not None
+        # K and V that are received come without logits: who wants those of a prompt goes to one replica.
+        plain = self.body.sampling.prompt_logprobs is not None or self.body.task != "generate"
         sessions[request] = self
         try:
             while True:

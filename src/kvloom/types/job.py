@@ -138,6 +138,9 @@ class Job:
     adapters: tuple[str, ...] = ()
     # An executor with `lookahead` calls it on the event loop with the tokens of each step but the last.
     on_step: Callable[[Job, list[int]], None] | None = None
+    # Of a job of a model that makes vectors, for each text the position from which its tokens are the second
+    # text of a pair; 0 if it is none. Such a job has whole texts, draws nothing, and has no pages.
+    pairs: tuple[int, ...] = ()
 
     @property
     def kept(self) -> I64:
@@ -155,6 +158,7 @@ class JobResult:
     prompt_logprobs: list[TokenLogprob]
     seconds: float  # on the device
     lost: str | None = None  # why the offloaded rows have no output; their tokens mean nothing then
+    vectors: list[bytes] = field(default_factory=list)  # one for each text of a job with `pairs`
 
 
 class WeightMemory(Protocol):

@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 from kvloom.types.address import KVForm
+from kvloom.types.errors import BadRequest, PromptTooLong
 
 Unit = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
@@ -78,13 +79,16 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True, kw_only=True):
         )
 
 
-PROTOCOL = "8"
+PROTOCOL = "9"
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=200)]
 Salt = Annotated[str, Meta(max_length=200)]
 Prompt = Annotated[list[TokenId], Meta(min_length=1)]
 FinishReason = Literal["stop", "length", "abort", "error"]
+Task = Literal["generate", "embed", "score"]
+"""What a model does with a text: it goes on with it, or makes a vector of it, or one number, of one text or
+of a pair."""
 
 
 class Made(Struct, frozen=True, array_like=True):
@@ -116,6 +120,16 @@ class StartGenerate(Struct, frozen=True, omit_defaults=True, kw_only=True):
     tenant: str = ""
     # Prefixes are shared with requests of the same salt only; the empty one is that of all who have none.
     salt: Salt = ""
+    # What the model is to do, which must be what it does. If it makes vectors, each choice has a text of its
+    # own, and no token: its end has the vector.
+    task: Task = "generate"
+    more: list[Prompt] = []  # the texts of the choices after the first, whose text is `prompt`
+    # For each choice the position from which its tokens are the second text of a pair; empty if none is one.
+    pairs: list[Count] = []
+
+    def text_of(self, choice: int) -> list[int]:
+        """Returns the tokens with which a choice begins."""
+        return self.more[choice - 1] if self.more and choice else self.prompt
 
     @property
     def choices(self) -> list[Made]:
@@ -157,6 +171,7 @@ class EndEvent(Struct, frozen=True, array_like=True, tag="end"):
     # client's parameter that it names. No other engine would do better.
     code: str = ""
     param: str = ""
+    vector: bytes = b""  # what a model makes of a text that makes vectors: numbers of float32, little-endian
 
 
 Event = TokenEvent | PromptEvent | EndEvent
@@ -192,6 +207,8 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     sampling: SamplingDefaults = SamplingDefaults()
     form: KVForm | None = None  # the form of its K and V, set by the engine
     parent: str | None = None  # the model whose weights it shares, if it is an adapter
+    task: Task = "generate"
+    dimensions: int = 0  # of its vectors, if it makes any
 
     def __post_init__(self) -> None:
         """Keeps equal tokenizers once: each has megabytes, and a gateway has a card for every replica."""
@@ -212,4 +229,86 @@ def level_of(priority: int, levels: Iterable[Level]) -> Level | None:
         (level for level in levels if priority <= level.priority),
         key=lambda level: level.priority,
         default=None,
+    )
+
+
+def check_prompt(prompt: list[int], card: ModelCard, more: int = 0) -> None:
+    """Raises PromptTooLong if the prompt and `more` tokens are too long, or BadRequest for a token that the
+    model does not have."""
+    if len(prompt) + more > card.context_length:
+        raise PromptTooLong(
+            f"the prompt has {len(prompt)} tokens, and {card.name} holds {card.context_length} in all",
+            param="prompt",
+        )
+    if max(prompt, default=0) >= card.vocab_size:
+        raise BadRequest(
+            f"prompt token {max(prompt)} is not in {card.name}'s vocabulary of {card.vocab_size}",
+            param="prompt",
+        )
+
+
+def check_request(body: StartGenerate, card: ModelCard) -> None:
+    """Checks the task, the prompt, room for one more token, `made` and the token ids of the sampling. Raises
+    PromptTooLong or BadRequest."""
+    check_task(body, card)
+    check_prompt(body.prompt, card, more=int(body.task == "generate"))
+    _check_made(body, card)
+    for param in ("logit_bias", "stop_token_ids"):
+        for token in getattr(body.sampling, param):
+            if not 0 <= token < card.vocab_size:
+                raise BadRequest(
+                    f"{param}: token {token} is outside the vocabulary of {card.vocab_size}", param=param
+                )
+
+
+def _check_made(body: StartGenerate, card: ModelCard) -> None:
+    choices = [made.choice for made in body.made]
+    if len(set(choices)) < len(choices) or max(choices, default=0) >= body.n:
+        raise BadRequest(f"made: choices {choices} of {body.n}; each once at most is right", param="made")
+    longest = max((len(made.tokens) for made in body.made), default=0)
+    if longest > body.sampling.max_tokens or len(body.prompt) + longest > card.context_length:
+        raise BadRequest(
+            f"made: a choice has {longest} tokens after a prompt of {len(body.prompt)}; max_tokens is "
+            f"{body.sampling.max_tokens}, and {card.name} holds {card.context_length} in all",
+            param="made",
+        )
+    if max((token for made in body.made for token in made.tokens), default=0) >= card.vocab_size:
+        raise BadRequest(
+            f"made: a token is not in {card.name}'s vocabulary of {card.vocab_size}", param="made"
+        )
+    if longest and body.sampling.prompt_logprobs is not None:
+        raise BadRequest(
+            "made: choices with tokens have told the prompt's log-probabilities; leave prompt_logprobs out",
+            param="made",
+        )
+
+
+def check_task(body: StartGenerate, card: ModelCard) -> None:
+    """Raises BadRequest if the model does something else than is asked for, or PromptTooLong for a text that
+    it cannot hold."""
+    if body.task != card.task:
+        raise wrong_task(card, body.task)
+    if body.task == "generate":
+        if body.more or body.pairs:
+            raise BadRequest("more, pairs: a request that generates has one prompt", param="more")
+        return
+    if body.n != 1 + len(body.more) or len(body.pairs) not in (0, body.n):
+        raise BadRequest(
+            f"n is {body.n}, for {1 + len(body.more)} texts and {len(body.pairs)} pairs; as many are right",
+            param="n",
+        )
+    for text in body.more:
+        check_prompt(text, card)
+
+
+def wrong_task(card: ModelCard, task: Task) -> BadRequest:
+    """Returns the error of a request for what the model does not do."""
+    wanted = {"generate": "generate text", "embed": "make embeddings", "score": "score texts"}
+    right = {
+        "generate": "/v1/chat/completions or /v1/completions",
+        "embed": "/v1/embeddings",
+        "score": "/v1/score or /v1/rerank",
+    }
+    return BadRequest(
+        f"model {card.name} does not {wanted[task]}; {right[card.task]} is right for it", param="model"
     )

@@ -23,7 +23,7 @@ from kvloom.api.openai.pieces import Generation, Piece
 from kvloom.api.openai.resume import ChoiceIds, Origin
 from kvloom.api.openai.sampling import chat_logprobs, check_prompt, room_for, sampling_params, start_of
 from kvloom.api.schemas.chat import ChatBody, ChatMessage, NamedTool, Tool
-from kvloom.api.schemas.generation import closed
+from kvloom.api.schemas.closing import closed
 from kvloom.api.texts.prompts import UNRENDERED, ChatPrompt, content_bytes
 from kvloom.types.errors import BadRequest
 from kvloom.types.request import Guide

@@ -24,7 +24,7 @@ from kvloom.api.errors import ID_STATE
 from kvloom.api.metrics import Metrics, Watch
 from kvloom.api.openai.pieces import Generation, Piece
 from kvloom.api.openai.resume import HEADER, Origin
-from kvloom.api.schemas.generation import GenerationBody
+from kvloom.api.schemas.generation import ModelBody
 from kvloom.api.stream import (
     NO_LIMIT,
     OPENAI_EVENTS,
@@ -46,7 +46,7 @@ AT_ONCE = 128  # generations of one request that run at the same time
 PROMPT_TOKEN_BYTES: Final = 64
 CHOICE_BYTES: Final = 1 << 10  # of a choice, and for each of its tokens' alternatives
 KEPT_BYTES: Final = 256  # of a token in an answer that is not streamed, and for each of its alternatives
-Body = TypeVar("Body", bound=GenerationBody)
+Body = TypeVar("Body", bound=ModelBody)
 T = TypeVar("T")
 Prepare = Callable[[Body, ServedModel, Watch, str, Origin], Awaitable["Answering"]]
 
@@ -132,7 +132,7 @@ class EndpointContext:
             return answering
 
 
-def _origin(request: Request, body: GenerationBody, raw: bytes) -> Origin:
+def _origin(request: Request, body: ModelBody, raw: bytes) -> Origin:
     """Returns the origin of the request's answer. Raises BadRequest."""
     last = request.headers.get(HEADER, "")
     if last and not body.stream:
@@ -155,7 +155,7 @@ class Writer(ABC):
     chunk_kind: ClassVar[str]
     """The kind of a stream's chunks."""
 
-    def __init__(self, prefix: str, origin: Origin, body: GenerationBody, choices: int) -> None:
+    def __init__(self, prefix: str, origin: Origin, body: ModelBody, choices: int) -> None:
         """prefix: of the answer's id; choices: over all prompts."""
         self.answer_id = origin.answer_id(prefix)
         self._number = origin.number
@@ -199,6 +199,7 @@ class Answering:
     watch: Watch
     access: Access = NOBODY
     limit: TimeLimit = NO_LIMIT
+    at_once: int = AT_ONCE
 
     @property
     def request(self) -> str:
@@ -234,7 +235,7 @@ class Answering:
         held = OPEN_BYTES
         for body in (generation.body for generation in self.generations):
             sampling = body.sampling
-            held += PROMPT_TOKEN_BYTES * len(body.prompt)
+            held += PROMPT_TOKEN_BYTES * sum(map(len, (body.prompt, *body.more)))
             held += CHOICE_BYTES * body.n * (1 + (sampling.logprobs or 0))
             if sampling.prompt_logprobs is not None:
                 held += KEPT_BYTES * len(body.prompt) * (1 + sampling.prompt_logprobs)
@@ -281,7 +282,7 @@ class Answering:
         if len(self.generations) == 1:
             await self.generations[0].run(client, partial(tell, 0))
             return
-        room = asyncio.Semaphore(AT_ONCE)
+        room = asyncio.Semaphore(self.at_once)
 
         async def run(at: int, generation: Generation) -> None:
             async with room:
@@ -309,7 +310,7 @@ class Answering:
         return counted
 
     def _counts(self) -> tuple[int, int]:
-        prompt = sum(len(one.body.prompt) for one in self.generations)
+        prompt = sum(len(text) for one in self.generations for text in (one.body.prompt, *one.body.more))
         return prompt, sum(one.output_tokens for one in self.generations)
 
     def usage(self) -> dict[str, Any]:

@@ -18,8 +18,10 @@ from kvloom.types.request import (
     ModelCard,
     SamplingParams,
     StartGenerate,
+    Task,
     TokenEvent,
     TokenLogprob,
+    wrong_task,
 )
 
 LEAST_TOP_P = 1e-9  # OpenAI allows 0, which leaves the best token alone.
@@ -74,7 +76,10 @@ def _in_vocabulary(tokens: list[int], card: ModelCard, field: str) -> None:
         raise BadRequest(said, param=field)
 
 
-def check_prompt(prompt: list[int], card: ModelCard) -> None:
+def check_prompt(prompt: list[int], card: ModelCard, task: Task = "generate") -> None:
+    """Raises BadRequest if the model does not do what is asked of the prompt, or lacks a token of it."""
+    if card.task != task:
+        raise wrong_task(card, task)
     if max(prompt) >= card.vocab_size:
         said = f"prompt: token {max(prompt)} is not in the vocabulary of {card.vocab_size}"
         raise BadRequest(said, param="prompt")

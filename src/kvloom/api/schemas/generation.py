@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -19,30 +18,9 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema, from_json
 
-MAX_STOPS, MAX_STOP_LENGTH, MAX_BIASES, MAX_CHOICE = 16, 1024, 1024, 1024
-MOST_CHARACTERS: Final = 16_384
-"""Of a string that has no bound of its own."""
-MOST_INTEGER: Final = 10**15
-"""Of an integer that has no bound of its own; floats hold every integer up to there exactly."""
+from kvloom.api.schemas.closing import closed
 
-_SEVERAL: Final = ("properties", "$defs", "definitions")  # keywords of schemas by name
-_LISTED: Final = ("anyOf", "oneOf", "prefixItems")
-_ONE: Final = ("items", "additionalProperties")
-_OBJECT: Final = frozenset(
-    {"properties", "required", "additionalProperties", "patternProperties", "minProperties"}
-    | {"maxProperties", "dependentRequired", "propertyNames"}
-)
-_UNSURE: Final = frozenset(
-    {"allOf", "not", "if", "then", "else", "dependentSchemas", "dependencies", "contains"}
-    | {"unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"}
-)
-"""Keywords with which one schema may depend on what another allows."""
-_MORE: Final = frozenset({"patternProperties", "minProperties", "dependentRequired", "propertyNames"})
-"""Keywords by which an object may be meant to have properties that it does not list."""
-_BOUNDS: Final = frozenset(
-    {"enum", "const", "maxLength", "pattern", "format"}
-    | {"maximum", "exclusiveMaximum", "minimum", "exclusiveMinimum", "multipleOf"}
-)
+MAX_STOPS, MAX_STOP_LENGTH, MAX_BIASES, MAX_CHOICE = 16, 1024, 1024, 1024
 
 
 def wrong(field: str, message: str) -> PydanticCustomError:
@@ -124,80 +102,6 @@ class StreamOptions(Body):
     include_event_ids: bool | None = None
 
 
-def closed(schema: dict[str, Any], *, strict: bool = False) -> dict[str, Any]:
-    """Returns the schema as OpenAI's strict mode has it: an object that lists its properties has no others.
-    A model may otherwise add properties for as long as it may write. Strings and integers without a bound
-    get one for the same reason. A schema whose parts depend on each other stays as it is.
-
-    strict: objects are closed also if they say otherwise, or list none.
-    """
-    return _closed(schema, strict) if _is_plain(schema) else schema
-
-
-def _parts(schema: dict[str, Any]) -> Iterator[Any]:
-    for key in _SEVERAL:
-        yield from parts.values() if isinstance(parts := schema.get(key), dict) else ()
-    for key in _LISTED:
-        yield from parts if isinstance(parts := schema.get(key), list) else ()
-    for key in _ONE:
-        yield schema.get(key)
-
-
-def _is_plain(schema: Any) -> bool:
-    """Returns whether each part says by itself what it allows."""
-    if not isinstance(schema, dict):
-        return True
-    chosen = {"anyOf", "oneOf", "$ref"} & schema.keys()
-    several = len(chosen) > 1 or (chosen and _OBJECT & schema.keys())
-    overlaps = "oneOf" in chosen and "discriminator" not in schema
-    unsure = several or overlaps or _UNSURE & schema.keys()
-    return not unsure and all(map(_is_plain, _parts(schema)))
-
-
-def _with_closed_parts(schema: dict[str, Any], strict: bool) -> dict[str, Any]:
-    made = dict(schema)
-    for key in _SEVERAL:
-        if isinstance(parts := made.get(key), dict):
-            made[key] = {name: _closed(part, strict) for name, part in parts.items()}
-    for key in _LISTED:
-        if isinstance(parts := made.get(key), list):
-            made[key] = [_closed(part, strict) for part in parts]
-    for key in _ONE:
-        if key in made:
-            made[key] = _closed(made[key], strict)
-    return made
-
-
-def _lists_all(schema: dict[str, Any]) -> bool:
-    """Returns whether an object needs no property that it does not list."""
-    listed, needed = schema.get("properties", {}), schema.get("required", [])
-    known = isinstance(listed, dict) and isinstance(needed, list) and not _MORE & schema.keys()
-    return known and all(isinstance(one, str) and one in listed for one in needed)
-
-
-def _closed(schema: Any, strict: bool) -> Any:
-    if not isinstance(schema, dict):
-        return schema
-    made = _with_closed_parts(schema, strict)
-    kinds = made.get("type")
-    kinds = {one for one in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(one, str)}
-    if _lists_all(made):
-        if strict and ("properties" in made or "object" in kinds):
-            made["additionalProperties"] = False
-        elif "properties" in made:
-            made.setdefault("additionalProperties", False)
-    if not _BOUNDS & made.keys():
-        if "string" in kinds:
-            made["maxLength"] = max(MOST_CHARACTERS, _number(made.get("minLength")))
-        if "integer" in kinds:
-            made |= {"minimum": -MOST_INTEGER, "maximum": MOST_INTEGER}
-    return made
-
-
-def _number(value: Any) -> int:
-    return value if isinstance(value, int) else 0
-
-
 class JsonSchema(Body):
     name: str = "schema"
     description: str | None = None
@@ -257,12 +161,35 @@ class StructuredOutputs(Body):
     choice: Choice | None = None
 
 
-class GenerationBody(Body):
+class ModelBody(Body):
+    """A request to a model, as far as all endpoints read it."""
+
+    model: Annotated[str, Field(min_length=1, max_length=512)]
+    stream: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    user: str | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Returns the most tokens of a choice, if the request names a number."""
+        return None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Returns whether a stream is to tell the usage."""
+        return False
+
+    @property
+    def wants_ids(self) -> bool:
+        """Returns whether a stream's events are to have ids."""
+        return False
+
+
+class GenerationBody(ModelBody):
     """Parameters of both endpoints. `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`,
     `stop_token_ids`, `priority`, `structured_outputs` and `guided_…` are not OpenAI's own; they are named as
     vLLM names them."""
 
-    model: Annotated[str, Field(min_length=1, max_length=512)]
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -279,7 +206,6 @@ class GenerationBody(Body):
     stop: StopString | StopList | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=128)] | None = None
     ignore_eos: bool | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -287,8 +213,6 @@ class GenerationBody(Body):
     guided_json: Schema | None = None
     guided_grammar: Grammar | None = None
     guided_choice: Choice | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    user: str | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     store: Annotated[None, Unserved("answers are not kept", False)] = None
     use_beam_search: Annotated[None, Unserved("there is no beam search", False)] = None
@@ -336,7 +260,6 @@ class GenerationBody(Body):
 
     @property
     def most_tokens(self) -> int | None:
-        """Returns the most tokens of a choice, if the request names a number."""
         return self.max_tokens
 
     @property

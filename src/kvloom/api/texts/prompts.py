@@ -28,16 +28,14 @@ ATTEMPTS: Final = tuple(
 
 class PlainPrompt(msgspec.Struct, frozen=True, tag="plain"):
     """A text as it is. special: whether it gets the tokens that the model wants around plain text; bounded:
-    whether it is to fit the model's context."""
+    whether it is to fit the model's context; second: the text with which it is a pair, if it is one; param:
+    the parameter of a request that errors name."""
 
     text: str
     special: bool = True
     bounded: bool = True
-
-    @property
-    def param(self) -> str:
-        """Returns the parameter of a request that errors name."""
-        return "prompt"
+    second: str = ""
+    param: str = "prompt"
 
     @property
     def most_times(self) -> int:
@@ -47,7 +45,7 @@ class PlainPrompt(msgspec.Struct, frozen=True, tag="plain"):
     @property
     def size(self) -> int:
         """Returns its bytes in UTF-8."""
-        return utf8(self.text)
+        return utf8(self.text) + utf8(self.second)
 
 
 class ChatPrompt(msgspec.Struct, frozen=True, tag="chat"):
@@ -120,15 +118,15 @@ class TextModel:
     def encode(self, prompt: Prompt) -> list[int]:
         """Returns the prompt's tokens, at most as many as the context has if it is bounded. Raises BadRequest
         and PromptTooLong."""
-        special = False  # a chat template has added them
+        special, second = False, ""  # a chat template has added them
         if isinstance(prompt, PlainPrompt):
-            text, special = prompt.text, prompt.special
+            text, special, second = prompt.text, prompt.special, prompt.second
         else:
             text = self.template.render(*json.loads(prompt.given))
             if prompt.bounded:
                 self.check_size(utf8(text), 1, prompt.param)
         try:
-            ids = self.tokenizer.encode(text, special=special)
+            ids = self.tokenizer.encode(text, special=special, second=second)
         except BadRequest as error:
             raise BadRequest(f"model {self.card.name}: {error.message}", param=prompt.param) from None
         if isinstance(prompt, PlainPrompt) and not (prompt.bounded or special):

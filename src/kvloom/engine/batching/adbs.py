@@ -50,7 +50,7 @@ def _next_prefill(view: UnitView, prompts: list[ModelView]) -> tuple[Action | No
         budget, preemption = room_for(view, model)
         if preemption:
             return preemption, False
-        if model.head_blocks > budget:
+        if not model.fits(budget):
             continue
         share, turn = _prefill_share(view, model)
         mixed = _mixed(view, model, share, budget)
@@ -105,7 +105,7 @@ def room_for(view: UnitView, model: ModelView) -> tuple[int, Preempt | None]:
     """Returns the blocks that the next prompts of `model` may take, and the preemption that makes room for
     the first of them if they are too few and one may."""
     budget = _budget(view, model)
-    if model.head_blocks <= budget:
+    if model.fits(budget):
         return budget, None
     if model.outnumbered:
         return budget, outnumbered(model)

@@ -23,7 +23,7 @@ def fcfs(view: UnitView) -> Action | None:
     if prompts and not (view.last_was_prefill and ready):
         first = prompts[0]
         room = view.free(first) - first.growth
-        if first.head_blocks <= room:
+        if first.fits(room):
             return Prefill(first.name, view.compute, room)
     if not ready:
         return None

@@ -80,7 +80,7 @@ def _prompts(view: UnitView, model: ModelView, steps: Sequence[ModelView]) -> tu
     """Returns the job that has the model's next prompts, or the preemption that makes room for them; and
     whether steps must hold until the compute for it is free. steps: those that are ready, in their order."""
     budget, preemption = room_for(view, model)
-    if preemption or model.head_blocks > budget:
+    if preemption or not model.fits(budget):
         return preemption, False
     share = model.prefill_share or view.compute
     blocks = min(budget, view.free(model) - model.decode_blocks)

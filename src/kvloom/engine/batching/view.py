@@ -64,6 +64,11 @@ class ModelView:
         go along with it."""
         return 0 if self.partial else kept_to_grow(self.running, self.page_blocks)
 
+    def fits(self, room: int) -> bool:
+        """Returns whether the next prompt finds room in so many blocks, as one always does of a model that
+        has no K and V."""
+        return self.head_blocks <= room or not self.page_blocks
+
     @property
     def wants_decode(self) -> bool:
         return self.awake and self.decodable > 0 and not self.decoding
@@ -207,7 +212,7 @@ def turn(view: UnitView, model: ModelView, prefill_share: int, decode_share: int
     rested = model.last_prefill <= model.last_decode or not model.wants_decode
     kept = view.urgent.head_blocks if view.urgent and view.urgent is not model else 0
     room = view.free(model) - kept - model.growth
-    if model.wants_prefill and rested and model.head_blocks <= room:
+    if model.wants_prefill and rested and model.fits(room):
         return Prefill(model.name, prefill_share, room)
     if not model.wants_decode:
         return None

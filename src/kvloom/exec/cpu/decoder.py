@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvloom.exec.adapters import LayerName
-from kvloom.exec.attention import ForwardState, Scoring, runs_of
+from kvloom.exec.attention import ForwardState, Scoring, padded, runs_of
 from kvloom.exec.cpu.adapted import AdaptedRows
 from kvloom.exec.cpu.fuse import FusedRMSNorm
 from kvloom.exec.cpu.layer import (
@@ -29,7 +29,6 @@ from kvloom.exec.cpu.quantized import QuantizedEmbedding
 from kvloom.exec.cpu.small_batch import Embedding, SmallBatchDecode
 from kvloom.exec.fuse import MergedLinearPart
 from kvloom.exec.gguf.blocks import MappedEmbedding
-from kvloom.exec.loader import padded
 from kvloom.exec.parallel.slicing import Gathered, Summed
 from kvloom.exec.widened import WidenedEmbedding
 from kvloom.kernels.cpu.attention.decode import attend_all

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from kvloom.exec.adapters import LayerName
-from kvloom.exec.attention import ForwardState, Scoring
+from kvloom.exec.attention import Forward, ForwardState, Scoring
 from kvloom.exec.cpu.adapted import PackedAdapter, adapted_rows
 from kvloom.exec.cpu.adapter_memory import CpuAdapters
 from kvloom.exec.cpu.decoder import FusedDecoder, fuse_decoder
 from kvloom.exec.cpu.fuse import fuse_on_cpu, round_inputs
 from kvloom.exec.cpu.number_format import choose_format, own_format
 from kvloom.exec.cpu.weights import CpuWeights, SleepingModel, put_to_sleep
-from kvloom.exec.loader import Forward, LoadedModel, count_blocks, least_bytes, load_models
+from kvloom.exec.loader import LoadedModel, count_blocks, least_bytes, load_models
 from kvloom.exec.parallel.group import RankGroup
 from kvloom.exec.parallel.ranks import Member, Ranks, check
 from kvloom.exec.parallel.wire import StartRank, Step, ToldMap
@@ -47,6 +47,9 @@ class CpuTarget:
 
     def check_quantized(self) -> None:
         """Does nothing: quantised weights are served."""
+
+    def check_pooled(self) -> None:
+        """Does nothing: models that make vectors are served."""
 
     def own_format(self, config: Any, matrices: Callable[[], Set[str]]) -> torch.dtype:
         return own_format(config, matrices)
@@ -170,6 +173,10 @@ class TorchExecutor:
                 )
 
         def finish(name: str, model: LoadedModel) -> None:
+            if model.pooled is not None:
+                raise ConfigError(
+                    f"models.{name}: a model that makes vectors does not sleep; kv_memory is right"
+                )
             asleep[name] = put_to_sleep(name, (model.module, model.forward), Path(spec.sleep_dir))
             return_free_memory()
             require(name, asleep[name].bytes, model.geometry.blocks_per_page)
@@ -238,6 +245,12 @@ class TorchExecutor:
     def _run(self, slot: int, job: Job, adapters: Mapping[str, PackedAdapter]) -> JobResult:
         started = time.perf_counter()
         torch.set_num_threads(job.share)
+        pooled = self._models[job.model].pooled
+        if pooled is not None:
+            with torch.inference_mode():
+                vectors = pooled(job.tokens, job.plan.appends, job.pairs).numpy()
+            made = [vector.astype("<f4").tobytes() for vector in vectors]
+            return JobResult([], [], [], time.perf_counter() - started, vectors=made)
         kept = job.kept
         with torch.inference_mode():
             with self.loans.attend(job) as part:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from kvloom.exec.attention import Scoring
+from kvloom.exec.attention import Forward, Scoring
 from kvloom.exec.cuda.device import Cut, GpuDevice, cuda_device, cut_green
 from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.exec.cuda.fuse import fuse_on_device
@@ -17,7 +17,7 @@ from kvloom.exec.cuda.granules import DriverCalls, GranuleArena, Granules
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.operations import Operations, triton_operations
 from kvloom.exec.cuda.weights import GpuWeights, SleepingWeights
-from kvloom.exec.loader import Forward, LoadedModel, count_blocks, load_models
+from kvloom.exec.loader import LoadedModel, count_blocks, load_models
 from kvloom.exec.parallel.group import Team
 from kvloom.kernels.driver import Driver, DriverError
 from kvloom.kv.arena import view_blocks
@@ -66,6 +66,9 @@ class DeviceTarget:
             "its weights are quantised, or in a GGUF file, and GPUs serve neither; `device: cpu`, or a plain "
             "checkpoint of safetensors, is right"
         )
+
+    def check_pooled(self) -> None:
+        raise ConfigError("it makes vectors of texts, which CPUs serve; `device: cpu` is right")
 
     def place(self, module: nn.Module) -> None:
         tensors = {id(one): one for one in (*module.parameters(), *module.buffers())}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvloom.lab.sim.hosting import HostedUnit
 from kvloom.lab.workload.summary import Histogram
@@ -15,6 +15,8 @@ from kvloom.plan.cost.work import CostModel, Operator, Work
 from kvloom.types.geometry import I32, Geometry
 from kvloom.types.job import Job, JobResult, Phase
 from kvloom.types.request import ModelCard, TokenLogprob
+
+NO_VECTOR: Final = bytes(4)  # the one number that a modelled device makes of a text
 
 
 class JobFailed(Exception):
@@ -297,7 +299,9 @@ class ModelledExecutor:
     def _result(self, running: _Running, now: float) -> JobResult:
         prompts = [TokenLogprob(0.0) for _ in running.job.prompts]
         seconds = now - running.started
-        return JobResult(running.tokens, [None] * len(running.tokens), prompts, seconds, running.lost)
+        logprobs: list[TokenLogprob | None] = [None] * len(running.tokens)
+        vectors = [NO_VECTOR] * len(running.job.pairs)
+        return JobResult(running.tokens, logprobs, prompts, seconds, running.lost, vectors)
 
     def halt(self) -> None:
         """Takes the device away: no job ends any more."""

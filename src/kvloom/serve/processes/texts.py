@@ -64,7 +64,7 @@ class TextProcesses:
             raise ConfigError(error.message) from None
 
     async def encode(self, key: str, model: TextModel, prompt: Prompt, tenant: str) -> list[int]:
-        if isinstance(prompt, PlainPrompt) and model.tokenizer.plain and len(prompt.text) <= SHORT:
+        if isinstance(prompt, PlainPrompt) and model.tokenizer.plain and prompt.size <= SHORT:
             await asyncio.sleep(0)  # Many short texts must not hold up the loop together.
             return model.encode(prompt)
         what = "its tokenizer" if isinstance(prompt, PlainPrompt) else "its chat template or its tokenizer"

@@ -1,0 +1,289 @@
+"""/v1/embeddings as OpenAI has it, and /v1/rerank and /v1/score as vLLM and Cohere have them: from texts to
+vectors, and from vectors to answers."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvloom.api.bodies import parse
+from kvloom.api.catalog import ServedModel
+from kvloom.api.metrics import Watch
+from kvloom.api.openai.generation import Answering, EndpointContext, Writer, encode
+from kvloom.api.openai.pieces import Generation, Piece
+from kvloom.api.openai.resume import Origin
+from kvloom.api.openai.sampling import check_prompt
+from kvloom.api.schemas.embeddings import EmbeddingBody, PooledBody, RerankBody, ScoreBody
+from kvloom.api.texts.prompts import PlainPrompt, context_of
+from kvloom.types.client import ModelServer
+from kvloom.types.errors import BadRequest, KvloomError, PromptTooLong, Unavailable, WireError
+from kvloom.types.request import EndEvent, SamplingParams, StartGenerate, Task
+
+TEXTS: Final = 32  # of one request to an engine, which makes at most a few of its jobs
+AT_ONCE: Final = 4  # such requests of one client's request
+Vectors = npt.NDArray[np.float32]
+
+
+class PooledTexts(Generation):
+    """One StartGenerate on its way to a vector of each of its texts."""
+
+    def __init__(self, body: StartGenerate, model: ServedModel) -> None:
+        super().__init__(body, model.tokenizer, scoring=True)
+        self.vectors: dict[int, bytes] = {}
+
+    async def run(self, client: ModelServer, tell: Callable[[list[Piece]], Awaitable[None]]) -> None:
+        """Keeps the vectors as they come. Raises KvloomError as `Generation.run` does."""
+        async with aclosing(client.start_generate(self.body)) as frames:
+            async for frame in frames:
+                for event in frame:
+                    if isinstance(event, EndEvent):
+                        self.vectors[event.choice] = _vector(event)
+                if len(self.vectors) == self.body.n:
+                    return
+        raise Unavailable("the engine ended the stream before the answer was complete")
+
+
+def _vector(end: EndEvent) -> bytes:
+    if end.reason == "error":
+        message = end.message or "the engine could not go on with this request"
+        raise KvloomError.from_wire(WireError(end.code, message, end.param or None))
+    if end.reason == "abort" or not end.vector:
+        raise Unavailable(end.message or "the request was ended early: the server is stopping")
+    return end.vector
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A text's tokens, and the position from which they are the second text of a pair; 0 if it is none."""
+
+    tokens: list[int]
+    second: int = 0
+
+
+class PooledWriter(Writer):
+    """Makes the answer of all vectors. `write` takes them [B, size] and the usage."""
+
+    kind = chunk_kind = "list"
+
+    def __init__(
+        self,
+        prefix: str,
+        origin: Origin,
+        body: PooledBody,
+        generations: Sequence[PooledTexts],
+        write: Callable[[dict[str, Any], Vectors, dict[str, int]], Any],
+    ) -> None:
+        super().__init__(prefix, origin, body, len(generations))
+        self._generations = generations
+        self._write = write
+
+    def chunk(self, at: int, piece: Piece) -> bytes:
+        """Returns nothing: such an answer is never streamed."""
+        return b""
+
+    def add(self, at: int, piece: Piece) -> None:
+        """Does nothing: the texts keep their vectors."""
+
+    def answer(self, usage: dict[str, Any]) -> bytes:
+        made = [one.vectors[choice] for one in self._generations for choice in range(one.body.n)]
+        vectors = np.frombuffer(b"".join(made), "<f4").reshape(len(made), -1)
+        prompt = usage["prompt_tokens"]
+        return encode(self._write(self._head, vectors, {"prompt_tokens": prompt, "total_tokens": prompt}))
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingEndpoint:
+    gateway: EndpointContext
+
+    async def __call__(self, request: Request) -> Response:
+        return await self.gateway.answer(request, partial(parse, EmbeddingBody), self._prepare)
+
+    async def _prepare(
+        self, body: EmbeddingBody, model: ServedModel, watch: Watch, tenant: str, origin: Origin
+    ) -> Answering:
+        _require(model, "embed")
+        size = model.card.dimensions
+        if body.dimensions is not None and body.dimensions > size:
+            raise BadRequest(
+                f"dimensions: {body.dimensions}, and the vectors of {model.card.name} have {size}; at most "
+                "as many are right",
+                param="dimensions",
+            )
+        prompts = [PlainPrompt(one, param="input") if isinstance(one, str) else one for one in body.texts]
+        texts = await _tokens(model, prompts, tenant, "input", "embed")
+
+        def write(head: dict[str, Any], vectors: Vectors, usage: dict[str, int]) -> dict[str, Any]:
+            if body.dimensions is not None:
+                vectors = _unit(vectors[:, : body.dimensions])
+            coded = body.encoding_format == "base64"
+            data = [
+                {
+                    "object": "embedding",
+                    "index": at,
+                    "embedding": b64encode(one.tobytes()).decode() if coded else one.tolist(),
+                }
+                for at, one in enumerate(vectors)
+            ]
+            return {"object": "list", "data": data, "model": head["model"], "usage": usage}
+
+        return _answering(self.gateway, "embd", origin, body, model, texts, watch, write)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreEndpoints:
+    """Scores of pairs of texts: a cross-encoder's, or of two embeddings the cosine of their angle."""
+
+    gateway: EndpointContext
+
+    async def score(self, request: Request) -> Response:
+        return await self.gateway.answer(request, partial(parse, ScoreBody), self._prepare_score)
+
+    async def rerank(self, request: Request) -> Response:
+        return await self.gateway.answer(request, partial(parse, RerankBody), self._prepare_rerank)
+
+    async def _prepare_score(
+        self, body: ScoreBody, model: ServedModel, watch: Watch, tenant: str, origin: Origin
+    ) -> Answering:
+        def write(head: dict[str, Any], scores: list[float], usage: dict[str, int]) -> dict[str, Any]:
+            data = [{"index": at, "object": "score", "score": score} for at, score in enumerate(scores)]
+            return {**head, "data": data, "usage": usage}
+
+        return await self._prepared("score", body, body.pairs, model, watch, tenant, origin, write)
+
+    async def _prepare_rerank(
+        self, body: RerankBody, model: ServedModel, watch: Watch, tenant: str, origin: Origin
+    ) -> Answering:
+        pairs = [(body.query, text) for text in body.texts]
+
+        def write(head: dict[str, Any], scores: list[float], usage: dict[str, int]) -> dict[str, Any]:
+            best = sorted(range(len(scores)), key=lambda at: -scores[at])[: body.top_n or None]
+            results: list[dict[str, Any]] = [{"index": at, "relevance_score": scores[at]} for at in best]
+            if body.return_documents is not False:
+                for result in results:
+                    result["document"] = {"text": pairs[result["index"]][1]}
+            return {"id": head["id"], "model": head["model"], "usage": usage, "results": results}
+
+        return await self._prepared("rerank", body, pairs, model, watch, tenant, origin, write)
+
+    async def _prepared(
+        self,
+        prefix: str,
+        body: PooledBody,
+        pairs: list[tuple[str, str]],
+        model: ServedModel,
+        watch: Watch,
+        tenant: str,
+        origin: Origin,
+        write: Callable[[dict[str, Any], list[float], dict[str, int]], dict[str, Any]],
+    ) -> Answering:
+        """Prepares the scores of pairs. write: makes the answer of them."""
+        second = "documents" if prefix == "rerank" else "text_2"
+        if model.card.task != "embed":
+            _require(model, "score")
+            texts = await _pairs(model, pairs, tenant, second)
+            return _answering(
+                *(self.gateway, prefix, origin, body, model, texts, watch),
+                lambda head, vectors, usage: write(head, vectors[:, 0].tolist(), usage),
+            )
+        places = {text: at for at, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
+        prompts = [PlainPrompt(text, param=second) for text in places]
+        texts = await _tokens(model, prompts, tenant, second, "embed")
+
+        def compare(head: dict[str, Any], vectors: Vectors, usage: dict[str, int]) -> dict[str, Any]:
+            units = _unit(vectors)
+            first, last = ([places[pair[side]] for pair in pairs] for side in (0, 1))
+            return write(head, np.einsum("ij,ij->i", units[first], units[last]).tolist(), usage)
+
+        return _answering(self.gateway, prefix, origin, body, model, texts, watch, compare)
+
+
+def _require(model: ServedModel, task: Task) -> None:
+    check_prompt([0], model.card, task)
+
+
+def _unit(vectors: Vectors) -> Vectors:
+    """Returns the vectors at the length 1."""
+    unit: Vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    return unit
+
+
+async def _tokens(
+    model: ServedModel, prompts: Sequence[PlainPrompt | list[int]], tenant: str, param: str, task: Task
+) -> list[_Text]:
+    """Returns the tokens of prompts. Raises KvloomError."""
+    for prompt in prompts:
+        if isinstance(prompt, PlainPrompt):
+            model.check_size(prompt.size, prompt.most_times, prompt.param)
+    texts = [
+        _Text(await model.tokens(one, tenant) if isinstance(one, PlainPrompt) else one) for one in prompts
+    ]
+    most = model.card.context_length
+    for text in texts:
+        check_prompt(text.tokens, model.card, task)
+        if len(text.tokens) > most:
+            raise PromptTooLong(
+                f"{context_of(model.card)}. However, you requested {len(text.tokens)} tokens in the {param}. "
+                f"Please reduce the length of the {param}.",
+                param=param,
+            )
+    return texts
+
+
+async def _pairs(model: ServedModel, pairs: list[tuple[str, str]], tenant: str, param: str) -> list[_Text]:
+    """Returns the tokens of pairs, in the form that the model's tokenizer has for them. The second text
+    begins where the first one's own form ends."""
+    firsts = list(dict.fromkeys(first for first, _ in pairs))
+    plain = await _tokens(model, [PlainPrompt(one) for one in firsts], tenant, "query", "score")
+    alone = dict(zip(firsts, plain, strict=True))
+    both = [PlainPrompt(first, second=second, param=param) for first, second in pairs]
+    texts = await _tokens(model, both, tenant, param, "score")
+    return [
+        _Text(text.tokens, len(alone[first].tokens)) for text, (first, _) in zip(texts, pairs, strict=True)
+    ]
+
+
+def _answering(
+    gateway: EndpointContext,
+    prefix: str,
+    origin: Origin,
+    body: PooledBody,
+    model: ServedModel,
+    texts: list[_Text],
+    watch: Watch,
+    write: Callable[[dict[str, Any], Vectors, dict[str, int]], Any],
+) -> Answering:
+    request = origin.request_id(prefix)
+    generations = [
+        PooledTexts(_start(body, model, part, f"{request}-{at}"), model)
+        for at, part in enumerate(_parts(texts))
+    ]
+    writer = PooledWriter(prefix, origin, body, generations, write)
+    return Answering(gateway, writer, generations, watch, at_once=AT_ONCE)
+
+
+def _parts(texts: list[_Text]) -> list[list[_Text]]:
+    return [texts[at : at + TEXTS] for at in range(0, len(texts), TEXTS)]
+
+
+def _start(body: PooledBody, model: ServedModel, texts: Sequence[_Text], request: str) -> StartGenerate:
+    first, *more = texts
+    return StartGenerate(
+        model=body.model,
+        request=request,
+        prompt=first.tokens,
+        sampling=SamplingParams(max_tokens=1, seed=0),
+        n=len(texts),
+        priority=body.priority or 0,
+        task=model.card.task,
+        more=[text.tokens for text in more],
+        pairs=[text.second for text in texts] if any(text.second for text in texts) else [],
+    )
