@@ -42,7 +42,7 @@ def make_encoder(path: Path, kind: str, task: str = "embed", *, seed: int = 0, *
     if kind in ENCODERS:
         name, special = ENCODERS[kind]
         config = getattr(transformers, name)(**(SMALL | special | changes))
-        save_word_pieces(path)
+        save_word_pieces(path, typed=kind == "bert")
     else:
         config = config_of(kind, **changes)
         save_tokenizer(path, config.vocab_size)
@@ -75,8 +75,9 @@ def save_pooling(path: Path, mode: str = "mean_tokens", *, normalize: bool = Tru
     return path
 
 
-def save_word_pieces(path: Path) -> None:
-    """Writes a tokenizer of letters and pieces of words, with BERT's forms of one text and of a pair."""
+def save_word_pieces(path: Path, *, typed: bool) -> None:
+    """Writes a tokenizer of letters and pieces of words, with BERT's forms of one text and of a pair. typed:
+    whether it says of which text of a pair a token is."""
     letters = [chr(ord("a") + i) for i in range(26)] + [str(i) for i in range(10)] + list(".,!?")
     words = [PAD, UNK, CLS, SEP, *letters, *(f"##{letter}" for letter in letters), "hello", "world"]
     words += [f"[unused{i}]" for i in range(VOCAB - len(words))]
@@ -90,7 +91,9 @@ def save_word_pieces(path: Path) -> None:
         special_tokens=[(CLS, vocab[CLS]), (SEP, vocab[SEP])],
     )
     names = {"pad_token": PAD, "unk_token": UNK, "cls_token": CLS, "sep_token": SEP}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(path)
+    inputs = ["input_ids", *(["token_type_ids"] if typed else []), "attention_mask"]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=inputs, **names)
+    fast.save_pretrained(path)
 
 
 def states_of(path: Path, tokens: list[int], **more: Any) -> torch.Tensor:

@@ -36,6 +36,7 @@ from kvloom.api.generation.answering import EndpointContext
 from kvloom.api.live.page import serve_page
 from kvloom.api.metrics import CONTENT_TYPE, Metrics
 from kvloom.api.ollama.chat import OllamaEndpoints
+from kvloom.api.ollama.embed import OllamaEmbedding
 from kvloom.api.ollama.models import OllamaModels, refusals
 from kvloom.api.openai.chat import ChatEndpoint
 from kvloom.api.openai.completions import CompletionEndpoint
@@ -93,6 +94,7 @@ def create_app(
     responses, scores = ResponsesEndpoint(gateway, ResponseStore()), ScoreEndpoints(gateway)
     info = _Information(gateway, documents, moves, nodes, keys, int(time.time()))
     ollama, ollama_models = OllamaEndpoints(gateway), OllamaModels(gateway, info.started)
+    embedding = OllamaEmbedding(gateway)
     handlers: dict[str, Handler] = {
         "models": info.models,
         "model": info.model,
@@ -112,6 +114,8 @@ def create_app(
         "tokenizer_info": tokens.information,
         "ollama_chat": ollama.chat,
         "ollama_generate": ollama.generate,
+        "ollama_embed": embedding.embed,
+        "ollama_embeddings": embedding.embeddings,
         "ollama_tags": ollama_models.tags,
         "ollama_ps": ollama_models.ps,
         "ollama_show": ollama_models.show,

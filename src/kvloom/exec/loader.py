@@ -397,7 +397,8 @@ def _load_pooled(
     card = card_of(spec, module, built.parameters, built.tokenizer, built.sampling, "float32")
     if pooling.lower and built.tokenizer("ABC")["input_ids"] != built.tokenizer("abc")["input_ids"]:
         raise ConfigError("its texts are to be in small letters, and its tokenizer does not see to that")
-    pooled = prove_pooled(module, pooling, prepare)
+    types = "token_type_ids" in built.tokenizer.model_input_names
+    pooled = prove_pooled(module, pooling, prepare, types=types)
     target.settle(module)
     with torch.inference_mode():
         size = pooled(np.zeros(1, np.int64), np.ones(1, np.int64), (0,)).shape[1]

@@ -76,13 +76,13 @@ def _in_vocabulary(tokens: list[int], card: ModelCard, field: str) -> None:
         raise BadRequest(said, param=field)
 
 
-def check_prompt(prompt: list[int], card: ModelCard, task: Task = "generate") -> None:
+def check_prompt(prompt: list[int], card: ModelCard, task: Task = "generate", param: str = "prompt") -> None:
     """Raises BadRequest if the model does not do what is asked of the prompt, or lacks a token of it."""
     if card.task != task:
         raise wrong_task(card, task)
     if max(prompt) >= card.vocab_size:
-        said = f"prompt: token {max(prompt)} is not in the vocabulary of {card.vocab_size}"
-        raise BadRequest(said, param="prompt")
+        said = f"{param}: token {max(prompt)} is not in the vocabulary of {card.vocab_size}"
+        raise BadRequest(said, param=param)
 
 
 def room_for(

@@ -122,7 +122,7 @@ def instant(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-def _nanoseconds(seconds: float) -> int:
+def nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
@@ -168,13 +168,13 @@ class LineWriter(Writer):
     def _end(self, usage: dict[str, Any]) -> dict[str, Any]:
         now = self._watch.seconds
         begun = self._prepared if self._first is None else self._first
-        prompt = {} if self._first is None else {"prompt_eval_duration": _nanoseconds(begun - self._prepared)}
+        prompt = {} if self._first is None else {"prompt_eval_duration": nanoseconds(begun - self._prepared)}
         return {
             "done_reason": self._reason,
-            "total_duration": _nanoseconds(now),
-            "load_duration": _nanoseconds(self._prepared),
+            "total_duration": nanoseconds(now),
+            "load_duration": nanoseconds(self._prepared),
             "prompt_eval_count": usage["prompt_tokens"],
             **prompt,
             "eval_count": usage["completion_tokens"],
-            "eval_duration": _nanoseconds(now - begun),
+            "eval_duration": nanoseconds(now - begun),
         }

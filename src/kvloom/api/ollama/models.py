@@ -89,6 +89,7 @@ class OllamaModels:
                     "general.parameter_count": card.parameters,
                     f"{family}.context_length": card.context_length,
                     f"{family}.vocab_size": card.vocab_size,
+                    **({f"{family}.embedding_length": card.dimensions} if card.task == "embed" else {}),
                 },
                 "capabilities": _capabilities(model),
                 "modified_at": instant(self.started),
@@ -166,5 +167,7 @@ def _parameters(model: ServedModel) -> str:
 
 
 def _capabilities(model: ServedModel) -> list[str]:
+    if model.card.task != "generate":
+        return ["embedding"] if model.card.task == "embed" else []
     tools = ["tools"] if model.answer_format.tool_calls is not None else []
     return ["completion", *tools, *(["thinking"] if model.answer_format.thinks else [])]

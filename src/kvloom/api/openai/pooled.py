@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,14 +24,16 @@ from kvloom.api.generation.resume import Origin
 from kvloom.api.generation.sampling import check_prompt
 from kvloom.api.metrics import Watch
 from kvloom.api.schemas.embeddings import EmbeddingBody, PooledBody, RerankBody, ScoreBody
-from kvloom.api.texts.prompts import PlainPrompt, context_of
+from kvloom.api.texts.prompts import PlainPrompt, too_long
 from kvloom.types.client import ModelServer
-from kvloom.types.errors import BadRequest, KvloomError, PromptTooLong, Unavailable, WireError
+from kvloom.types.errors import BadRequest, KvloomError, Unavailable, WireError
 from kvloom.types.request import EndEvent, SamplingParams, StartGenerate, Task
 
 TEXTS: Final = 32  # of one request to an engine, which makes at most a few of its jobs
 AT_ONCE: Final = 4  # such requests of one client's request
 Vectors = npt.NDArray[np.float32]
+WriteVectors = Callable[[dict[str, Any], Vectors, dict[str, int]], Any]
+"""Makes an answer of its head, the vectors [B, size] and the usage."""
 
 
 class PooledTexts(Generation):
@@ -80,7 +83,7 @@ class PooledWriter(Writer):
         origin: Origin,
         body: PooledBody,
         generations: Sequence[PooledTexts],
-        write: Callable[[dict[str, Any], Vectors, dict[str, int]], Any],
+        write: WriteVectors,
     ) -> None:
         super().__init__(prefix, origin, body, len(generations))
         self._generations = generations
@@ -110,21 +113,9 @@ class EmbeddingEndpoint:
     async def _prepare(
         self, body: EmbeddingBody, model: ServedModel, watch: Watch, tenant: str, origin: Origin
     ) -> Answering:
-        _require(model, "embed")
-        size = model.card.dimensions
-        if body.dimensions is not None and body.dimensions > size:
-            raise BadRequest(
-                f"dimensions: {body.dimensions}, and the vectors of {model.card.name} have {size}; at most "
-                "as many are right",
-                param="dimensions",
-            )
-        prompts = [PlainPrompt(one, param="input") if isinstance(one, str) else one for one in body.texts]
-        texts = await _tokens(model, prompts, tenant, "input", "embed")
+        coded = body.encoding_format == "base64"
 
         def write(head: dict[str, Any], vectors: Vectors, usage: dict[str, int]) -> dict[str, Any]:
-            if body.dimensions is not None:
-                vectors = _unit(vectors[:, : body.dimensions])
-            coded = body.encoding_format == "base64"
             data = [
                 {
                     "object": "embedding",
@@ -135,7 +126,37 @@ class EmbeddingEndpoint:
             ]
             return {"object": "list", "data": data, "model": head["model"], "usage": usage}
 
-        return _answering(self.gateway, "embd", origin, body, model, texts, watch, write)
+        return await embeddings(self.gateway, "embd", origin, body, model, tenant, watch, write)
+
+
+async def embeddings(
+    gateway: EndpointContext,
+    prefix: str,
+    origin: Origin,
+    body: EmbeddingBody,
+    model: ServedModel,
+    tenant: str,
+    watch: Watch,
+    write: WriteVectors,
+) -> Answering:
+    """Returns what asks engines for the vectors of a request's texts. prefix: of the answer's id; write:
+    makes the answer of them. Raises KvloomError."""
+    _require(model, "embed")
+    size, card = body.dimensions, model.card
+    if size is not None and size > card.dimensions:
+        raise BadRequest(
+            f"dimensions: {size}, and the vectors of {card.name} have {card.dimensions}; at most as many are "
+            "right",
+            param="dimensions",
+        )
+    prompts = [PlainPrompt(one, param="input") if isinstance(one, str) else one for one in body.texts]
+    texts = await _tokens(model, prompts, tenant, "input", "embed", cut=body.cut)
+
+    def shortened(head: dict[str, Any], vectors: Vectors, usage: dict[str, int]) -> Any:
+        return write(head, _unit(vectors[:, :size]), usage)
+
+    told = write if size is None else shortened
+    return _answering(gateway, prefix, origin, body, model, texts, watch, told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,17 +207,17 @@ class ScoreEndpoints:
         write: Callable[[dict[str, Any], list[float], dict[str, int]], dict[str, Any]],
     ) -> Answering:
         """Prepares the scores of pairs. write: makes the answer of them."""
-        second = "documents" if prefix == "rerank" else "text_2"
+        params = ("query", "documents") if prefix == "rerank" else ("text_1", "text_2")
         if model.card.task != "embed":
             _require(model, "score")
-            texts = await _pairs(model, pairs, tenant, second)
+            texts = await _pairs(model, pairs, tenant, params)
             return _answering(
                 *(self.gateway, prefix, origin, body, model, texts, watch),
                 lambda head, vectors, usage: write(head, vectors[:, 0].tolist(), usage),
             )
         places = {text: at for at, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
-        prompts = [PlainPrompt(text, param=second) for text in places]
-        texts = await _tokens(model, prompts, tenant, second, "embed")
+        prompts = [PlainPrompt(text, param=params[1]) for text in places]
+        texts = await _tokens(model, prompts, tenant, params[1], "embed")
 
         def compare(head: dict[str, Any], vectors: Vectors, usage: dict[str, int]) -> dict[str, Any]:
             units = _unit(vectors)
@@ -217,35 +238,56 @@ def _unit(vectors: Vectors) -> Vectors:
 
 
 async def _tokens(
-    model: ServedModel, prompts: Sequence[PlainPrompt | list[int]], tenant: str, param: str, task: Task
+    model: ServedModel,
+    prompts: Sequence[PlainPrompt | list[int]],
+    tenant: str,
+    param: str,
+    task: Task,
+    *,
+    cut: bool = False,
 ) -> list[_Text]:
-    """Returns the tokens of prompts. Raises KvloomError."""
+    """Returns the tokens of prompts. cut: whether what is too long loses its end. Raises KvloomError."""
+    most, longest = model.card.context_length, model.tokenizer.most_bytes
+    if cut:
+        read = None if longest is None else most * longest  # what cannot fit need not be read
+        prompts = [
+            replace(one, text=one.text[:read], bounded=False) if isinstance(one, PlainPrompt) else one
+            for one in prompts
+        ]
     for prompt in prompts:
-        if isinstance(prompt, PlainPrompt):
+        if isinstance(prompt, PlainPrompt) and prompt.bounded:
             model.check_size(prompt.size, prompt.most_times, prompt.param)
-    texts = [
-        _Text(await model.tokens(one, tenant) if isinstance(one, PlainPrompt) else one) for one in prompts
-    ]
-    most = model.card.context_length
+    texts = [await model.tokens(one, tenant) if isinstance(one, PlainPrompt) else one for one in prompts]
+    if cut and max(map(len, texts)) > most:
+        end = await _ending(model, tenant)
+        texts = [one if len(one) <= most else one[: most - end] + one[len(one) - end :] for one in texts]
     for text in texts:
-        check_prompt(text.tokens, model.card, task)
-        if len(text.tokens) > most:
-            raise PromptTooLong(
-                f"{context_of(model.card)}. However, you requested {len(text.tokens)} tokens in the {param}. "
-                f"Please reduce the length of the {param}.",
-                param=param,
-            )
-    return texts
+        check_prompt(text, model.card, task, param)
+        if len(text) > most:
+            raise too_long(model.card, param, len(text))
+    return [_Text(text) for text in texts]
 
 
-async def _pairs(model: ServedModel, pairs: list[tuple[str, str]], tenant: str, param: str) -> list[_Text]:
+async def _ending(model: ServedModel, tenant: str) -> int:
+    """Returns how many tokens the tokenizer puts behind every text."""
+    whole = await model.tokens(PlainPrompt("a"), tenant)
+    inner = await model.tokens(PlainPrompt("a", special=False), tenant)
+    begins = (at for at in range(len(whole)) if whole[at : at + len(inner)] == inner)
+    return len(whole) - next(begins, len(whole) - len(inner)) - len(inner)
+
+
+async def _pairs(
+    model: ServedModel, pairs: list[tuple[str, str]], tenant: str, params: tuple[str, str]
+) -> list[_Text]:
     """Returns the tokens of pairs, in the form that the model's tokenizer has for them. The second text
-    begins where the first one's own form ends."""
+    begins where the first one's own form ends. params: the parameters that have the first ones and the second
+    ones."""
+    param, other = params
     firsts = list(dict.fromkeys(first for first, _ in pairs))
-    plain = await _tokens(model, [PlainPrompt(one) for one in firsts], tenant, "query", "score")
+    plain = await _tokens(model, [PlainPrompt(one, param=param) for one in firsts], tenant, param, "score")
     alone = dict(zip(firsts, plain, strict=True))
-    both = [PlainPrompt(first, second=second, param=param) for first, second in pairs]
-    texts = await _tokens(model, both, tenant, param, "score")
+    both = [PlainPrompt(first, second=second, param=other) for first, second in pairs]
+    texts = await _tokens(model, both, tenant, other, "score")
     return [
         _Text(text.tokens, len(alone[first].tokens)) for text, (first, _) in zip(texts, pairs, strict=True)
     ]
@@ -259,7 +301,7 @@ def _answering(
     model: ServedModel,
     texts: list[_Text],
     watch: Watch,
-    write: Callable[[dict[str, Any], Vectors, dict[str, int]], Any],
+    write: WriteVectors,
 ) -> Answering:
     request = origin.request_id(prefix)
     generations = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from kvloom.api.schemas.generation import Answer, ModelBody, TokenIds, Unserved, wrong
 
@@ -30,6 +30,18 @@ class EmbeddingBody(PooledBody):
     input: Text | Texts | Ids | ManyIds
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _not_too_many(cls, given: Any) -> Any:
+        if isinstance(given, list) and len(given) > MOST_TEXTS and not isinstance(given[0], int):
+            raise wrong("input", f"at most {MOST_TEXTS} texts are taken at once, and {len(given)} are here")
+        return given
+
+    @property
+    def cut(self) -> bool:
+        """Returns whether what is longer than the model's context loses its end."""
+        return False
 
     @property
     def texts(self) -> list[str] | list[list[int]]:

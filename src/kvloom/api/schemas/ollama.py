@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from kvloom.api.schemas.chat import MAX_MESSAGES, MAX_TOOLS, ChatBody, FunctionTool
+from kvloom.api.schemas.embeddings import EmbeddingBody, Text, Texts
 from kvloom.api.schemas.generation import (
     Answer,
     Body,
@@ -196,6 +197,41 @@ class OllamaGenerateBody(OllamaBody):
         return self._chat([*system, {"role": "user", "content": self.prompt}])
 
 
+class EmbeddingsOfOllama(EmbeddingBody):
+    """A request for embeddings, whose texts may lose their end."""
+
+    truncate: bool = True
+
+    @property
+    def cut(self) -> bool:
+        return self.truncate
+
+
+class OllamaEmbedBody(Body):
+    """`truncate` is true where absent. `options` and `keep_alive` pass without effect."""
+
+    model: Name
+    input: Text | Texts
+    truncate: bool | None = None
+    dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+
+    def asked(self) -> EmbeddingsOfOllama:
+        """Returns the same request in OpenAI's form."""
+        fields = self.model_dump(exclude_none=True)
+        return EmbeddingsOfOllama.model_validate(fields)
+
+
+class OllamaEmbeddingsBody(Body):
+    """The older form, of one text."""
+
+    model: Name
+    prompt: Text
+
+    def asked(self) -> EmbeddingsOfOllama:
+        """Returns the same request in OpenAI's form."""
+        return EmbeddingsOfOllama(model=self.model, input=self.prompt)
+
+
 class OllamaShowBody(Body):
     """`name` is the older name of `model`."""
 
@@ -257,6 +293,20 @@ class OllamaGenerateAnswer(OllamaAnswer):
     thinking: str | None = None
 
 
+class OllamaEmbedAnswer(Answer):
+    """Times are in nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbeddingsAnswer(Answer):
+    embedding: list[float]
+
+
 class OllamaDetails(Answer):
     parent_model: str
     format: str
@@ -307,7 +357,7 @@ class OllamaShow(Answer):
     """The chat template, in Jinja."""
     details: OllamaDetails
     model_info: dict[str, Any]
-    capabilities: list[Literal["completion", "tools", "thinking"]]
+    capabilities: list[Literal["completion", "tools", "thinking", "embedding"]]
     modified_at: str
 
 

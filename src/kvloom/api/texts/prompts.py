@@ -102,6 +102,11 @@ def context_of(card: ModelCard) -> str:
     return f"This model's maximum context length is {card.context_length} tokens"
 
 
+def too_long(card: ModelCard, param: str, tokens: int) -> PromptTooLong:
+    """Returns the error of a text that has more tokens than the context. param: the parameter that has it."""
+    return PromptTooLong(f"{context_of(card)}. However, {param} has {tokens} tokens. {_SHORTER}", param=param)
+
+
 @dataclass(frozen=True, slots=True)
 class TextModel:
     """The parts of a model that make tokens of prompts, wherever they run."""
@@ -133,10 +138,7 @@ class TextModel:
             return ids
         ids = self._begun(ids, special=special)
         if prompt.bounded and len(ids) > self.card.context_length:
-            raise PromptTooLong(
-                f"{context_of(self.card)}. However, {prompt.param} has {len(ids)} tokens. {_SHORTER}",
-                param=prompt.param,
-            )
+            raise too_long(self.card, prompt.param, len(ids))
         return ids
 
     def check_size(self, size: int, times: int, param: str) -> None:

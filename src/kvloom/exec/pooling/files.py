@@ -111,9 +111,11 @@ def _mode(config: Mapping[str, Any]) -> Mode:
     if isinstance(one := config.get("pooling_mode"), str):
         asked = [one]
     else:
-        prefix, names = "pooling_mode_", {"cls_token": "cls", "mean_tokens": "mean", "max_tokens": "max"}
+        prefix, full = "pooling_mode_", "mean_sqrt_len_tokens"
         found = [key.removeprefix(prefix) for key, on in config.items() if key.startswith(prefix) and on]
-        asked = [names.get(name, name) for name in found]
+        asked = [
+            name if name == full else name.removesuffix("_token").removesuffix("_tokens") for name in found
+        ]
     modes = [mode for mode in MODES if mode in asked]
     if len(modes) != 1 or len(asked) != 1:
         raise ConfigError(

@@ -132,7 +132,7 @@ class PooledModel:
     first: int
     """The position of a text's first token."""
     types: bool
-    """Whether the model tells the texts of a pair apart by the types of their tokens."""
+    """Whether the model is told which tokens are of the second text of a pair."""
 
     def __call__(self, tokens: I64, lengths: I64, pairs: tuple[int, ...]) -> Tensor:
         """Takes the tokens [N] of texts, the length [B] of each and where the second text of a pair begins in
@@ -167,9 +167,12 @@ def _no_cache(module: Any) -> dict[str, bool]:
     return {"use_cache": False} if getattr(module.config, "use_cache", None) is not None else {}
 
 
-def prove_pooled(module: Any, pooling: Pooling, prepare: Callable[[nn.Module], None]) -> PooledModel:
+def prove_pooled(
+    module: Any, pooling: Pooling, prepare: Callable[[nn.Module], None], *, types: bool
+) -> PooledModel:
     """Returns the model that makes of texts in one row what the stock module makes of each alone. prepare:
-    makes the module fast, in place. Raises ConfigError if there is none."""
+    makes the module fast, in place; types: whether its tokenizer tells the texts of a pair apart. Raises
+    ConfigError if there is none."""
     config = module.config
     generator = torch.Generator().manual_seed(0)
     low, size = 3, int(config.vocab_size)  # past the tokens that mostly stand for padding
@@ -192,7 +195,7 @@ def prove_pooled(module: Any, pooling: Pooling, prepare: Callable[[nn.Module], N
         if config.get_text_config().pad_token_id is None:
             config.get_text_config().pad_token_id = 0  # of which there is none among states
         head = module
-    types = bool(getattr(config, "type_vocab_size", 0))
+    types = types and getattr(config, "type_vocab_size", 0) > 1
     tokens, lengths = torch.cat(texts, 1)[0].numpy(), np.array(_PROBE, np.int64)
     plain = Pooling(pooling.task)
     best = float("inf")
