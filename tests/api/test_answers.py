@@ -1,4 +1,4 @@
-"""Tool calls: found in any family's text, however it is cut; forced ones by a grammar."""
+"""Tool calls: found in text of any format, however it is cut; forced ones by a grammar."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
 
+from kvloom.api.answers.call_formats import ToolCallFormat
 from kvloom.api.answers.calls import Kind
-from kvloom.api.answers.families import Family
 from kvloom.api.answers.forced import forced_guide
-from kvloom.api.answers.reader import AnswerForm, Thinking
+from kvloom.api.answers.reader import AnswerFormat, Thinking
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.engine.guide import GuideCompiler
 from tests.api.scripted import UNTIMED, ScriptedEngine, byte_level, card, says, token
@@ -61,78 +61,98 @@ GLM = """<tool_call>graph
 </tool_call>"""
 GEMMA = """call:graph{code:<|"|>if a < b:
   x = [1]<|"|>,depth:3,tags:[<|"|>a<|"|>,<|"|>b<|"|>],wide:true}"""
-CASES: list[tuple[Family, str, str, list[tuple[str, Any]]]] = [
-    (Family.HERMES, f"Let me see.\n<tool_call>\n{ARGUMENTS}\n</tool_call>", "Let me see.", [WEATHER]),
+CASES: list[tuple[ToolCallFormat, str, str, list[tuple[str, Any]]]] = [
+    (ToolCallFormat.HERMES, f"Let me see.\n<tool_call>\n{ARGUMENTS}\n</tool_call>", "Let me see.", [WEATHER]),
     (
-        Family.HERMES,
+        ToolCallFormat.HERMES,
         f'<tool_call>{ARGUMENTS}</tool_call>\n<tool_call>{{"name": "time", "arguments": {{}}}}</tool_call>\n',
         "",
         [WEATHER, TIME],
     ),
-    (Family.HERMES, f"<tool_call>{ARGUMENTS}", "", [WEATHER]),
-    (Family.HERMES, '<tool_call>{"arguments": {}, "name": "time"}</tool_call>', "", [TIME]),
-    (Family.HERMES, "a < b <tool_call>no JSON</tool_call> c", "a < b <tool_call>no JSON</tool_call> c", []),
-    (Family.HERMES, "1 <tool_cal or so ", "1 <tool_cal or so ", []),
-    (Family.HERMES, CODER, "", [GRAPH]),
-    (Family.HERMES, "<tool_call>\n<function=time>\n</function>\n</tool_call> after", " after", [TIME]),
-    (Family.HERMES, GLM, "", [GRAPH]),
-    (Family.HERMES, "\n<tool_call>time\n</tool_call>", "", [TIME]),
-    (Family.MISTRAL, f"[TOOL_CALLS] [{ARGUMENTS}]", "", [WEATHER]),
+    (ToolCallFormat.HERMES, f"<tool_call>{ARGUMENTS}", "", [WEATHER]),
+    (ToolCallFormat.HERMES, '<tool_call>{"arguments": {}, "name": "time"}</tool_call>', "", [TIME]),
     (
-        Family.MISTRAL,
+        ToolCallFormat.HERMES,
+        "a < b <tool_call>no JSON</tool_call> c",
+        "a < b <tool_call>no JSON</tool_call> c",
+        [],
+    ),
+    (ToolCallFormat.HERMES, "1 <tool_cal or so ", "1 <tool_cal or so ", []),
+    (ToolCallFormat.HERMES, CODER, "", [GRAPH]),
+    (
+        ToolCallFormat.HERMES,
+        "<tool_call>\n<function=time>\n</function>\n</tool_call> after",
+        " after",
+        [TIME],
+    ),
+    (ToolCallFormat.HERMES, GLM, "", [GRAPH]),
+    (ToolCallFormat.HERMES, "\n<tool_call>time\n</tool_call>", "", [TIME]),
+    (ToolCallFormat.MISTRAL, f"[TOOL_CALLS] [{ARGUMENTS}]", "", [WEATHER]),
+    (
+        ToolCallFormat.MISTRAL,
         f'[TOOL_CALLS][{ARGUMENTS[:-1]}, "id": "9"}}, {{"name": "time", "arguments": {{}}}}]',
         "",
         [WEATHER, TIME],
     ),
-    (Family.MISTRAL, '[TOOL_CALLS]weather[ARGS]{"city": "Zürich"}[TOOL_CALLS]time{}', "", [WEATHER, TIME]),
-    (Family.MISTRAL, '[TOOL_CALLS]weather[CALL_ID]a9[ARGS]{"city": "Zürich"}', "", [WEATHER]),
-    (Family.MISTRAL, "a list [1] of [TOOLS]", "a list [1] of [TOOLS]", []),
-    (Family.LLAMA, PARAMETERS, "", [WEATHER]),
     (
-        Family.LLAMA,
+        ToolCallFormat.MISTRAL,
+        '[TOOL_CALLS]weather[ARGS]{"city": "Zürich"}[TOOL_CALLS]time{}',
+        "",
+        [WEATHER, TIME],
+    ),
+    (ToolCallFormat.MISTRAL, '[TOOL_CALLS]weather[CALL_ID]a9[ARGS]{"city": "Zürich"}', "", [WEATHER]),
+    (ToolCallFormat.MISTRAL, "a list [1] of [TOOLS]", "a list [1] of [TOOLS]", []),
+    (ToolCallFormat.LLAMA, PARAMETERS, "", [WEATHER]),
+    (
+        ToolCallFormat.LLAMA,
         f' <|python_tag|>{PARAMETERS}; {{"name": "time", "parameters": {{}}}}',
         "",
         [WEATHER, TIME],
     ),
-    (Family.LLAMA, '{"just": "JSON {"}', '{"just": "JSON {"}', []),
-    (Family.LLAMA, PARAMETERS.replace("weather", "unknown"), PARAMETERS.replace("weather", "unknown"), []),
-    (Family.LLAMA, f"{PARAMETERS}\nand so on", "\nand so on", [WEATHER]),
-    (Family.LLAMA, f"See: {PARAMETERS}", f"See: {PARAMETERS}", []),
-    (Family.GRANITE, f"<|tool_call|>[{ARGUMENTS}]", "", [WEATHER]),
-    (Family.GRANITE, f"<|tool_call|>[{ARGUMENTS}]<|/tool_call|> so", " so", [WEATHER]),
+    (ToolCallFormat.LLAMA, '{"just": "JSON {"}', '{"just": "JSON {"}', []),
     (
-        Family.MISTRAL,
+        ToolCallFormat.LLAMA,
+        PARAMETERS.replace("weather", "unknown"),
+        PARAMETERS.replace("weather", "unknown"),
+        [],
+    ),
+    (ToolCallFormat.LLAMA, f"{PARAMETERS}\nand so on", "\nand so on", [WEATHER]),
+    (ToolCallFormat.LLAMA, f"See: {PARAMETERS}", f"See: {PARAMETERS}", []),
+    (ToolCallFormat.GRANITE, f"<|tool_call|>[{ARGUMENTS}]", "", [WEATHER]),
+    (ToolCallFormat.GRANITE, f"<|tool_call|>[{ARGUMENTS}]<|/tool_call|> so", " so", [WEATHER]),
+    (
+        ToolCallFormat.MISTRAL,
         f'[TOOL_CALLS][{ARGUMENTS}, {{"id": "1", "arguments": {{}}, "name": "time"}}] after',
         " after",
         [WEATHER, TIME],
     ),
     (
-        Family.HERMES,
+        ToolCallFormat.HERMES,
         f"<tool_call>{ARGUMENTS[:-1]}</tool_call>\n<tool_call>\n{ARGUMENTS}</tool_call>Done.",
         "Done.",
         [WEATHER, WEATHER],
     ),
-    (Family.HERMES, "<tool_call><function=time>\nOops</function></tool_call>Text", "Text", [TIME]),
+    (ToolCallFormat.HERMES, "<tool_call><function=time>\nOops</function></tool_call>Text", "Text", [TIME]),
     (
-        Family.HERMES,
+        ToolCallFormat.HERMES,
         "<tool_call><function=time>\n</function>\n<tool_call><function=time></function></tool_call>",
         "",
         [TIME, TIME],
     ),
     (
-        Family.HERMES,
+        ToolCallFormat.HERMES,
         '<tool_call><function=graph><parameter=depth>NaN</parameter><parameter=code>"\\ud83d"',
         "",
         [("graph", {"depth": "NaN", "code": '"\\ud83d"'})],
     ),
     (
-        Family.HERMES,
+        ToolCallFormat.HERMES,
         '<tool_call>{"arguments": {"a": "\\ud83d"}, "name": "time"}</tool_call>',
         "",
         [("time", {"a": "?"})],
     ),
     (
-        Family.DEEPSEEK,
+        ToolCallFormat.DEEPSEEK,
         'See.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Zürich"}'
         "<｜tool▁call▁end｜>"
         "<｜tool▁call▁begin｜>time<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
@@ -140,14 +160,14 @@ CASES: list[tuple[Family, str, str, list[tuple[str, Any]]]] = [
         [WEATHER, TIME],
     ),
     (
-        Family.DEEPSEEK,
+        ToolCallFormat.DEEPSEEK,
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
         '{"city": "Zürich"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
         "",
         [WEATHER],
     ),
     (
-        Family.KIMI,
+        ToolCallFormat.KIMI,
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
         '{"city": "Zürich"}<|tool_call_end|><|tool_call_begin|>functions.time:1<|tool_call_argument_begin|>{}'
         "<|tool_call_end|><|tool_calls_section_end|>",
@@ -155,53 +175,65 @@ CASES: list[tuple[Family, str, str, list[tuple[str, Any]]]] = [
         [WEATHER, TIME],
     ),
     (
-        Family.GEMMA,
+        ToolCallFormat.GEMMA,
         f"<|tool_call>{GEMMA}<tool_call|><|tool_call>call:time{{}}<tool_call|>",
         "",
         [GRAPH, TIME],
     ),
     (
-        Family.GEMMA,
+        ToolCallFormat.GEMMA,
         "<|tool_call>call:graph{code:3,<tool_call|>",
         "<|tool_call>call:graph{code:3,<tool_call|>",
         [],
     ),
     (
-        Family.FUNCTION_GEMMA,
+        ToolCallFormat.FUNCTION_GEMMA,
         "<start_function_call>call:weather{city:<escape>Zürich<escape>}<end_function_call>",
         "",
         [WEATHER],
     ),
     (
-        Family.HARMONY,
+        ToolCallFormat.HARMONY,
         "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>commentary"
         ' to=functions.weather <|constrain|>json<|message|>{"city": "Zürich"}',
         "",
         [WEATHER],
     ),
     (
-        Family.HARMONY,
+        ToolCallFormat.HARMONY,
         "<|channel|>analysis<|message|>a < b<|end|><|start|>assistant<|channel|>final<|message|>c <| d<",
         "c <| d<",
         [],
     ),
-    (Family.HARMONY, "plain < text", "plain < text", []),
-    (Family.HARMONY, "<|channel|>analysis<|message|>x<|end|>Hello, the answer", "Hello, the answer", []),
+    (ToolCallFormat.HARMONY, "plain < text", "plain < text", []),
     (
-        Family.HARMONY,
+        ToolCallFormat.HARMONY,
+        "<|channel|>analysis<|message|>x<|end|>Hello, the answer",
+        "Hello, the answer",
+        [],
+    ),
+    (
+        ToolCallFormat.HARMONY,
         ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Zürich"}<|call|>',
         "",
         [WEATHER],
     ),
-    (Family.HARMONY, f"<|channel|>{'x' * 600}", f"<|channel|>{'x' * 600}", []),
-    (Family.HARMONY, "<|channel|>commentary to=functions.time<|message|>", "", [TIME]),
+    (ToolCallFormat.HARMONY, f"<|channel|>{'x' * 600}", f"<|channel|>{'x' * 600}", []),
+    (ToolCallFormat.HARMONY, "<|channel|>commentary to=functions.time<|message|>", "", [TIME]),
 ]
 Read = tuple[str, str, list[tuple[str, str]]]
 
 
-def parse(form: AnswerForm, pieces: list[str], *, opened: bool = False, whole: bool = False) -> Read:
+def parse(
+    answer_format: AnswerFormat,
+    pieces: list[str],
+    *,
+    opened: bool = False,
+    whole: bool = False,
+    tools: dict[str, Any] = SCHEMAS,
+) -> Read:
     """Returns the text, the thoughts and the calls of an answer."""
-    reader = form.reader(SCHEMAS, thinks=True, opened=opened, whole_calls=whole)
+    reader = answer_format.reader(tools, thinks=True, opened=opened, whole_calls=whole)
     text, thoughts, calls = "", "", list[tuple[str, str]]()
     for piece in [*pieces, None]:
         for part in reader.take(piece or "", last=piece is None):
@@ -223,17 +255,99 @@ def cut(data: st.DataObject, text: str) -> list[str]:
     return [text[begin:end] for begin, end in pairwise(cuts)]
 
 
-@pytest.mark.parametrize(("family", "text", "shown", "calls"), CASES)
+@pytest.mark.parametrize(("call_format", "text", "shown", "calls"), CASES)
 @UNTIMED
 @given(data=st.data(), whole=st.booleans())
 def test_calls_however_the_text_is_cut(
-    family: Family, text: str, shown: str, calls: list[tuple[str, Any]], data: st.DataObject, whole: bool
+    call_format: ToolCallFormat,
+    text: str,
+    shown: str,
+    calls: list[tuple[str, Any]],
+    data: st.DataObject,
+    whole: bool,
 ) -> None:
-    form = AnswerForm(family)
-    found, _, made = told = parse(form, [text])
+    answer_format = AnswerFormat(call_format)
+    found, _, made = told = parse(answer_format, [text])
     assert (found, [(name, json.loads(arguments)) for name, arguments in made]) == (shown, calls)
-    assert parse(form, cut(data, text), whole=whole) == told
-    assert parse(form, list(text), whole=whole) == told
+    assert parse(answer_format, cut(data, text), whole=whole) == told
+    assert parse(answer_format, list(text), whole=whole) == told
+
+
+OPEN = '{"name": "weather", "arguments": {"city": "Zür'
+KIMI_HEAD = "<|tool_call_begin|>weather:0<|tool_call_argument_begin|>"
+KIMI = f"<|tool_calls_section_begin|>{KIMI_HEAD}"
+QUOTED = '{"city": "</tool_call>\\\\", "note": "a \\" <|tool_call_end|></tool_call> b"}'
+
+
+@pytest.mark.parametrize(
+    ("call_format", "text", "shown", "calls"),
+    [
+        (ToolCallFormat.HERMES, f"<tool_call>{OPEN}</tool_call>", "", [("weather", OPEN[-13:])]),
+        (
+            ToolCallFormat.HERMES,
+            f'<tool_call>{OPEN}</tool_call> "So", he',
+            ' "So", he',
+            [("weather", OPEN[-13:])],
+        ),
+        (
+            ToolCallFormat.HERMES,
+            f"<tool_call>{OPEN}</tool_call> he says",
+            " he says",
+            [("weather", OPEN[-13:])],
+        ),
+        (ToolCallFormat.HERMES, f'<tool_call>{OPEN}"</tool_call> so', " so", [("weather", OPEN[-13:] + '"')]),
+        (ToolCallFormat.HERMES, f"<tool_call>{OPEN}</tool_cal", "", [("weather", OPEN[-13:] + "</tool_cal")]),
+        (
+            ToolCallFormat.HERMES,
+            f"<tool_call>{OPEN}</tool_call><tool_call><function=time></function></tool_call>",
+            "",
+            [("weather", OPEN[-13:]), ("time", "{}")],
+        ),
+        (
+            ToolCallFormat.HERMES,
+            f"<tool_call>{OPEN}</tool_call>\n<tool_call>{ARGUMENTS}</tool_call>.",
+            ".",
+            [("weather", OPEN[-13:]), ("weather", '{"city": "Zürich"}')],
+        ),
+        (ToolCallFormat.GRANITE, f"<|tool_call|>[{OPEN}<|/tool_call|> so", " so", [("weather", OPEN[-13:])]),
+        (
+            ToolCallFormat.KIMI,
+            f'{KIMI}{{"city": "Z<|tool_call_end|>{KIMI_HEAD}{{}}<|tool_calls_section_end|> so',
+            " so",
+            [("weather", '{"city": "Z'), ("weather", "{}")],
+        ),
+        (
+            ToolCallFormat.HERMES,
+            f'<tool_call>{{"name": "weather", "arguments": {QUOTED}}}</tool_call> so',
+            " so",
+            [("weather", QUOTED)],
+        ),
+        (ToolCallFormat.KIMI, f"{KIMI}{QUOTED}<|tool_call_end|>", "", [("weather", QUOTED)]),
+    ],
+)
+@UNTIMED
+@given(data=st.data())
+def test_a_mark_ends_arguments_that_have_no_end(
+    call_format: ToolCallFormat, text: str, shown: str, calls: list[tuple[str, str]], data: st.DataObject
+) -> None:
+    """A mark in a string that goes on after it is text of the string."""
+    answer_format = AnswerFormat(call_format)
+    for pieces in ([text], list(text), cut(data, text)):
+        assert parse(answer_format, pieces) == (shown, "", calls)
+
+
+def test_arguments_are_held_back_no_longer_than_a_mark_may_come() -> None:
+    reader = AnswerFormat(ToolCallFormat.HERMES).reader(SCHEMAS, thinks=True, opened=False)
+    reader.take(f"<tool_call>{OPEN}", last=False)
+    shown = [reader.take(piece, last=False) for piece in ("a <", "/b", "</tool_call>", 'c"', ", ", "d")]
+    assert ["".join(part.text for part in parts) for parts in shown] == [
+        "a ",
+        "</b",
+        "",
+        "",
+        '</tool_call>c", ',
+        "d",
+    ]
 
 
 MARKS = ["<tool_call>", "</tool_call>", "<function=time>", "[TOOL_CALLS]", "<|tool_call|>", "<|python_tag|>"]
@@ -270,33 +384,34 @@ MARKS += [
 ]
 MARKS += [f"<tool_call>{ARGUMENTS}</tool_call>", f"[TOOL_CALLS][{ARGUMENTS}]", PARAMETERS, "<think><think>"]
 MARKS += [f"<|tool_call|>[{ARGUMENTS}]", "<|/tool_call|>", "to=functions.time", "\n\n", "<parameter=depth>"]
+MARKS += [KIMI, "<|tool_call_end|>", "<｜tool▁call▁end｜>", '"</tool_call>', '</tool_call>",']
 MARKS += ["</parameter>", "<arg_key>a</arg_key>", "<arg_value>", "</arg_value>", "time\n"]
 TEXTS = st.lists(st.sampled_from([*MARKS, "a", "b", ",", ";", "<", "|"]), max_size=14).map("".join)
 
 
 @UNTIMED
-@given(st.sampled_from(list(Family)), TEXTS, st.booleans(), st.data())
-def test_any_text_at_all(family: Family, text: str, opened: bool, data: st.DataObject) -> None:
-    form = AnswerForm(family, Thinking("<think>", "</think>"))
-    told = parse(form, [text], opened=opened)
-    assert parse(form, list(text), opened=opened) == told
-    assert parse(form, cut(data, text), opened=opened) == told
-    assert parse(form, [text], opened=opened, whole=True) == told
+@given(st.sampled_from(list(ToolCallFormat)), TEXTS, st.booleans(), st.data())
+def test_any_text_at_all(call_format: ToolCallFormat, text: str, opened: bool, data: st.DataObject) -> None:
+    answer_format = AnswerFormat(call_format, Thinking("<think>", "</think>"))
+    told = parse(answer_format, [text], opened=opened)
+    assert parse(answer_format, list(text), opened=opened) == told
+    assert parse(answer_format, cut(data, text), opened=opened) == told
+    assert parse(answer_format, [text], opened=opened, whole=True) == told
 
 
 def test_plain_text_streams_at_once() -> None:
-    reader = AnswerForm(Family.HERMES).reader(SCHEMAS, thinks=True, opened=False)
+    reader = AnswerFormat(ToolCallFormat.HERMES).reader(SCHEMAS, thinks=True, opened=False)
     shown = [reader.take(piece, last=False) for piece in ("Hello", " wor", "ld ", "again")]
     assert [part.text for parts in shown for part in parts] == ["Hello", " wor", "ld", " again"]
 
 
 def test_arguments_stream_as_they_come() -> None:
-    for family, text in (
-        (Family.HERMES, f"<tool_call>{ARGUMENTS}"),
-        (Family.HERMES, CODER),
-        (Family.HERMES, GLM),
+    for call_format, text in (
+        (ToolCallFormat.HERMES, f"<tool_call>{ARGUMENTS}"),
+        (ToolCallFormat.HERMES, CODER),
+        (ToolCallFormat.HERMES, GLM),
     ):
-        reader = AnswerForm(family).reader(SCHEMAS, thinks=True, opened=False)
+        reader = AnswerFormat(call_format).reader(SCHEMAS, thinks=True, opened=False)
         parts = [part for letter in text for part in reader.take(letter, last=False)]
         assert parts[0].kind is Kind.CALL
         assert len(parts) > 4
@@ -304,11 +419,11 @@ def test_arguments_stream_as_they_come() -> None:
 
 
 def test_forms() -> None:
-    for family in Family:
-        assert AnswerForm.of(f"… {family.value} … <|message|>").family is family
-    assert AnswerForm.of("plain <|channel|>") == AnswerForm()
-    assert AnswerForm.of(None) == AnswerForm()
-    assert AnswerForm.of("{{ content.split('</think>') }}").thinks
+    for call_format in ToolCallFormat:
+        assert AnswerFormat.of(f"… {call_format.value} … <|message|>").tool_calls is call_format
+    assert AnswerFormat.of("plain <|channel|>") == AnswerFormat()
+    assert AnswerFormat.of(None) == AnswerFormat()
+    assert AnswerFormat.of("{{ content.split('</think>') }}").thinks
 
 
 THOUGHT = "\nI see: 1 < 2.\n"
@@ -329,38 +444,39 @@ THOUGHT = "\nI see: 1 < 2.\n"
     ],
 )
 def test_thoughts_however_the_text_is_cut(text: str, opened: bool, thoughts: str, shown: str) -> None:
-    form = AnswerForm(None, Thinking("<think>", "</think>"))
-    assert parse(form, [text], opened=opened) == (shown, thoughts, [])
-    assert parse(form, list(text), opened=opened) == (shown, thoughts, [])
+    answer_format = AnswerFormat(None, Thinking("<think>", "</think>"))
+    assert parse(answer_format, [text], opened=opened) == (shown, thoughts, [])
+    assert parse(answer_format, list(text), opened=opened) == (shown, thoughts, [])
 
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
 
-@pytest.mark.parametrize("family", list(Family))
-def test_a_forced_call_can_be_written_and_is_found(family: Family) -> None:
+@pytest.mark.parametrize("call_format", list(ToolCallFormat))
+def test_a_forced_call_can_be_written_and_is_found(call_format: ToolCallFormat) -> None:
     model = card()
-    guide = forced_guide(family, [("weather", SCHEMA)], Tokenizer(model.tokenizer), several=False)
+    guide = forced_guide(call_format, [("weather", SCHEMA)], Tokenizer(model.tokenizer), several=False)
     state = GuideCompiler(model).start(guide)
-    key = "parameters" if family is Family.LLAMA else "arguments"
+    key = "parameters" if call_format is ToolCallFormat.LLAMA else "arguments"
     call, given = json.dumps({"name": "weather", key: {"city": "Bern"}}), '{"city": "Bern"}'
     written = {
-        Family.HERMES: f"<tool_call>\n{call}\n</tool_call>",
-        Family.MISTRAL: f"[TOOL_CALLS][{call}]",
-        Family.GRANITE: f"<|tool_call|>[{call}]",
-        Family.LLAMA: call,
-        Family.GEMMA: f"<|tool_call>{call}<tool_call|>",
-        Family.FUNCTION_GEMMA: f"<start_function_call>{call}<end_function_call>",
-        Family.DEEPSEEK: f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{given}"
+        ToolCallFormat.HERMES: f"<tool_call>\n{call}\n</tool_call>",
+        ToolCallFormat.MISTRAL: f"[TOOL_CALLS][{call}]",
+        ToolCallFormat.GRANITE: f"<|tool_call|>[{call}]",
+        ToolCallFormat.LLAMA: call,
+        ToolCallFormat.GEMMA: f"<|tool_call>{call}<tool_call|>",
+        ToolCallFormat.FUNCTION_GEMMA: f"<start_function_call>{call}<end_function_call>",
+        ToolCallFormat.DEEPSEEK: f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{given}"
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        Family.KIMI: "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+        ToolCallFormat.KIMI: "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
         f"<|tool_call_argument_begin|>{given}<|tool_call_end|><|tool_calls_section_end|>",
-        Family.HARMONY: f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{given}",
-    }[family]
+        ToolCallFormat.HARMONY: "<|channel|>commentary to=functions.weather "
+        f"<|constrain|>json<|message|>{given}",
+    }[call_format]
     for one in byte_level().encode(written).ids:
         assert state.accepts(one)
     assert state.done
-    assert parse(AnswerForm(family), [written]) == ("", "", [("weather", given)])
+    assert parse(AnswerFormat(call_format), [written]) == ("", "", [("weather", given)])
 
 
 def test_a_mark_that_is_an_added_token_is_drawn_as_that_token() -> None:
@@ -369,7 +485,9 @@ def test_a_mark_that_is_an_added_token_is_drawn_as_that_token() -> None:
     marks = ["<tool_call>", "</tool_call>"]
     vocabulary.add_tokens([AddedToken(mark, special=False) for mark in marks])
     model = card(tokenizer=vocabulary.to_str())
-    guide = forced_guide(Family.HERMES, [("weather", SCHEMA)], Tokenizer(model.tokenizer), several=False)
+    guide = forced_guide(
+        ToolCallFormat.HERMES, [("weather", SCHEMA)], Tokenizer(model.tokenizer), several=False
+    )
     state = GuideCompiler(model).start(guide)
     call = json.dumps({"name": "weather", "arguments": {"city": "Bern"}})
     written = vocabulary.encode(f"<tool_call>\n{call}\n</tool_call>").ids
@@ -433,7 +551,7 @@ def test_special_marks_are_seen(client: openai.OpenAI, engine: ScriptedEngine) -
     assert answer.choices[0].message.content is None
 
 
-def test_without_tools_or_family_the_text_is_the_text(client: openai.OpenAI) -> None:
+def test_without_tools_or_a_call_format_the_text_is_the_text(client: openai.OpenAI) -> None:
     for model, tools in (("tiny", []), ("plain", TOOLS)):
         answer = client.chat.completions.create(
             model=model, messages=[{"role": "user", "content": "?"}], tools=tools

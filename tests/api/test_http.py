@@ -349,6 +349,25 @@ def test_description(http: TestClient) -> None:
     assert "https://" not in text
 
 
+def test_the_document_tells_how_streams_end(http: TestClient) -> None:
+    """Each stream of events is asked for, and its last event is one that the document names."""
+    paths, asked = http.get("/openapi.json").json()["paths"], set[str]()
+    bodies = {
+        "/v1/completions": COMPLETION,
+        "/v1/chat/completions": CHAT,
+        "/v1/responses": {"model": "tiny", "input": "hi"},
+        "/v1/messages": {"model": "tiny", "max_tokens": 9, "messages": CHAT["messages"]},
+    }
+    for path, methods in paths.items():
+        content = methods.get("post", {}).get("responses", {}).get("200", {}).get("content", {})
+        if "application/json" in content and (events := content.get("text/event-stream")):
+            told = http.post(path, json=bodies[path] | {"stream": True}).text.rstrip()
+            last = told.rpartition("\n\n")[2].splitlines()[0].partition(": ")[2]
+            assert f"`{last}`" in events["schema"]["description"]
+            asked.add(path)
+    assert asked == bodies.keys()
+
+
 def test_the_gateway_imports_neither_torch_nor_transformers() -> None:
     code = "import sys, kvloom.api.app; print(sorted({'torch', 'transformers', 'numba'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -97,6 +97,20 @@ def test_tools(client: anthropic.Anthropic, engine: ScriptedEngine, stream: bool
     assert b"<|tool|>rain" in _text(engine)
 
 
+def test_a_turn_keeps_the_order_of_its_blocks(client: anthropic.Anthropic, engine: ScriptedEngine) -> None:
+    calls: list[Any] = [{"type": "tool_use", "id": one, "name": "weather", "input": {}} for one in ("a", "b")]
+    results = [
+        {"type": "tool_result", "tool_use_id": one, "content": said}
+        for one, said in (("a", "rain"), ("b", "sun"))
+    ]
+    before, between, after = ({"type": "text", "text": said} for said in ("one", "two", "three"))
+    turn = [before, results[0], between, results[1], after]
+    messages: list[Any] = [*HI, {"role": "assistant", "content": calls}, {"role": "user", "content": turn}]
+    client.messages.create(model="tiny", max_tokens=1, messages=messages)
+    told = _text(engine)
+    assert b"<|user|>one\\n<|tool|>rain\\n<|user|>two\\n<|tool|>sun\\n<|user|>three\\n<|assistant|>" in told
+
+
 def _text(engine: ScriptedEngine) -> bytes:
     with TestClient(create_app(engine)) as http:
         return http.post("/detokenize", json={"tokens": engine.bodies[-1].prompt}).content

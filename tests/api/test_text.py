@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models
 
 from kvloom.api.catalog import Catalog, ServedModel
-from kvloom.api.openai.text import StopStrings, detokenizer
+from kvloom.api.generation.text import StopStrings, detokenizer
 from kvloom.api.texts.prompts import SHORT, PlainPrompt
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.types.errors import BadRequest

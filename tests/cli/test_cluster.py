@@ -32,5 +32,5 @@ def test_one_line_says_how_to_install_it(
     Path("models.yaml").write_text(MODELS)
     assert main(arguments) == 2
     assert capsys.readouterr().err == (
-        "kvloom: Ray is not installed; `pip install 'kvloom[cluster]'` installs it\n"
+        "kvloom: Ray is not installed; `pip install '.[cluster]'` in kvloom's checkout installs it\n"
     )

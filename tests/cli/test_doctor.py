@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,17 @@ def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert next(iter(software.check_triton(0))).verdict == "note"
     found = next(iter(software.check_triton(1)))
     assert (found.verdict, found.found) == ("problem", "CC names /no/such/cc, which cannot be run")
+
+
+def test_what_to_install_is_what_the_readme_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kvloom is not on PyPI: whatever has its name there is somebody else's."""
+    wanted = ["no-such-package", "no-such-extra; extra == 'gpu'"]
+    monkeypatch.setattr(metadata, "requires", {"kvloom": wanted}.get)
+    packages, *extras = software.check_packages()
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert packages.verdict == "problem"
+    assert packages.right == "`pip install .` in kvloom's checkout brings them"
+    assert "\npip install .\n" in readme
+    gpu = next(one for one in extras if one.what == "extra gpu")
+    assert gpu.right == "for GPUs: `pip install '.[gpu]'` in kvloom's checkout"
+    assert "pip install '.[cluster]'" in readme

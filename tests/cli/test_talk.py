@@ -168,28 +168,89 @@ class Endless(BaseHTTPRequestHandler):
         pass
 
 
-def test_control_c_ends_an_answer_and_not_the_chat(tmp_path: Path) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as http:
+class Thinker(BaseHTTPRequestHandler):
+    """Thinks, answers, and ends, with an escape sequence in its thoughts."""
+
+    asked: ClassVar[list[list[str]]] = []
+    """The messages of each request."""
+
+    def do_GET(self) -> None:
+        self._answer(b'{"data": [{"id": "thinker"}]}')
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.asked.append([message["content"] for message in body["messages"]])
+        deltas = [
+            {"reasoning_content": "17 and\x1b[2J "},
+            {"reasoning_content": "25?"},
+            {"content": "4"},
+            {"content": "2"},
+        ]
+        chunks = [{"choices": [{"delta": delta}]} for delta in deltas]
+        events = [*map(json.dumps, chunks), "[DONE]"]
+        self._answer("".join(f"data: {event}\n\n" for event in events).encode())
+
+    def _answer(self, content: bytes) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def answering(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Yields the address of a server that answers as the handler does."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as http:
         thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            with in_terminal(tmp_path, "chat", "--url", f"http://127.0.0.1:{http.server_port}") as (
-                process,
-                terminal,
-            ):
-                assert b"endless at http" in read_until(terminal, b"> ")
-                os.write(terminal, b"tell\n")
-                shown = read_until(terminal, b" upon")
-                assert "once\N{REPLACEMENT CHARACTER}[2J upon".encode() in shown
-                process.send_signal(signal.SIGINT)
-                read_until(terminal, b"> ")
-                os.write(terminal, b"more\n")
-                read_until(terminal, b" upon")
-                process.send_signal(signal.SIGINT)
-                read_until(terminal, b"> ")
-                os.write(terminal, b"\x04")
-                assert process.wait(DEADLINE) == 0
+            yield f"http://127.0.0.1:{http.server_port}"
         finally:
             http.shutdown()
             thread.join()
+
+
+def test_control_c_ends_an_answer_and_not_the_chat(tmp_path: Path) -> None:
+    with answering(Endless) as url, in_terminal(tmp_path, "chat", "--url", url) as (process, terminal):
+        assert b"endless at http" in read_until(terminal, b"> ")
+        os.write(terminal, b"tell\n")
+        shown = read_until(terminal, b" upon")
+        assert "once\N{REPLACEMENT CHARACTER}[2J upon".encode() in shown
+        process.send_signal(signal.SIGINT)
+        read_until(terminal, b"> ")
+        os.write(terminal, b"more\n")
+        read_until(terminal, b" upon")
+        process.send_signal(signal.SIGINT)
+        read_until(terminal, b"> ")
+        os.write(terminal, b"\x04")
+        assert process.wait(DEADLINE) == 0
     assert Endless.asked == [["tell"], ["tell", "once\x1b[2J upon", "more"]]
+
+
+def test_thoughts_are_dimmed_in_a_terminal_and_not_sent_again(tmp_path: Path) -> None:
+    with answering(Thinker) as url, in_terminal(tmp_path, "chat", "--url", url) as (process, terminal):
+        read_until(terminal, b"> ")
+        os.write(terminal, b"sum\n")
+        shown = read_until(terminal, b"> ").decode()
+        assert "\x1b[2m17 and\N{REPLACEMENT CHARACTER}[2J 25?\x1b[22m\r\n\r\n42\r\n" in shown
+        os.write(terminal, b"again\n")
+        read_until(terminal, b"> ")
+        os.write(terminal, b"\x04")
+        assert process.wait(DEADLINE) == 0
+        with in_terminal(tmp_path, "run", "thinker", "sum", "--no-thoughts", "--url", url) as (once, seen):
+            assert read_until(seen, b"42\r\n") == b"42\r\n"
+            assert once.wait(DEADLINE) == 0
+    assert Thinker.asked == [["sum"], ["sum", "42", "again"], ["sum"]]
+
+
+def test_a_pipe_has_the_answer_alone() -> None:
+    with answering(Thinker) as url:
+        words = ("run", "thinker", "sum", "--url", url)
+        plain, shown = piped(*words), piped(*words, "--thoughts")
+        line = piped("chat", "--thoughts", "--url", url, given="sum\n")
+    assert (plain.returncode, plain.stdout, plain.stderr) == (0, "42\n", "")
+    for done in (shown, line):
+        assert (done.returncode, done.stdout) == (0, "42\n")
+        assert done.stderr == "17 and\x1b[2J 25?\n\n"

@@ -47,7 +47,7 @@ def test_five_commands_make_a_fleet_of_two_machines(two: list[Host], tmp_path: P
     """What `pip install` would bring is installed already, so that command alone is not run."""
     head, other = two
     install, start, join, serve, stop = commands()
-    assert install == "pip install 'kvloom[cluster]'"
+    assert install == "pip install '.[cluster]'"
     assert "cluster" in importlib.metadata.metadata("kvloom").get_all("Provides-Extra", [])
     (tmp_path / "fleet.yaml").write_text(CONFIG.format(demo=DEMO))
 

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvloom.cli.app import CommandFailed
-from kvloom.cli.gateway import AdminClient, AdminError
+from kvloom.cli.gateway import AdminClient, GatewayError
 from kvloom.cli.replan import replan
 from kvloom.plan.cost.shapes import find_shape
 from kvloom.plan.plan import (
@@ -117,7 +117,7 @@ class Played(AdminClient):
 
     def _done(self, order: str, units: tuple[EngineSpec, ...], away: tuple[EngineSpec, ...]) -> UnitState:
         if len(self.orders) == self.fails:
-            raise AdminError("http://played: cannot be reached")
+            raise GatewayError("http://played: cannot be reached")
         self.orders.append(order)
         self.fleet = replace(self.fleet, units=units, away=away)
         return UnitState(name="", state="up", calls=0, models=())

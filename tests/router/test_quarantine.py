@@ -58,16 +58,42 @@ def down(fleets: Fleets) -> int:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("frames", [0, 2], ids=["before it is let in", "before its first token"])
-async def test_one_that_engines_die_of_is_given_up(program: str, frames: int) -> None:
+@pytest.mark.parametrize(
+    ("frames", "most"),
+    [(0, DEATHS_BEFORE), (1, 2 * DEATHS_BEFORE), (2, DEATHS_BEFORE)],
+    ids=["before it is let in", "before it is told to have begun", "before its first token"],
+)
+async def test_one_that_engines_die_of_is_given_up(program: str, frames: int, most: int) -> None:
     async with routed(UNITS, program) as fleets:
         for engine in fleets.engines:
             dies(engine, frames)
-        with pytest.raises(RequestQuarantined, match="2 engines died before its first token") as told:
+        with pytest.raises(RequestQuarantined, match=f"{most} engines died before its first token") as told:
             await ask(fleets.router, body(POISON))
         assert (told.value.status, told.value.code) == (400, "request_quarantined")
-        assert down(fleets) == DEATHS_BEFORE
+        assert down(fleets) == most
         await ask_well(fleets.router, body(20))  # the others live on
+
+
+async def test_deaths_with_and_without_word_that_it_has_begun_add_up() -> None:
+    """Of the first engine nothing was heard but that the request was let in, of the next it had begun."""
+    async with routed(UNITS) as fleets:
+        for engine, frames in zip(fleets.engines, [1, 2, 1, 1, 1, 1, 1], strict=True):
+            dies(engine, frames)
+        with pytest.raises(RequestQuarantined, match="3 engines died before its first token"):
+            await ask(fleets.router, body(POISON))
+        assert down(fleets) == 3
+
+
+async def test_one_that_has_tokens_is_given_up_before_it_is_told_to_have_begun() -> None:
+    """The first engine dies at the second token, each other as it begins with what there is."""
+    units = 2 * DEATHS_AFTER + 2
+    async with routed(units) as fleets:
+        for engine, frames in zip(fleets.engines, [3, *[1] * (units - 1)], strict=True):
+            dies(engine, frames)
+        most = 2 * DEATHS_AFTER - 1  # the first one counts twice
+        with pytest.raises(RequestQuarantined, match=f"{most} engines died after 1 tokens"):
+            await ask(fleets.router, body(POISON, tokens=20))
+        assert down(fleets) == most
 
 
 async def test_after_the_first_token_it_may_live_longer() -> None:
@@ -87,12 +113,11 @@ async def test_after_the_first_token_it_may_live_longer() -> None:
         assert len(answer.tokens[0]) == 1
 
 
-@pytest.mark.parametrize("frames", [1, 3], ids=["that only waits", "that goes on"])
-async def test_one_that_is_not_to_blame_lives_long(frames: int) -> None:
-    """One does nothing there yet; of the other each engine makes a token more before it dies."""
+async def test_one_that_is_not_to_blame_lives_long() -> None:
+    """Each engine makes a token more before it dies."""
     async with routed(DEATHS_IN_ALL + 1) as fleets:
         for engine in fleets.engines:
-            dies(engine, frames)
+            dies(engine, 3)
         with pytest.raises(RequestQuarantined, match=f"and {DEATHS_IN_ALL} in all"):
             await ask(fleets.router, body(POISON, tokens=DEATHS_IN_ALL + 4))
         assert down(fleets) == DEATHS_IN_ALL

@@ -20,7 +20,7 @@ from msgspec import structs
 from starlette.types import Message
 
 from kvloom.api.app import create_app
-from kvloom.api.openai.pieces import Generation
+from kvloom.api.generation.pieces import Generation
 from kvloom.api.verbs import GenerateVerb, create_verbs
 from kvloom.engine.inflight import OutputProcessor
 from kvloom.engine.requests import Requests

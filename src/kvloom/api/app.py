@@ -32,6 +32,7 @@ from kvloom.api.errors import (
     on_kvloom_error,
     on_unexpected,
 )
+from kvloom.api.generation.answering import EndpointContext
 from kvloom.api.live.page import serve_page
 from kvloom.api.metrics import CONTENT_TYPE, Metrics
 from kvloom.api.ollama.chat import OllamaEndpoints
@@ -39,7 +40,6 @@ from kvloom.api.ollama.embed import OllamaEmbedding
 from kvloom.api.ollama.models import OllamaModels, refusals
 from kvloom.api.openai.chat import ChatEndpoint
 from kvloom.api.openai.completions import CompletionEndpoint
-from kvloom.api.openai.generation import EndpointContext
 from kvloom.api.openai.pooled import EmbeddingEndpoint, ScoreEndpoints
 from kvloom.api.openai.responses import ResponsesEndpoint
 from kvloom.api.openai.stored import ResponseStore

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
 
-from kvloom.api.answers.reader import AnswerForm
+from kvloom.api.answers.reader import AnswerFormat
 from kvloom.api.texts.prompts import InlineTexts, Prompt, TextModel, Texts
 from kvloom.api.texts.template import ChatTemplate
 from kvloom.api.tokenizer import Tokenizer
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServedModel(TextModel):
-    form: AnswerForm
+    answer_format: AnswerFormat
     key: str
     texts: Texts
 
@@ -152,8 +152,8 @@ class Catalog:
             equal = [one.tokenizer for one in self._readable() if one.card.tokenizer == card.tokenizer]
             # Reading a large one takes a second; the loop has streams to serve meanwhile.
             tokenizer = equal[0] if equal else await asyncio.to_thread(Tokenizer, card.tokenizer)
-            form = AnswerForm.of(card.chat_template)
-            made = ServedModel(card, tokenizer, ChatTemplate(card), form, unread.key, self._texts)
+            answer_format = AnswerFormat.of(card.chat_template)
+            made = ServedModel(card, tokenizer, ChatTemplate(card), answer_format, unread.key, self._texts)
             if self._models.get(card.name) is unread:
                 self._models[card.name] = made
             return made

@@ -125,7 +125,7 @@ def _content(row: RouteRow) -> Json:
     if row.chunk is not None and row.stream != EVENTS:
         content[row.stream] = {}
     elif row.chunk is not None:
-        said = f"With `stream`: server-sent events of {row.chunk.__name__}, then `[DONE]`."
+        said = f"With `stream`: server-sent events of {row.chunk.__name__}, {row.last}."
         event = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
         content[EVENTS] = {"schema": event | {"description": said}}
     return content

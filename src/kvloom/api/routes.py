@@ -107,6 +107,7 @@ class RouteRow:
     media: str = JSON
     chunk: Any = None  # the type of an event's data, if a request may ask for a stream
     stream: str = EVENTS  # the media type of such a stream
+    last: str = "then `[DONE]`"  # what the document says of the end of a stream of events
     note: str = "Done."  # what the document says of the answer
     most: int = MAX_ORDER  # bytes of a body
     error: type = ErrorAnswer
@@ -171,6 +172,7 @@ PUBLIC: Final[tuple[RouteRow, ...]] = (
         ResponseAnswer,
         *(404, 415, 429, 503, 504),
         chunk=ResponseEvent,
+        last="the last of which is `response.completed`, `response.incomplete` or `response.failed`",
         caller=Caller.KEY,
     ),
     get("response", _RESPONSE, "Returns a kept answer.", ResponseAnswer, 400, 404, caller=Caller.KEY),
@@ -233,6 +235,7 @@ PUBLIC: Final[tuple[RouteRow, ...]] = (
         Message,
         *(404, 415, 429, 503, 504),
         chunk=MessageEvent,
+        last="the last of which is `message_stop`, or `error`",
         caller=Caller.KEY,
         error=MessagesError,
     ),

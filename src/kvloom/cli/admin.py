@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final
 from cyclopts import App, Parameter, Token
 
 from kvloom.cli.app import DEFAULT_URL, CommandFailed, Url, interruptible, print_columns
-from kvloom.cli.gateway import AdminClient, AdminError
+from kvloom.cli.gateway import AdminClient, GatewayError
 from kvloom.config.fields import parse_program, show_size
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import LONGEST_DRAIN, Admit, Drain, NodeState, ProgramState, RestartStep, UnitState
@@ -75,7 +75,7 @@ class ServerOptions:
                 return
             with interruptible(f"the server goes on with it, which `kvloom {shown_by}` shows"):
                 yield gateway
-        except AdminError as error:
+        except GatewayError as error:
             raise CommandFailed(str(error)) from error
 
 

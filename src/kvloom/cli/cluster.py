@@ -171,7 +171,7 @@ def stop() -> None:
 def require_ray() -> None:
     """Raises ConfigError if Ray is not installed."""
     if find_spec("ray") is None:
-        raise ConfigError("Ray is not installed; `pip install 'kvloom[cluster]'` installs it")
+        raise ConfigError("Ray is not installed; `pip install '.[cluster]'` in kvloom's checkout installs it")
 
 
 def own_address(toward: str = "192.0.2.1") -> str:

@@ -32,7 +32,7 @@ _NO_TLS: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNEXPECTED_EO
 Answer = TypeVar("Answer")
 
 
-class AdminError(Exception):
+class GatewayError(Exception):
     """The server said no, or nothing. One line."""
 
     def __init__(self, message: str, *, refused: bool = False) -> None:
@@ -41,7 +41,7 @@ class AdminError(Exception):
         self.refused = refused
 
 
-class Silent(AdminError):
+class Silent(GatewayError):
     """A stream has told nothing for a while."""
 
 
@@ -84,7 +84,7 @@ class Connection:
     def call(
         self, path: str, kind: type[Answer], body: object = None, seconds: float | None = SECONDS
     ) -> Answer:
-        """Returns the answer of a path. Raises AdminError."""
+        """Returns the answer of a path. Raises GatewayError."""
         with self.asked(path, body, seconds) as response:
             return msgspec.json.decode(response.read(LONGEST_ANSWER), type=kind)
 
@@ -92,7 +92,7 @@ class Connection:
         self, path: str, body: object = None, *, last: str = "", silence: float = SECONDS
     ) -> Generator[ServerEvent, None, None]:
         """Yields the server-sent events of a path until the server ends them. last: the id of the last one
-        that is known. Raises AdminError; Silent if nothing comes for `silence` seconds."""
+        that is known. Raises GatewayError; Silent if nothing comes for `silence` seconds."""
         heads = {"accept": "text/event-stream"} | ({"last-event-id": last} if last else {})
         with self.asked(path, body, silence, heads) as response:
             yield from _events(response, self.url)
@@ -101,7 +101,7 @@ class Connection:
     def asked(
         self, path: str, body: object, seconds: float | None, heads: Mapping[str, str] = MappingProxyType({})
     ) -> Iterator[HTTPResponse]:
-        """Raises AdminError, of what is read from the response too."""
+        """Raises GatewayError, of what is read from the response too."""
         data = None if body is None else msgspec.json.encode(body)
         try:
             request = urllib.request.Request(f"{self.url}/{path}", data, {**self._headers, **heads})
@@ -109,10 +109,10 @@ class Connection:
                 yield response
         except urllib.error.HTTPError as error:
             wants = f"; {self._wants}" if error.code == 401 and self._wants else ""
-            raise AdminError(f"{self.url}: {_refusal(error)}{wants}", refused=error.code < 500) from error
+            raise GatewayError(f"{self.url}: {_refusal(error)}{wants}", refused=error.code < 500) from error
         except (OSError, ValueError, HTTPException) as error:  # of the network, and of what came over it
             remedy = _remedy(self.url, error) or self._remedy
-            raise AdminError(f"{self.url}: {_problem(error)}; {remedy}") from error
+            raise GatewayError(f"{self.url}: {_problem(error)}; {remedy}") from error
 
 
 class AdminClient:
@@ -138,35 +138,35 @@ class AdminClient:
         self._server = Connection(url, admin_key, ca=ca, certificate=certificate, key=key, wants=wants)
 
     def program(self) -> ProgramState:
-        """Returns the router program that runs. Raises AdminError."""
+        """Returns the router program that runs. Raises GatewayError."""
         return self._call("program", ProgramState)
 
     def set_program(self, program: ProgramSpec) -> ProgramState:
-        """Sets the router program, from the next request on. Raises AdminError."""
+        """Sets the router program, from the next request on. Raises GatewayError."""
         return self._call("program", ProgramState, program)
 
     def units(self) -> list[UnitState]:
-        """Raises AdminError."""
+        """Raises GatewayError."""
         return self._call("units", list[UnitState])
 
     def order(self, unit: str, what: str, body: Drain | Admit) -> UnitState:
         """Orders `what` of a unit, and waits until it is done: drain, restart, admit, start, stop or remove.
         For the seconds of a `Drain` the unit's requests are waited for; if they are left out, for as long as
-        the server is told to wait. Raises AdminError."""
+        the server is told to wait. Raises GatewayError."""
         path = f"units/{urllib.parse.quote(unit, safe='')}/{what}"
         return self._call(path, UnitState, body, seconds=None)
 
     def nodes(self) -> list[NodeState]:
-        """Raises AdminError."""
+        """Raises GatewayError."""
         return self._call("nodes", list[NodeState])
 
     def order_node(self, node: str, what: str, body: Drain | Admit) -> NodeState:
-        """Orders `what` of a node, and waits until it is done: drain or admit. Raises AdminError."""
+        """Orders `what` of a node, and waits until it is done: drain or admit. Raises GatewayError."""
         path = f"nodes/{urllib.parse.quote(node, safe='')}/{what}"
         return self._call(path, NodeState, body, seconds=None)
 
     def restart_all(self, seconds: float | None) -> Iterator[RestartStep]:
-        """Yields the steps of a rolling restart, as they are done. Raises AdminError."""
+        """Yields the steps of a rolling restart, as they are done. Raises GatewayError."""
         with self._server.asked("admin/restart", Drain(seconds=seconds), None) as response:
             state = ""
             with suppress(ConnectionError, HTTPException):  # an end before the last chunk
@@ -175,42 +175,42 @@ class AdminClient:
                     state = step.state
                     yield step
             if state not in ("restarted", "failed"):
-                raise AdminError(
+                raise GatewayError(
                     f"{self._server.url}: the gateway ended before the restart was over; ask again"
                 )
 
     def placement(self) -> Placement:
-        """Raises AdminError."""
+        """Raises GatewayError."""
         return self._call("placement", Placement)
 
     def add(self, spec: EngineSpec) -> UnitState:
-        """Adds a unit, and waits until it takes requests. Raises AdminError."""
+        """Adds a unit, and waits until it takes requests. Raises GatewayError."""
         return self._call("units", UnitState, spec, seconds=None)
 
     def models(self) -> list[ModelState]:
-        """Returns the models of the fleet, and how the units that serve them stand. Raises AdminError."""
+        """Returns the models of the fleet, and how the units that serve them stand. Raises GatewayError."""
         return self._call("models", list[ModelState])
 
     def add_model(self, model: ModelSpec, unit: str | None = None) -> ModelState:
         """Lets a unit serve another model, and waits until it does. unit: None for the one whose models have
-        the most room. Raises AdminError."""
+        the most room. Raises GatewayError."""
         return self._call("models", ModelState, AddModel(model=model, unit=unit), seconds=None)
 
     def remove_model(self, name: str, seconds: float | None = None) -> ModelState:
         """Lets no unit serve the model any more, once its requests have ended; `seconds` as of `Drain`.
-        Raises AdminError."""
+        Raises GatewayError."""
         path = f"models/{urllib.parse.quote(name, safe='')}/remove"
         return self._call(path, ModelState, Drain(seconds=seconds), seconds=None)
 
     def apply(self, wanted: Wanted, *, really: bool) -> Applied:
         """Lets the fleet become what a config describes, and waits until it is; without `really`, only tells
-        what would change. Raises AdminError."""
+        what would change. Raises GatewayError."""
         return self._call("config", Applied, Apply(wanted=wanted, really=really), seconds=None)
 
     def stream(
         self, path: str, *, last: str = "", silence: float = SECONDS
     ) -> Generator[ServerEvent, None, None]:
-        """Yields the server-sent events of a path, as `Connection.stream` does. Raises AdminError."""
+        """Yields the server-sent events of a path, as `Connection.stream` does. Raises GatewayError."""
         return self._server.stream(f"admin/{path}", last=last, silence=silence)
 
     def _call(

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from kvloom.cli.admin import HERE, ServerOptions
 from kvloom.cli.app import CommandFailed, interruptible
-from kvloom.cli.gateway import AdminClient, AdminError
+from kvloom.cli.gateway import AdminClient, GatewayError
 from kvloom.config.fields import show_size
 from kvloom.plan.plan import read_plan
 from kvloom.plan.repair import Repair, StartUnit, Unreachable, repair
@@ -77,7 +77,7 @@ def replan(file: Path, server: AdminClient, *, apply: bool) -> None:
                 print(f"{number}/{len(changes)} {change.doing} …", flush=True)
                 change.carry_out(server)
             print("the fleet is as planned")
-    except AdminError as error:
+    except GatewayError as error:
         raise CommandFailed(f"{error}; {_GOES_ON}") from error
 
 
@@ -105,7 +105,7 @@ def _await(name: str) -> ReplanStep:
         unit = server.order(name, "start", Admit())
         if unit.state != "up":
             why = f" ({unit.problem})" if unit.problem else ""
-            raise AdminError(f"{name}, which is to stay, is {unit.state}{why}; it has to be up")
+            raise GatewayError(f"{name}, which is to stay, is {unit.state}{why}; it has to be up")
 
     return ReplanStep(f"await  {name}", f"waiting for {name}", carry_out)
 

@@ -75,7 +75,9 @@ def check_collector(url: str) -> str:
     except ModuleNotFoundError:
         there = None
     if there is None:
-        raise ValueError("OpenTelemetry is not installed; `pip install 'kvloom[otlp]'` is right")
+        raise ValueError(
+            "OpenTelemetry is not installed; `pip install '.[otlp]'` in kvloom's checkout is right"
+        )
     return url
 
 

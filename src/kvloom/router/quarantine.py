@@ -24,7 +24,11 @@ DEATHS_AFTER: Final = 4
 engine it would most likely have done before, and its caller has seen a part of the answer; so it is trusted
 for longer. A token more says that what the last engine died at has been computed elsewhere."""
 DEATHS_IN_ALL: Final = 16
-"""So many engines may die while they have a request, those counted at which it only waited for its turn."""
+"""So many engines may die while they have a request, whatever it made in between."""
+WAITED, COMPUTED = 1, 2
+"""The weights of deaths: one at which the request seemed to wait for its turn counts half. It may have waited
+behind another request that killed the engine; or it was the killer, and the engine died before it could tell
+that it had begun."""
 QUARANTINE_SECONDS: Final = 600.0
 """The time for which a quarantined request is refused if its client sends it again."""
 MOST_QUARANTINED: Final = 256
@@ -76,21 +80,23 @@ class Deaths:
         self._progress = progress
         self._quarantine = quarantine
         self._all = 0
-        self._stuck = 0  # while they computed the same token of it
+        self._stuck = 0  # since it had its last token
+        self._weight = 0  # of these
         self._tokens = 0  # that it had when the last of these died
 
     def counted(self, error: Unavailable, *, waits: bool) -> KvloomError:
         """Counts the error if an engine has died. Returns it, or RequestQuarantined if that was one death too
-        many. waits: whether the request was only waiting there."""
+        many. waits: whether the engine had not told that it had begun with the request."""
         if not isinstance(error, EngineDied):
             return error
         tokens = self._progress.tokens
+        if tokens > self._tokens:
+            self._stuck, self._weight, self._tokens = 0, 0, tokens
         self._all += 1
-        if not waits:
-            self._stuck = 1 if tokens > self._tokens else self._stuck + 1
-            self._tokens = tokens
-        most = DEATHS_AFTER if tokens else DEATHS_BEFORE
-        if self.verdict is None and (self._stuck >= most or self._all >= DEATHS_IN_ALL):
+        self._stuck += 1
+        self._weight += WAITED if waits else COMPUTED
+        most = COMPUTED * (DEATHS_AFTER if tokens else DEATHS_BEFORE)
+        if self.verdict is None and (self._weight >= most or self._all >= DEATHS_IN_ALL):
             self.verdict = self._quarantined(error)
         return self.verdict or error
 

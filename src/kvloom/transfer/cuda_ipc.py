@@ -171,7 +171,9 @@ def open_driver() -> Driver:
     try:
         return Driver()
     except DriverError as error:
-        raise ConfigError(f"transport: {error}; pip install 'kvloom[gpu]'") from error
+        raise ConfigError(
+            f"transport: {error}; pip install '.[gpu]' in kvloom's checkout is right"
+        ) from error
 
 
 class CudaEndpoint(Struct, frozen=True, array_like=True):

@@ -1,4 +1,4 @@
-"""The KV plane between hosts, over NIXL (the extra `kvloom[cluster]`): one-sided writes, and messages for
+"""The KV plane between hosts, over NIXL (the extra `cluster`): one-sided writes, and messages for
 what shared memory would tell."""
 
 from __future__ import annotations

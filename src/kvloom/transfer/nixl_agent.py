@@ -169,7 +169,8 @@ class Agent:
             nixl: Any = importlib.import_module("nixl_cu13._bindings")
         except ImportError as error:
             raise ConfigError(
-                f"transport: nixl is not installed here ({error}); pip install 'kvloom[cluster]', or use shm"
+                f"transport: nixl is not installed here ({error}); "
+                "pip install '.[cluster]' in kvloom's checkout, or use shm"
             ) from error
         self._nixl = nixl
         kinds = [kind for kind in vars(nixl).values() if isinstance(kind, type)]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Final
+from typing import Any
 
-from kvloom.api.answers.families import FORMS, LONGEST_HEAD, QUOTES, Body, Family, Tags
-from kvloom.api.answers.values import BareValue, JsonEnd, dumped, loaded, plain
+from kvloom.api.answers.call_formats import LONGEST_HEAD, QUOTES, SYNTAX, Body, Tags, ToolCallFormat
+from kvloom.api.answers.values import JsonEnd, StringRest, bare_call, calls_in, dumped, loaded, plain, typed
 
 
 class Kind(Enum):
@@ -74,10 +73,10 @@ class Said:
 class CallsReader:
     """Reads calls in text that comes in any pieces. What looked like a call and is none comes out as text."""
 
-    def __init__(self, family: Family, tools: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, call_format: ToolCallFormat, tools: Mapping[str, Mapping[str, Any]]) -> None:
         """tools: the schemas of the parameters of the tools that are offered, by name."""
-        self._family = family
-        self._mark = family.value
+        self._format = call_format
+        self._mark = call_format.value
         self._tools = tools
         self._text = ""  # the beginning of a mark, or space before one, which is held back
         self._block: _Block | None = None
@@ -92,19 +91,20 @@ class CallsReader:
 
     def end(self) -> list[Part]:
         """Returns what is left at the end of the text. A call without its end counts if it can be read."""
-        if self._block is None:
-            rest, self._text = self._text, ""
-            return _text("" if self.called and not rest.strip() else rest)
-        block, self._block = self._block, None
-        parts = block.end()
-        self.called = self.called or block.called
-        return parts
+        parts: list[Part] = []
+        while (block := self._block) is not None:
+            found, rest = block.end()
+            parts += found
+            self._leave(block)
+            parts += self.push(rest)
+        rest, self._text = self._text, ""
+        return [*parts, *_text("" if self.called and not rest.strip() else rest)]
 
     def _outside(self, text: str, parts: list[Part]) -> str:
         """Moves text to `parts` up to a mark, and returns what follows the mark."""
         held = self._text + text
         self._text = ""
-        if self._family is Family.LLAMA and not self._began:
+        if self._format is ToolCallFormat.LLAMA and not self._began:
             start = held.lstrip("; \n" if self.called else None)
             if start[:1] == "{":
                 return self._open(held[: len(held) - len(start)], start)
@@ -125,7 +125,7 @@ class CallsReader:
 
     def _open(self, mark: str, rest: str) -> str:
         self._began = True
-        self._block = _Block(self._family, mark, self._tools)
+        self._block = _Block(self._format, mark, self._tools)
         return rest
 
     def _inside(self, text: str, parts: list[Part]) -> str:
@@ -134,26 +134,34 @@ class CallsReader:
         parts += found
         if rest is None:
             return ""
-        if self._block.called:
+        self._leave(self._block)
+        return rest
+
+    def _leave(self, block: _Block) -> None:
+        if block.called:
             self.called = True
             self._began = False  # another may follow at once
         self._block = None
-        return rest
 
 
 class _Block:
     """The calls after one mark: space, a head, its body, in JSON the tail of the object around it, and so
     on."""
 
-    def __init__(self, family: Family, mark: str, tools: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(
+        self, call_format: ToolCallFormat, mark: str, tools: Mapping[str, Mapping[str, Any]]
+    ) -> None:
         self.called = False
-        self._family, self._form, self._tools = family, FORMS[family], tools
+        self._format, self._syntax, self._tools = call_format, SYNTAX[call_format], tools
+        self._ends = self._syntax.ends
         self._raw, self._text = mark, ""
         self._seen = 0  # characters of the text in which an end has been looked for
         self._in_array = False
         self._over = False
         self._name, self._first = "", True
         self._arguments: JsonEnd | None = None
+        self._beyond: StringRest | None = None
+        """Looks beyond a mark that stands in a string of the arguments, at the beginning of the text."""
         self._tail: JsonEnd | None = None
         self._tags: Tags | None = None
         self._key: str | None = None
@@ -178,16 +186,23 @@ class _Block:
                 going = self._closed() or self._begins(parts) or self._unfit(parts)
         return parts, self._text if self._over else None
 
-    def end(self) -> list[Part]:
-        """Returns the parts of what is left at the end of the text."""
+    def end(self) -> tuple[list[Part], str]:
+        """Returns the parts of what is left at the end of the text, and what follows the block."""
+        parts: list[Part] = []
         if self._tags is not None:
-            parts: list[Part] = []
             if self._key is not None:
                 self._parameter(self._text, parts)
-            return [*parts, Part(Kind.ARGUMENTS, "{}" if self._first else "}")]
-        if self._arguments is not None or self._tail is not None:
-            return []
-        return self._read(self._text) or _text(_rest(self._text) if self.called else self._raw)
+            return [*parts, Part(Kind.ARGUMENTS, "{}" if self._first else "}")], ""
+        if self._beyond is not None:
+            self._break_off()
+            parts, follows = self.push("")
+            found, rest = ([], follows) if follows is not None else self.end()
+            return parts + found, rest
+        if self._arguments is not None:
+            return [Part(Kind.ARGUMENTS, self._text)] if self._text else [], ""
+        if self._tail is not None:
+            return [], ""
+        return self._read(self._text) or _text(_rest(self._text) if self.called else self._raw), ""
 
     def _find(self, *marks: str) -> int:
         """Returns where the first of the marks is, of which a part may have been looked at; -1 if none is
@@ -204,19 +219,48 @@ class _Block:
         self._text, self._seen = self._text[count:], 0
 
     def _json(self, scanner: JsonEnd, parts: list[Part]) -> bool:
-        end = scanner(self._text)
-        piece = self._text[:end]
-        if piece:
-            parts.append(Part(Kind.ARGUMENTS, piece))
+        """Passes arguments on, up to their end, or to a mark that ends the call though they have none. In a
+        string a mark does so only if the string does not go on after it."""
+        if self._beyond is None:
+            at = self._find(*self._ends)
+            known = at if at >= 0 else min((tail_from(self._text, mark) for mark in self._ends), default=None)
+            end = scanner(self._text[:known])
+            self._pass(known if end is None else end, parts)
+            if end is not None:
+                self._arguments = None
+                return True
+            if at < 0:
+                return False
+            if not scanner.quoted:
+                self._break_off()
+                return True
+            self._beyond = StringRest()
+        goes_on = self._beyond(self._text[self._seen :])
+        self._seen = len(self._text)
+        if goes_on:
+            scanner(self._text[: self._beyond.length])
+            self._pass(self._beyond.length, parts)
+            self._beyond = None
+        elif goes_on is not None:
+            self._break_off()
+        return goes_on is not None
+
+    def _pass(self, count: int | None, parts: list[Part]) -> None:
+        """Passes on so many characters of the arguments, or all that there are."""
+        piece = self._text[:count]
+        parts += [Part(Kind.ARGUMENTS, piece)] if piece else []
         self._skip(len(piece))
-        self._arguments = scanner if end is None else None
-        return end is not None
+
+    def _break_off(self) -> None:
+        """Ends the call where the text stands, at a mark, though its arguments have no end."""
+        self._arguments = self._tail = self._beyond = None
+        self._seen = 0
 
     def _object_end(self, scanner: JsonEnd) -> bool:
         """Skips to the end of the object around the arguments. A model may forget its last brace."""
         seen = self._seen
         end = scanner(self._text[seen:])
-        closed = self._find(self._form.close)
+        closed = self._find(self._syntax.close)
         places = [*([] if end is None else [seen + end]), *([closed] if closed >= 0 else [])]
         self._seen = len(self._text)
         if not places:
@@ -238,7 +282,7 @@ class _Block:
             self._key = found["key"].strip()
             self._skip(found.end())
             return True
-        end = self._find(self._form.close, self._family.value)
+        end = self._find(self._syntax.close, self._format.value)
         if end < 0:
             return False
         parts.append(Part(Kind.ARGUMENTS, "{}" if self._first else "}"))
@@ -255,17 +299,17 @@ class _Block:
 
     def _closed(self) -> bool:
         """Reads what stands after a call, and ends the block if it is over."""
-        form = self._form
+        syntax = self._syntax
         if not self.called:
             return False
-        if form.close:
-            between = form.between.match(self._text)
+        if syntax.close:
+            between = syntax.between.match(self._text)
             if between is not None and between.end():
                 self._skip(between.end())
-            if self._text.startswith(form.close):
-                self._skip(len(form.close))
+            if self._text.startswith(syntax.close):
+                self._skip(len(syntax.close))
                 self._over = True
-            elif self._text.startswith(self._family.value):
+            elif self._text.startswith(self._format.value):
                 self._over = True  # the next block begins, and this one's closing mark is missing
             return self._over
         if self._in_array:
@@ -274,9 +318,9 @@ class _Block:
                 return False
             self._skip(len(self._text) - len(rest) + (rest[0] == "]"))
             self._in_array = False
-        if form.trailer and form.trailer.startswith(self._text[: len(form.trailer)]):
-            if self._text.startswith(form.trailer):
-                self._skip(len(form.trailer))
+        if syntax.trailer and syntax.trailer.startswith(self._text[: len(syntax.trailer)]):
+            if self._text.startswith(syntax.trailer):
+                self._skip(len(syntax.trailer))
                 self._over = True
             return self._over
         self._over = True
@@ -284,12 +328,12 @@ class _Block:
 
     def _begins(self, parts: list[Part]) -> bool:
         """Reads a call's head, if it is there."""
-        if self.called and not (self._form.close or self._in_array):
+        if self.called and not (self._syntax.close or self._in_array):
             return False
         at = _after(self._text, 0, " \n\t\r,")
-        array = not self._form.close and not self.called and self._text[at : at + 1] == "["
+        array = not self._syntax.close and not self.called and self._text[at : at + 1] == "["
         at = _after(self._text, at + 1, " \n\t\r") if array else at
-        for head in self._form.heads:
+        for head in self._syntax.heads:
             found = head.pattern.match(self._text, at, at + LONGEST_HEAD)
             if found is None:
                 continue
@@ -309,9 +353,9 @@ class _Block:
     def _unfit(self, parts: list[Part]) -> bool:
         """Looks for the end of what no head fits, and reads the whole of it once it has come."""
         before = len(self._text)
-        if self._form.close:
-            end = after = self._find(self._form.close)
-            after += len(self._form.close)
+        if self._syntax.close:
+            end = after = self._find(self._syntax.close)
+            after += len(self._syntax.close)
         elif self.called and not self._in_array:
             return False  # a trailer may come
         else:
@@ -325,18 +369,18 @@ class _Block:
         self._value = None
         self._skip(after)
         parts += self._read(inner) or _text(_rest(inner) if called else raw)
-        self._over = bool(self._form.close) or not called
+        self._over = bool(self._syntax.close) or not called
         return True
 
     def _read(self, inner: str) -> list[Part]:
         """Returns the calls in the text of a whole block, or of one of its values, if it holds some."""
-        quote = QUOTES.get(self._family)
+        quote = QUOTES.get(self._format)
         calls: list[tuple[str, str]] | None = None
         try:
-            calls = (quote and _bare_call(inner, quote)) or calls_in(loaded(inner.strip(" \n\t\r,")))
+            calls = (quote and bare_call(inner, quote)) or calls_in(loaded(inner.strip(" \n\t\r,")))
         except (ValueError, RecursionError):
             return []
-        if self._family is Family.LLAMA and any(name not in self._tools for name, _ in calls or []):
+        if self._format is ToolCallFormat.LLAMA and any(name not in self._tools for name, _ in calls or []):
             return []
         self.called = self.called or bool(calls)
         return [
@@ -358,48 +402,6 @@ def _rest(text: str) -> str:
     return text if text.strip("{}[],; \n\t\r`") else ""
 
 
-def calls_in(value: Any) -> list[tuple[str, str]] | None:
-    """Returns names and arguments, as JSON text, of the calls that a JSON value of a model's making stands
-    for, or None if it is no call."""
-    several = value if isinstance(value, list) else [value]
-    calls = [_call(one) for one in several]
-    return [call for call in calls if call is not None] if calls and None not in calls else None
-
-
-def _call(value: Any) -> tuple[str, str] | None:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    arguments = value.get("arguments", value.get("parameters"))
-    if isinstance(arguments, str):
-        return plain(value["name"]), plain(arguments)
-    if not isinstance(arguments, dict):
-        return None
-    return plain(value["name"]), dumped(arguments)
-
-
-_BARE: Final = re.compile(r"\s*+call:(?P<name>[\w.:-]++)(?=\{)")
-
-
-def _bare_call(inner: str, quote: str) -> list[tuple[str, str]] | None:
-    found = _BARE.match(inner)
-    if found is None:
-        return None
-    return [(found["name"], dumped(BareValue(inner[found.end() :], quote).read()))]
-
-
-def typed(text: str, schema: Mapping[str, Any], key: str) -> str:
-    """Returns a parameter's text as JSON: a string where its schema says so, else what it reads as."""
-    parameters = schema.get("properties")
-    one = parameters.get(key) if isinstance(parameters, dict) else None
-    kind = one.get("type") if isinstance(one, dict) else None
-    if kind != "string":
-        try:
-            return dumped(loaded(text))
-        except (ValueError, RecursionError):
-            pass
-    return dumped(text)
-
-
 def _unescaped(name: str) -> str:
     try:
         return str(json.loads(f'"{name}"')) if "\\" in name else name
@@ -411,9 +413,14 @@ def _text(text: str) -> list[Part]:
     return [Part(Kind.TEXT, text)] if text else []
 
 
-def held_from(text: str, mark: str) -> int:
-    """Returns the start of a tail that may be the beginning of a mark, with the space before it."""
+def tail_from(text: str, mark: str) -> int:
+    """Returns the start of a tail that may be the beginning of a mark; the text's end if there is none."""
     for at in range(max(0, len(text) - len(mark) + 1), len(text)):
         if mark.startswith(text[at:]):
-            return len(text[:at].rstrip())
-    return len(text.rstrip())
+            return at
+    return len(text)
+
+
+def held_from(text: str, mark: str) -> int:
+    """Returns the start of a tail that may be the beginning of a mark, with the space before it."""
+    return len(text[: tail_from(text, mark)].rstrip())

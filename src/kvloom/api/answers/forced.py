@@ -6,24 +6,26 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from kvloom.api.answers.families import FORMS, Family
+from kvloom.api.answers.call_formats import SYNTAX, ToolCallFormat
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.types.request import JSON_SPACING, Guide
 
-_NAMED: Final[Mapping[Family, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]]] = {
-    Family.DEEPSEEK: (
+_NAMED: Final[
+    Mapping[ToolCallFormat, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]]
+] = {
+    ToolCallFormat.DEEPSEEK: (
         ("<｜tool▁calls▁begin｜>",),
         ("<｜tool▁call▁begin｜>", "{name}", "<｜tool▁sep｜>"),
         ("<｜tool▁call▁end｜>",),
         ("<｜tool▁calls▁end｜>",),
     ),
-    Family.KIMI: (
+    ToolCallFormat.KIMI: (
         ("<|tool_calls_section_begin|>",),
         ("<|tool_call_begin|>", "functions.{name}:0", "<|tool_call_argument_begin|>"),
         ("<|tool_call_end|>",),
         ("<|tool_calls_section_end|>",),
     ),
-    Family.HARMONY: (
+    ToolCallFormat.HARMONY: (
         (),
         ("<|channel|>", "commentary to=functions.{name} ", "<|constrain|>", "json", "<|message|>"),
         (),
@@ -35,12 +37,18 @@ arguments of each, and after all."""
 
 
 def forced_guide(
-    family: Family, tools: Sequence[tuple[str, dict[str, Any]]], tokenizer: Tokenizer, *, several: bool
+    call_format: ToolCallFormat,
+    tools: Sequence[tuple[str, dict[str, Any]]],
+    tokenizer: Tokenizer,
+    *,
+    several: bool,
 ) -> Guide:
     """Returns a grammar that allows nothing but calls of `tools`, which are names and parameter schemas."""
-    if family in _NAMED:
-        return _named(family, tools, tokenizer, several=several and family is not Family.HARMONY)
-    key = "parameters" if family is Family.LLAMA else "arguments"
+    if call_format in _NAMED:
+        return _named(
+            call_format, tools, tokenizer, several=several and call_format is not ToolCallFormat.HARMONY
+        )
+    key = "parameters" if call_format is ToolCallFormat.LLAMA else "arguments"
     call = {
         "anyOf": [
             {
@@ -53,12 +61,12 @@ def forced_guide(
         ],
         "x-guidance": JSON_SPACING,
     }
-    if family is Family.LLAMA:
+    if call_format is ToolCallFormat.LLAMA:
         rest = ' ("; " call)*' if several else ""
         return Guide("lark", f"start: call{rest}\ncall: %json {json.dumps(call)}\n", "tools")
-    if closing := FORMS[family].close:
-        mark, end = _literal(tokenizer, family.value), _literal(tokenizer, closing)
-        within = ' "\\n" ' if family is Family.HERMES else " "
+    if closing := SYNTAX[call_format].close:
+        mark, end = _literal(tokenizer, call_format.value), _literal(tokenizer, closing)
+        within = ' "\\n" ' if call_format is ToolCallFormat.HERMES else " "
         rest = ' ("\\n" call)*' if several else ""
         body = f"call: {mark}{within}body{within}{end}\nbody: %json {json.dumps(call)}\n"
         return Guide("lark", f"start: call{rest}\n{body}", "tools")
@@ -66,14 +74,18 @@ def forced_guide(
     array = {"type": "array", "items": call, "minItems": 1, "x-guidance": JSON_SPACING} | (
         {} if several else {"maxItems": 1}
     )
-    mark = _literal(tokenizer, family.value)
+    mark = _literal(tokenizer, call_format.value)
     return Guide("lark", f"start: {mark} body\nbody: %json {json.dumps(array)}\n", "tools")
 
 
 def _named(
-    family: Family, tools: Sequence[tuple[str, dict[str, Any]]], tokenizer: Tokenizer, *, several: bool
+    call_format: ToolCallFormat,
+    tools: Sequence[tuple[str, dict[str, Any]]],
+    tokenizer: Tokenizer,
+    *,
+    several: bool,
 ) -> Guide:
-    begin, head, end, close = _NAMED[family]
+    begin, head, end, close = _NAMED[call_format]
 
     def spelled(marks: Sequence[str], name: str = "") -> str:
         return " ".join(_literal(tokenizer, mark.replace("{name}", name)) for mark in marks)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
+from kvloom.api.answers.call_formats import ToolCallFormat, call_format_of, marks_of
 from kvloom.api.answers.calls import CallsReader, Kind, Part, held_from
-from kvloom.api.answers.families import Family, family_of, marks_of
 from kvloom.api.tokenizer import Tokenizer
 
 Tools = Mapping[str, Mapping[str, Any]]
@@ -81,27 +81,27 @@ _TAIL: Final = 16  # tokens of a prompt that are looked at for an opened thought
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerForm:
+class AnswerFormat:
     """How a model writes its answers."""
 
-    family: Family | None = None
+    tool_calls: ToolCallFormat | None = None
     thinking: Thinking | None = None
 
     @classmethod
-    def of(cls, template: str | None) -> AnswerForm:
+    def of(cls, template: str | None) -> AnswerFormat:
         """Returns the form that a chat template tells."""
         text = template or ""
         thinking = next((one for one in _THINKING if one.end in text), None)
-        return cls(family_of(text), thinking)
+        return cls(call_format_of(text), thinking)
 
     @property
     def thinks(self) -> bool:
-        return self.thinking is not None or self.family is Family.HARMONY
+        return self.thinking is not None or self.tool_calls is ToolCallFormat.HARMONY
 
     def marks(self, tokenizer: Tokenizer, *, calls: bool, thinks: bool) -> frozenset[int]:
         """Returns the special tokens that must stay in the text for its calls and thoughts to be found."""
-        harmony = self.family is Family.HARMONY and (calls or thinks)
-        marks = marks_of(self.family) if self.family and (calls or harmony) else ()
+        harmony = self.tool_calls is ToolCallFormat.HARMONY and (calls or thinks)
+        marks = marks_of(self.tool_calls) if self.tool_calls and (calls or harmony) else ()
         if self.thinking is not None and thinks:
             marks += (self.thinking.begin, self.thinking.end, *_THINKING_PARTS)
         tokens = {token for mark in marks if mark and (token := tokenizer.token_id(mark)) is not None}
@@ -122,10 +122,10 @@ class AnswerForm:
         return AnswerReader(self._stages(tools, thinks=thinks, opened=opened), whole_calls=whole_calls)
 
     def _stages(self, tools: Tools | None, *, thinks: bool, opened: bool) -> _Stages | None:
-        if self.family is Family.HARMONY:
+        if self.tool_calls is ToolCallFormat.HARMONY:
             return HarmonyReader() if thinks or tools is not None else None
         thoughts = _Thoughts(self.thinking, opened=opened) if thinks and self.thinking else None
-        calls = None if tools is None or self.family is None else CallsReader(self.family, tools)
+        calls = None if tools is None or self.tool_calls is None else CallsReader(self.tool_calls, tools)
         return None if thoughts is None and calls is None else _Reader(thoughts, calls)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from typing import Any, Final
 
 
@@ -14,19 +15,21 @@ class JsonEnd:
 
     def __init__(self, depth: int = 0) -> None:
         """depth: brackets that are open already."""
+        self.quoted = False
+        """Whether a string is open."""
         self._depth = depth
         self._named = False
-        self._quoted = self._escaped = False
+        self._escaped = False
 
     def __call__(self, text: str) -> int | None:
         """Returns the place after the value's end, or None if it goes on."""
         for at, letter in enumerate(text):
-            if self._quoted:
+            if self.quoted:
                 self._in_string(letter)
             elif self._depth == 0:
                 self._before(letter)
             elif letter == '"':
-                self._quoted = True
+                self.quoted = True
             elif letter in "{[":
                 self._depth += 1
             elif letter in "}]":
@@ -41,13 +44,33 @@ class JsonEnd:
         elif letter == "\\":
             self._escaped = True
         elif letter == '"':
-            self._quoted = False
+            self.quoted = False
 
     def _before(self, letter: str) -> None:
         if letter == "{" or (letter == "[" and not self._named):
             self._depth = 1
         elif not letter.isspace():
             self._named = True
+
+
+class StringRest:
+    """Tells of text that follows a mark in an open string whether the string goes on there: then what follows
+    its closing quote can follow a string in JSON. It looks at each character once."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        """The characters up to what follows the string, if it goes on."""
+        self._escaped = self._closed = False
+
+    def __call__(self, text: str) -> bool | None:
+        """Takes more of the text. Returns None if that does not tell yet."""
+        for letter in text:
+            if self._closed and not letter.isspace():
+                return letter in ",:}]"
+            self.length += 1
+            self._closed = self._closed or (letter == '"' and not self._escaped)
+            self._escaped = letter == "\\" and not self._escaped
+        return None
 
 
 _DEPTH: Final = 64
@@ -146,3 +169,54 @@ def arguments_object(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         given = None
     return given if isinstance(given, dict) else {"arguments": plain(text)}
+
+
+def calls_in(value: Any) -> list[tuple[str, str]] | None:
+    """Returns names and arguments, as JSON text, of the calls that a JSON value of a model's making stands
+    for, or None if it is no call."""
+    several = value if isinstance(value, list) else [value]
+    calls = [_call(one) for one in several]
+    return [call for call in calls if call is not None] if calls and None not in calls else None
+
+
+def _call(value: Any) -> tuple[str, str] | None:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):
+        return plain(value["name"]), plain(arguments)
+    if not isinstance(arguments, dict):
+        return None
+    return plain(value["name"]), dumped(arguments)
+
+
+_BARE: Final = re.compile(r"\s*+call:(?P<name>[\w.:-]++)(?=\{)")
+
+
+def bare_call(inner: str, quote: str) -> list[tuple[str, str]] | None:
+    """Returns the name and the arguments of a call as Gemma writes it, or None if it is none. Raises
+    ValueError."""
+    found = _BARE.match(inner)
+    if found is None:
+        return None
+    return [(found["name"], dumped(BareValue(inner[found.end() :], quote).read()))]
+
+
+_PYTHON: Final = {"True": "true", "False": "false", "None": "null"}
+
+
+def typed(text: str, schema: Mapping[str, Any], key: str) -> str:
+    """Returns a parameter's text as JSON: a string where its schema says so, else what it reads as. Templates
+    may write a past call's values as Python does, and models after them; where the schema has another type
+    than a string these are read, too."""
+    parameters = schema.get("properties")
+    one = parameters.get(key) if isinstance(parameters, dict) else None
+    kind = one.get("type") if isinstance(one, dict) else None
+    if kind != "string":
+        try:
+            return dumped(loaded(text))
+        except (ValueError, RecursionError):
+            pass
+    kinds = kind if isinstance(kind, list) else [kind]
+    read_as_python = kind is not None and "string" not in kinds
+    return _PYTHON.get(text.strip(), dumped(text)) if read_as_python else dumped(text)

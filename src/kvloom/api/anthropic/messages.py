@@ -16,11 +16,11 @@ from kvloom.api.answers.values import arguments_object
 from kvloom.api.bodies import parse, translated
 from kvloom.api.catalog import ServedModel
 from kvloom.api.errors import json_answer, messages_error
+from kvloom.api.generation.answering import Answering, EndpointContext, Writer, encode
+from kvloom.api.generation.chat import Readers, chat_generation, offered, prompt_of, switches
+from kvloom.api.generation.pieces import Generation, Piece
+from kvloom.api.generation.resume import Origin
 from kvloom.api.metrics import Watch
-from kvloom.api.openai.chat import Readers, chat_generation, offered, prompt_of, switches
-from kvloom.api.openai.generation import Answering, EndpointContext, Writer, encode
-from kvloom.api.openai.pieces import Generation, Piece
-from kvloom.api.openai.resume import Origin
 from kvloom.api.schemas.chat import ChatBody
 from kvloom.api.schemas.messages import CountBody, MessagesBody, PromptBody
 from kvloom.api.stream import EventForm, while_connected

@@ -18,12 +18,12 @@ from kvloom.api.answers.values import arguments_object
 from kvloom.api.bodies import parse, translated
 from kvloom.api.catalog import ServedModel
 from kvloom.api.errors import ollama_error
+from kvloom.api.generation.answering import Answering, EndpointContext, Writer, encode
+from kvloom.api.generation.chat import chat_generation
+from kvloom.api.generation.pieces import Generation, Piece
+from kvloom.api.generation.resume import Origin
+from kvloom.api.generation.sampling import check_prompt, room_for, sampling_params, start_of
 from kvloom.api.metrics import Watch
-from kvloom.api.openai.chat import chat_generation
-from kvloom.api.openai.generation import Answering, EndpointContext, Writer, encode
-from kvloom.api.openai.pieces import Generation, Piece
-from kvloom.api.openai.resume import Origin
-from kvloom.api.openai.sampling import check_prompt, room_for, sampling_params, start_of
 from kvloom.api.routes import LINES
 from kvloom.api.schemas.ollama import (
     ChatOfOllama,

@@ -12,11 +12,11 @@ from starlette.responses import Response
 
 from kvloom.api.bodies import parse, translated
 from kvloom.api.catalog import ServedModel
+from kvloom.api.generation.answering import Answering, EndpointContext
+from kvloom.api.generation.resume import Origin
 from kvloom.api.metrics import Watch
 from kvloom.api.ollama.chat import LATEST, PREFIX, nanoseconds
-from kvloom.api.openai.generation import Answering, EndpointContext
 from kvloom.api.openai.pooled import Vectors, embeddings
-from kvloom.api.openai.resume import Origin
 from kvloom.api.schemas.ollama import EmbeddingsOfOllama, OllamaEmbedBody, OllamaEmbeddingsBody
 
 Told = Callable[[str, Vectors, int, Watch, float], dict[str, Any]]

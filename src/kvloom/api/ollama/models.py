@@ -18,8 +18,8 @@ from kvloom.api.access.tenants import access_of
 from kvloom.api.bodies import parse
 from kvloom.api.catalog import ServedModel
 from kvloom.api.errors import OLLAMA_PATH, NotServed, json_answer
+from kvloom.api.generation.answering import EndpointContext
 from kvloom.api.ollama.chat import LATEST, instant
-from kvloom.api.openai.generation import EndpointContext
 from kvloom.api.schemas.ollama import OllamaShowBody
 from kvloom.types.errors import KvloomError
 from kvloom.types.load import UnitLoad
@@ -169,5 +169,5 @@ def _parameters(model: ServedModel) -> str:
 def _capabilities(model: ServedModel) -> list[str]:
     if model.card.task != "generate":
         return ["embedding"] if model.card.task == "embed" else []
-    tools = ["tools"] if model.form.family is not None else []
-    return ["completion", *tools, *(["thinking"] if model.form.thinks else [])]
+    tools = ["tools"] if model.answer_format.tool_calls is not None else []
+    return ["completion", *tools, *(["thinking"] if model.answer_format.thinks else [])]

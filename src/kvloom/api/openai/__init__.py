@@ -1,1 +1,1 @@
-"""The API of OpenAI: the forms of its requests and answers, its parameters, and tool calls."""
+"""The API of OpenAI: its endpoints, and how their answers are written."""

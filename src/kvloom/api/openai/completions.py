@@ -11,11 +11,17 @@ from starlette.responses import Response
 
 from kvloom.api.bodies import parse
 from kvloom.api.catalog import ServedModel
+from kvloom.api.generation.answering import Answering, EndpointContext, Writer, encode
+from kvloom.api.generation.pieces import Generation, Piece
+from kvloom.api.generation.resume import Origin
+from kvloom.api.generation.sampling import (
+    LogprobsCollector,
+    check_prompt,
+    room_for,
+    sampling_params,
+    start_of,
+)
 from kvloom.api.metrics import Watch
-from kvloom.api.openai.generation import Answering, EndpointContext, Writer, encode
-from kvloom.api.openai.pieces import Generation, Piece
-from kvloom.api.openai.resume import Origin
-from kvloom.api.openai.sampling import LogprobsCollector, check_prompt, room_for, sampling_params, start_of
 from kvloom.api.schemas.generation import CompletionBody
 from kvloom.api.texts.prompts import PlainPrompt
 from kvloom.types.errors import BadRequest

@@ -18,11 +18,11 @@ from starlette.responses import Response
 
 from kvloom.api.bodies import parse
 from kvloom.api.catalog import ServedModel
+from kvloom.api.generation.answering import Answering, EndpointContext, Writer, encode
+from kvloom.api.generation.pieces import Generation, Piece
+from kvloom.api.generation.resume import Origin
+from kvloom.api.generation.sampling import check_prompt
 from kvloom.api.metrics import Watch
-from kvloom.api.openai.generation import Answering, EndpointContext, Writer, encode
-from kvloom.api.openai.pieces import Generation, Piece
-from kvloom.api.openai.resume import Origin
-from kvloom.api.openai.sampling import check_prompt
 from kvloom.api.schemas.embeddings import EmbeddingBody, PooledBody, RerankBody, ScoreBody
 from kvloom.api.texts.prompts import PlainPrompt, too_long
 from kvloom.types.client import ModelServer

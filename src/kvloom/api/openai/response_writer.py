@@ -10,10 +10,10 @@ import msgspec
 
 from kvloom.api.answers.calls import Kind, Part
 from kvloom.api.bodies import Account
-from kvloom.api.openai.chat import Readers
-from kvloom.api.openai.generation import Writer, encode
-from kvloom.api.openai.pieces import Piece
-from kvloom.api.openai.resume import Origin
+from kvloom.api.generation.answering import Writer, encode
+from kvloom.api.generation.chat import Readers
+from kvloom.api.generation.pieces import Piece
+from kvloom.api.generation.resume import Origin
 from kvloom.api.schemas.chat import ChatBody
 from kvloom.types.errors import KvloomError
 

@@ -16,12 +16,12 @@ from kvloom.api.access.tenants import access_of
 from kvloom.api.bodies import PARSED, Account, account, parse, translated
 from kvloom.api.catalog import ServedModel
 from kvloom.api.errors import JSON, json_answer
+from kvloom.api.generation.answering import Answering, EndpointContext, encode
+from kvloom.api.generation.chat import chat_generation
+from kvloom.api.generation.pieces import Generation
+from kvloom.api.generation.resume import Origin
 from kvloom.api.metrics import Watch
-from kvloom.api.openai.chat import chat_generation
-from kvloom.api.openai.generation import Answering, EndpointContext, encode
-from kvloom.api.openai.pieces import Generation
 from kvloom.api.openai.response_writer import PREFIX, Hold, ResponseWriter
-from kvloom.api.openai.resume import Origin
 from kvloom.api.openai.stored import PreviousNotFound, ResponseNotFound, ResponseStore, StoredResponse
 from kvloom.api.schemas.chat import ChatBody
 from kvloom.api.schemas.responses import (

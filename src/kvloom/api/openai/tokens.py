@@ -13,8 +13,8 @@ from kvloom.api.access.tenants import access_of
 from kvloom.api.bodies import parse
 from kvloom.api.catalog import ServedModel
 from kvloom.api.errors import json_answer
-from kvloom.api.openai.chat import prompt_of
-from kvloom.api.openai.generation import EndpointContext
+from kvloom.api.generation.answering import EndpointContext
+from kvloom.api.generation.chat import prompt_of
 from kvloom.api.schemas.chat import DetokenizeBody, TokenizeBody
 from kvloom.api.stream import while_connected
 from kvloom.api.texts.prompts import PlainPrompt, Prompt

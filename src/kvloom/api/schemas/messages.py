@@ -79,30 +79,44 @@ class Turn(Body):
     content: str | Annotated[list[Block], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
     def messages(self) -> list[dict[str, Any]]:
-        """Returns the turn as messages of a chat: each result of a tool is one of its own."""
+        """Returns the turn as messages of a chat, in the order of its blocks: each result of a tool is one of
+        its own. Anthropic wants results first; a text before one comes before it here, too."""
         role = "assistant" if self.role == "assistant" else "user"
         if isinstance(self.content, str):
             return [{"role": role, "content": [{"type": "text", "text": self.content}]}]
         said: list[dict[str, Any]] = []
-        text: list[dict[str, Any]] = []
-        thoughts: list[str] = []
-        calls: list[dict[str, Any]] = []
+        blocks: list[TextBlock | ToolUseBlock | ThinkingBlock] = []
         for block in self.content:
             match block:
-                case TextBlock():
-                    text.append({"type": "text", "text": block.text})
-                case ToolUseBlock():
-                    function = {"name": block.name, "arguments": json.dumps(block.input)}
-                    calls.append({"id": block.id, "type": "function", "function": function})
-                case ThinkingBlock(thinking=thought) if thought and role == "assistant":
-                    thoughts.append(thought)
                 case ToolResultBlock(tool_use_id=call):
+                    said += _message(role, blocks)
                     said.append({"role": "tool", "tool_call_id": call, "content": _result(block)})
-        if text or calls or thoughts or not self.content:
-            message = {"role": role, "content": text or None if role == "assistant" else text}
-            message |= {"tool_calls": calls} if calls else {}
-            said.append(message | ({"reasoning_content": "\n".join(thoughts)} if thoughts else {}))
-        return said
+                    blocks = []
+                case TextBlock() | ToolUseBlock() | ThinkingBlock():
+                    blocks.append(block)
+        said += _message(role, blocks)
+        return said if self.content else [{"role": role, "content": None if role == "assistant" else []}]
+
+
+def _message(role: str, blocks: list[TextBlock | ToolUseBlock | ThinkingBlock]) -> list[dict[str, Any]]:
+    """Returns the blocks as one message; none if they say nothing."""
+    text: list[dict[str, Any]] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for block in blocks:
+        match block:
+            case TextBlock():
+                text.append({"type": "text", "text": block.text})
+            case ToolUseBlock():
+                function = {"name": block.name, "arguments": json.dumps(block.input)}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            case ThinkingBlock(thinking=thought) if thought and role == "assistant":
+                thoughts.append(thought)
+    if not (text or calls or thoughts):
+        return []
+    message = {"role": role, "content": text or None if role == "assistant" else text}
+    message |= {"tool_calls": calls} if calls else {}
+    return [message | ({"reasoning_content": "\n".join(thoughts)} if thoughts else {})]
 
 
 def _result(block: ToolResultBlock) -> str:

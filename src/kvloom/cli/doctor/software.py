@@ -27,6 +27,8 @@ EXTRAS: Final = {
     "otlp": "traces",
 }
 """The extras that a user may want, and for what."""
+WHERE: Final = "in kvloom's checkout"
+"""The place to install kvloom from: it is not on PyPI yet."""
 _COMPILERS: Final = ("gcc", "clang", "cc")
 
 
@@ -95,7 +97,7 @@ def check_packages() -> Iterator[Finding]:
     fitting = f"{len(needed) - len(unfit)} of {len(needed)} as kvloom wants them"
     if unfit:
         told = f"{fitting}; {'; '.join(unfit)}"
-        yield Finding("packages", told, "problem", "`pip install kvloom` brings them")
+        yield Finding("packages", told, "problem", f"`pip install .` {WHERE} brings them")
     else:
         yield Finding("packages", fitting)
     for extra, purpose in EXTRAS.items():
@@ -108,7 +110,7 @@ def check_packages() -> Iterator[Finding]:
         ]
         unfit = list(filter(None, map(_unfit, more)))
         if unfit:
-            right = f"for {purpose}: `pip install 'kvloom[{extra}]'`"
+            right = f"for {purpose}: `pip install '.[{extra}]'` {WHERE}"
             yield Finding(f"extra {extra}", "; ".join(unfit), "note", right)
         else:
             yield Finding(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Annotated, Final
 from cyclopts import App, Parameter
 
 from kvloom.cli.app import CommandFailed, printable
-from kvloom.cli.gateway import AdminError
+from kvloom.cli.gateway import GatewayError
 from kvloom.cli.talk.client import (
     BY_DEFAULT,
     CUT_OFF,
@@ -24,6 +24,7 @@ from kvloom.cli.talk.client import (
     ApiClient,
     ApiOptions,
     Message,
+    Piece,
 )
 
 chat = App(name="chat")
@@ -53,10 +54,10 @@ class Conversation:
         """Forgets what was said."""
         self._said.clear()
 
-    def ask(self, question: str) -> Generator[str, None, None]:
-        """Yields the answer as it comes. As much of it as came belongs to the conversation, also if the
-        iterator is closed before its end; if nothing came, the question does not, either. Raises
-        AdminError."""
+    def ask(self, question: str) -> Generator[Piece, None, None]:
+        """Yields the answer as it comes. As much of it as came belongs to the conversation, without the
+        thoughts, also if the iterator is closed before its end; if nothing came, the question does not,
+        either. Raises GatewayError."""
         asked = Message("user", question)
         system = [Message("system", self.options.system)] if self.options.system else []
         came, finish = list[str](), None
@@ -67,12 +68,40 @@ class Conversation:
                     finish = piece.finish or finish
                     if piece.text:
                         came.append(piece.text)
-                        yield piece.text
+                    yield piece
         finally:
             if came or finish:
                 self._said += [asked, Message("assistant", "".join(came))]
         if finish == CUT_OFF:
             print("kvloom: the answer was cut off at its most tokens", file=sys.stderr)
+
+
+def show_answer(answer: Iterable[Piece], *, thoughts: bool | None) -> None:
+    """Prints an answer as it comes, and ends its last line if it comes to its end. In a terminal its thoughts
+    stand before it, dimmed. Where standard output is none it has the answer alone, and thoughts go to
+    standard error. thoughts: whether they are shown; None shows them in a terminal alone. Raises
+    GatewayError."""
+    terminal = sys.stdout.isatty()
+    shown = terminal if thoughts is None else thoughts
+    aside = sys.stdout if terminal else sys.stderr
+    dim, plain = ("\x1b[2m", "\x1b[22m") if aside.isatty() else ("", "")
+    thinks = False
+    try:
+        for piece in answer:
+            if shown and piece.thought:
+                said = printable(piece.thought, KEPT) if aside.isatty() else piece.thought
+                print("" if thinks else dim, said, sep="", end="", file=aside, flush=True)
+                thinks = True
+            if piece.text:
+                if thinks:
+                    print(plain, "\n\n", sep="", end="", file=aside, flush=True)
+                    thinks = False
+                said = printable(piece.text, KEPT) if terminal else piece.text
+                print(said, end="", flush=True)
+    finally:
+        if thinks:
+            print(plain, "" if terminal else "\n", sep="", end="", file=aside, flush=True)
+    print(flush=True)
 
 
 @chat.default
@@ -95,17 +124,15 @@ def talk(
             _converse(conversation, client.url)
         else:
             _filter(conversation)
-    except AdminError as error:
+    except GatewayError as error:
         raise CommandFailed(str(error)) from error
 
 
 def _filter(conversation: Conversation) -> None:
-    """Asks each line of input that is not empty. Raises AdminError."""
+    """Asks each line of input that is not empty. Raises GatewayError."""
     for line in sys.stdin:
         if line.strip():
-            for text in conversation.ask(line.rstrip("\n")):
-                print(text, end="", flush=True)
-            print(flush=True)
+            show_answer(conversation.ask(line.rstrip("\n")), thoughts=conversation.options.thoughts)
 
 
 def _converse(conversation: Conversation, url: str) -> None:
@@ -139,12 +166,10 @@ def _show(conversation: Conversation, question: str) -> None:
     """Shows the answer to its end, or until Ctrl-C. An error is told, and the conversation goes on."""
     try:
         with closing(conversation.ask(question)) as answer:
-            for text in answer:
-                print(printable(text, KEPT), end="", flush=True)
-        print()
+            show_answer(answer, thoughts=conversation.options.thoughts)
     except KeyboardInterrupt:
         print()
-    except AdminError as error:
+    except GatewayError as error:
         print(f"\nkvloom: {printable(str(error))}", file=sys.stderr)
 
 

@@ -14,7 +14,7 @@ from cyclopts import Parameter, Token
 from msgspec import Struct
 
 from kvloom.cli.app import API_KEY_VARIABLE, DEFAULT_URL, ApiKey, CommandFailed, Url, Whole
-from kvloom.cli.gateway import AdminError, Connection, sendable
+from kvloom.cli.gateway import Connection, GatewayError, sendable
 from kvloom.types.errors import ConfigError
 
 SILENCE: Final = 600.0  # seconds that a token may take: a request may wait for others, and for its model
@@ -43,6 +43,9 @@ class _ModelList(Struct, frozen=True):
 
 class _Delta(Struct, frozen=True):
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """What servers that are not kvloom may call `reasoning_content`."""
 
 
 class _Choice(Struct, frozen=True):
@@ -60,8 +63,10 @@ class _Chunk(Struct, frozen=True):
 
 
 class Piece(Struct, frozen=True):
-    """A part of an answer, as it comes. finish: why the answer is over, if it is."""
+    """A part of an answer, as it comes. thought: what the model thinks before its answer; finish: why the
+    answer is over, if it is."""
 
+    thought: str
     text: str
     finish: str | None
 
@@ -116,6 +121,13 @@ class AnswerOptions:
     ] = None
     max_tokens: Annotated[Whole | None, Parameter(help="of an answer (what the context has room for)")] = None
     seed: Annotated[Whole | None, Parameter(help="the same seed draws the same answer (none)")] = None
+    thoughts: Annotated[
+        bool | None,
+        Parameter(
+            negative="--no-thoughts",
+            help="show what the model thinks before it answers; in a pipe, on standard error (in a terminal)",
+        ),
+    ] = None
 
     def parameters(self) -> dict[str, float | int]:
         """Returns the parameters of a request that are given."""
@@ -135,13 +147,13 @@ class ApiClient:
         self.url = server.url
 
     def models(self) -> list[ModelLine]:
-        """Returns the models that the key opens, by name. Raises AdminError."""
+        """Returns the models that the key opens, by name. Raises GatewayError."""
         return sorted(self._server.call("v1/models", _ModelList).data, key=lambda one: one.id)
 
     def chosen(self, name: str | None) -> str:
         """Returns the name of the model that is meant: the only one if none is named, else the one of that
-        name, or the one that `kvloom serve` would call so. Raises AdminError, and CommandFailed if it is not
-        clear which."""
+        name, or the one that `kvloom serve` would call so. Raises GatewayError, and CommandFailed if it is
+        not clear which."""
         served = [one.id for one in self.models()]
         if name is None:
             if len(served) == 1:
@@ -164,22 +176,24 @@ class ApiClient:
         self, model: str, messages: Sequence[Message], parameters: dict[str, float | int]
     ) -> Generator[Piece, None, None]:
         """Yields the answer to a conversation as it comes. The server ends it if the iterator is closed.
-        Raises AdminError."""
+        Raises GatewayError."""
         body = {"model": model, "messages": messages, "stream": True, **parameters}
         with closing(self._server.stream("v1/chat/completions", body, silence=SILENCE)) as events:
             for event in events:
                 if event.data == _DONE:
                     return
                 for choice in self._chunk(event.data).choices[:1]:
-                    yield Piece(choice.delta.content or "", choice.finish_reason)
-        raise AdminError(f"{self.url}: the answer broke off before its end; ask again")
+                    delta = choice.delta
+                    thought = delta.reasoning_content or delta.reasoning or ""
+                    yield Piece(thought, delta.content or "", choice.finish_reason)
+        raise GatewayError(f"{self.url}: the answer broke off before its end; ask again")
 
     def _chunk(self, data: bytes) -> _Chunk:
-        """Raises AdminError if it tells one, or is none."""
+        """Raises GatewayError if it tells one, or is none."""
         try:
             chunk = msgspec.json.decode(data, type=_Chunk)
         except msgspec.MsgspecError as error:
-            raise AdminError(f"{self.url}: answers, but not as an OpenAI API does ({error})") from error
+            raise GatewayError(f"{self.url}: answers, but not as an OpenAI API does ({error})") from error
         if chunk.error is not None:
-            raise AdminError(f"{self.url}: {' '.join(chunk.error.message.split())}")
+            raise GatewayError(f"{self.url}: {' '.join(chunk.error.message.split())}")
         return chunk

@@ -12,8 +12,8 @@ import msgspec
 from cyclopts import App, Parameter
 
 from kvloom.cli.app import CommandFailed, print_columns, printable
-from kvloom.cli.gateway import AdminClient, AdminError
-from kvloom.cli.talk.chat import KEPT, Conversation
+from kvloom.cli.gateway import AdminClient, GatewayError
+from kvloom.cli.talk.chat import Conversation, show_answer
 from kvloom.cli.talk.client import BY_DEFAULT, THIS_SERVER, AnswerOptions, ApiOptions, ModelLine
 from kvloom.journal.samples import Sample
 
@@ -40,11 +40,8 @@ def run_once(
     try:
         conversation = Conversation(client, client.chosen(model), answer)
         question = _question(prompt)
-        for text in conversation.ask(question):
-            shown = printable(text, KEPT) if sys.stdout.isatty() else text
-            print(shown, end="", flush=True)
-        print(flush=True)
-    except AdminError as error:
+        show_answer(conversation.ask(question), thoughts=answer.thoughts)
+    except GatewayError as error:
         raise CommandFailed(str(error)) from error
 
 
@@ -80,7 +77,7 @@ def list_models(*, server: ApiOptions = THIS_SERVER) -> None:
     for each model, whose parts are separated by tabs."""
     try:
         found = server.client().models()
-    except AdminError as error:
+    except GatewayError as error:
         raise CommandFailed(str(error)) from error
     awake = _awake(server)
     rows = [_row(one, awake.get(one.id)) for one in found]
@@ -104,7 +101,7 @@ def _awake(server: ApiOptions) -> dict[str, bool]:
     """Returns whether each model's weights are awake at one unit or more, as the next sample has it; nothing
     if the server does not tell."""
     found: dict[str, bool] = {}
-    with suppress(AdminError, msgspec.MsgspecError):
+    with suppress(GatewayError, msgspec.MsgspecError):
         with closing(AdminClient(server.url, None, ca=server.ca).stream("live", silence=_SOON)) as events:
             taken = next((event for event in events if event.kind == "sample"), None)
         if taken is not None:

@@ -15,7 +15,7 @@ from rich.live import Live
 
 from kvloom.cli.admin import HERE, ServerOptions
 from kvloom.cli.app import CommandFailed
-from kvloom.cli.gateway import AdminClient, AdminError, ServerEvent, Silent
+from kvloom.cli.gateway import AdminClient, GatewayError, ServerEvent, Silent
 from kvloom.cli.top.picture import LEAST_WIDTH, draw
 from kvloom.cli.top.watched import Watched
 
@@ -32,7 +32,7 @@ class News(NamedTuple):
 
     stream: Stream
     event: ServerEvent | None = None
-    error: AdminError | None = None
+    error: GatewayError | None = None
 
 
 @app.default
@@ -55,13 +55,13 @@ def top(
         else:
             with suppress(KeyboardInterrupt):
                 _watch(gateway, fleet)
-    except AdminError as error:
+    except GatewayError as error:
         raise CommandFailed(str(error)) from error
     return 0
 
 
 def _look(gateway: AdminClient, fleet: Watched) -> None:
-    """Takes what the journal has kept, and two samples. Raises AdminError."""
+    """Takes what the journal has kept, and two samples. Raises GatewayError."""
     with suppress(Silent):
         for event in gateway.stream("events", silence=QUIET):
             _take(gateway, fleet, event)
@@ -71,14 +71,14 @@ def _look(gateway: AdminClient, fleet: Watched) -> None:
         told += event.kind == "sample"
         if told == 2:
             return
-    raise AdminError(f"{fleet.url}: the server ended before it told anything; ask again")
+    raise GatewayError(f"{fleet.url}: the server ended before it told anything; ask again")
 
 
 def _take(gateway: AdminClient, fleet: Watched, event: ServerEvent) -> None:
     try:
         fleet.take(event)
     except ValueError as error:
-        raise AdminError(f"{fleet.url}: answers, but not as this kvloom does ({error})") from error
+        raise GatewayError(f"{fleet.url}: answers, but not as this kvloom does ({error})") from error
 
 
 def _print(fleet: Watched) -> None:
@@ -87,7 +87,7 @@ def _print(fleet: Watched) -> None:
 
 
 def _watch(gateway: AdminClient, fleet: Watched) -> None:
-    """Draws until Ctrl-C. Raises AdminError if the server cannot be asked at all."""
+    """Draws until Ctrl-C. Raises GatewayError if the server cannot be asked at all."""
     news: SimpleQueue[News] = SimpleQueue()
     over = Event()
     last = {"live": "", "events": ""}
@@ -124,8 +124,8 @@ def _follow(
                 if stream == "events":
                     last[stream] = event.id or last[stream]
                 tell(News(stream, event))
-            error = AdminError("the server has ended")
-        except AdminError as raised:
+            error = GatewayError("the server has ended")
+        except GatewayError as raised:
             error = raised
         tell(News(stream, error=error))
         over.wait(AGAIN)

@@ -145,7 +145,7 @@ def _open_driver(what: str) -> Driver:
     try:
         return Driver()
     except DriverError as error:
-        raise ConfigError(f"{what}: {error}; pip install 'kvloom[gpu]'") from error
+        raise ConfigError(f"{what}: {error}; pip install '.[gpu]' in kvloom's checkout is right") from error
 
 
 def refuse_slices(driver: DriverCalls, device: torch.device) -> None:
@@ -175,7 +175,7 @@ def open_gpu(name: str, cut: Cut, rank: int = 0) -> tuple[GpuDevice, Operations]
         operations = triton_operations()
     except ImportError as error:
         raise ConfigError(
-            f"device: Triton cannot be used here ({error}); pip install 'kvloom[gpu]', "
+            f"device: Triton cannot be used here ({error}); pip install '.[gpu]' in kvloom's checkout, "
             "or `device: cpu`, is right"
         ) from error
     return cuda_device(int(name.partition(":")[2] or 0) + rank, cut, operations), operations

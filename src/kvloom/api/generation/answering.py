@@ -21,9 +21,9 @@ from kvloom.api.auth import priority
 from kvloom.api.bodies import OPEN_BYTES, PARSED, Account, account, read_body
 from kvloom.api.catalog import Catalog, ServedModel
 from kvloom.api.errors import ID_STATE
+from kvloom.api.generation.pieces import Generation, Piece
+from kvloom.api.generation.resume import HEADER, Origin
 from kvloom.api.metrics import Metrics, Watch
-from kvloom.api.openai.pieces import Generation, Piece
-from kvloom.api.openai.resume import HEADER, Origin
 from kvloom.api.schemas.generation import ModelBody
 from kvloom.api.stream import (
     NO_LIMIT,

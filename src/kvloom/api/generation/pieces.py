@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from kvloom.api.openai.text import StopStrings, detokenizer
+from kvloom.api.generation.text import StopStrings, detokenizer
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.types.client import ModelServer
 from kvloom.types.errors import KvloomError, Unavailable, WireError

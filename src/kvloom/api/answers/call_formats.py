@@ -1,7 +1,8 @@
-"""How families of models write tool calls: a table of forms, and which of them a chat template tells.
+"""The formats in which models write tool calls: a table of their syntax, and which of them a chat template
+tells.
 
-A new form is a member of `Family` and its row in `FORMS`, how such a call is forced (`forced`), and a row in
-docs/serving.md.
+A new format is a member of `ToolCallFormat` and its row in `SYNTAX`, how such a call is forced (`forced`),
+and a row in docs/serving.md. `CallsReader` with one of them is what vLLM calls a tool parser.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from typing import Any, Final
 
 
-class Family(Enum):
+class ToolCallFormat(Enum):
     """The ways in which calls are written. The value is the mark with which they begin, which LLAMA may leave
     out. The first whose mark a template has is the template's, so that their order matters."""
 
@@ -54,7 +55,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class CallForm:
+class CallSyntax:
     """A block of calls, after its mark. Without heads it is read when it is whole."""
 
     heads: tuple[Head, ...]
@@ -66,6 +67,12 @@ class CallForm:
     """A mark that may follow a block that has no closing mark."""
     marks: tuple[str, ...] = ()
     """Further marks that have to stay in the text, if they are special tokens."""
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Returns the marks that end a call, whatever is left open in its arguments."""
+        between = (mark for mark in self.marks if self.between.fullmatch(mark))
+        return tuple(filter(None, (self.close, self.trailer, *between)))
 
 
 # A model may write anything, letter by letter: so quantifiers are possessive, and heads have a length.
@@ -83,9 +90,11 @@ _GLM: Final = Head(
     Tags(re.compile(r"\s*+<arg_key>(?P<key>[^<]++)</arg_key>\s*+<arg_value>"), "</arg_value>"),
     only_offered=True,
 )
-FORMS: Final[Mapping[Family, CallForm]] = {
-    Family.HERMES: CallForm((_OBJECT, _CODER, _GLM), "</tool_call>", re.compile(r"(?:\s|</function>)*+")),
-    Family.MISTRAL: CallForm(
+SYNTAX: Final[Mapping[ToolCallFormat, CallSyntax]] = {
+    ToolCallFormat.HERMES: CallSyntax(
+        (_OBJECT, _CODER, _GLM), "</tool_call>", re.compile(r"(?:\s|</function>)*+")
+    ),
+    ToolCallFormat.MISTRAL: CallSyntax(
         (
             _OBJECT,
             Head(
@@ -95,9 +104,9 @@ FORMS: Final[Mapping[Family, CallForm]] = {
         ),
         marks=("[ARGS]", "[CALL_ID]"),
     ),
-    Family.LLAMA: CallForm((Head(_JSON, Body.OBJECT, only_offered=True),)),
-    Family.GRANITE: CallForm((_OBJECT,), trailer="<|/tool_call|>"),
-    Family.DEEPSEEK: CallForm(
+    ToolCallFormat.LLAMA: CallSyntax((Head(_JSON, Body.OBJECT, only_offered=True),)),
+    ToolCallFormat.GRANITE: CallSyntax((_OBJECT,), trailer="<|/tool_call|>"),
+    ToolCallFormat.DEEPSEEK: CallSyntax(
         (
             Head(
                 re.compile(  # of V3 and R1, and of V3.1
@@ -111,7 +120,7 @@ FORMS: Final[Mapping[Family, CallForm]] = {
         re.compile(r"(?:\s|```|<｜tool▁call▁end｜>)*+"),
         marks=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
     ),
-    Family.KIMI: CallForm(
+    ToolCallFormat.KIMI: CallSyntax(
         (
             Head(
                 re.compile(
@@ -125,25 +134,56 @@ FORMS: Final[Mapping[Family, CallForm]] = {
         re.compile(r"(?:\s|<\|tool_call_end\|>)*+"),
         marks=("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     ),
-    Family.GEMMA: CallForm((), "<tool_call|>", marks=('<|"|>',)),
-    Family.FUNCTION_GEMMA: CallForm((), "<end_function_call>", marks=("<escape>",)),
+    ToolCallFormat.GEMMA: CallSyntax((), "<tool_call|>", marks=('<|"|>',)),
+    ToolCallFormat.FUNCTION_GEMMA: CallSyntax((), "<end_function_call>", marks=("<escape>",)),
 }
-QUOTES: Final = {Family.GEMMA: '<|"|>', Family.FUNCTION_GEMMA: "<escape>"}
+QUOTES: Final = {ToolCallFormat.GEMMA: '<|"|>', ToolCallFormat.FUNCTION_GEMMA: "<escape>"}
 _HARMONY_MARKS: Final = ("<|start|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+_IDS: Final = {
+    ToolCallFormat.KIMI: re.compile(r"functions\.[\w.:-]+:\d+"),  # a call's only name there
+    ToolCallFormat.MISTRAL: re.compile(r"[A-Za-z0-9]{9}"),  # templates may refuse any other
+}
+"""The ids of calls in formats whose templates show them to the model."""
 
 
-def marks_of(family: Family) -> tuple[str, ...]:
-    """Returns all marks that calls of the family are read by."""
-    if family is Family.HARMONY:
-        return (family.value, *_HARMONY_MARKS)
-    form = FORMS[family]
-    return (family.value, form.close, form.trailer, *form.marks)
+def fit_ids(call_format: ToolCallFormat | None, messages: list[dict[str, Any]]) -> None:
+    """Gives the calls of past messages, which are as templates are given them, and their results ids as the
+    model knows them. Ids that are so already stay."""
+    pattern = _IDS.get(call_format) if call_format else None
+    if pattern is None:
+        return
+    fitting: dict[str, str] = {}
+    count = 0
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            given = call.get("id", "")
+            if pattern.fullmatch(given):
+                fitting[given] = given
+            elif call_format is ToolCallFormat.KIMI:
+                fitting[given] = f"functions.{call['function']['name']}:{count}"
+            else:
+                fitting[given] = f"{count:09d}"
+            call["id"] = fitting[given]
+            count += 1
+        answers = message.get("tool_call_id")
+        if answers in fitting:
+            message["tool_call_id"] = fitting[answers]
 
 
-def family_of(template: str) -> Family | None:
+def marks_of(call_format: ToolCallFormat) -> tuple[str, ...]:
+    """Returns all marks that calls of the format are read by."""
+    if call_format is ToolCallFormat.HARMONY:
+        return (call_format.value, *_HARMONY_MARKS)
+    syntax = SYNTAX[call_format]
+    return (call_format.value, syntax.close, syntax.trailer, *syntax.marks)
+
+
+def call_format_of(template: str) -> ToolCallFormat | None:
     """Returns how the model of a chat template writes calls, if it does."""
-    for family in Family:
-        if family.value in template and (family is not Family.HARMONY or "<|message|>" in template):
-            return family
+    for call_format in ToolCallFormat:
+        if call_format.value in template and (
+            call_format is not ToolCallFormat.HARMONY or "<|message|>" in template
+        ):
+            return call_format
     # what Llama 3's template says of calls, which need no mark there
-    return Family.LLAMA if '"parameters": dictionary of argument' in template else None
+    return ToolCallFormat.LLAMA if '"parameters": dictionary of argument' in template else None
