@@ -11,7 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from kvloom.cli.__main__ import main
-from kvloom.cli.plan import EXAMPLE, read_cluster, read_demands
+from kvloom.cli.plan.app import EXAMPLE
+from kvloom.cli.plan.cluster_file import read_cluster, read_demands
 from kvloom.config.config import DEMO
 from kvloom.config.file import load_config
 from kvloom.config.machine import Machine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from dataclasses import replace as but
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -13,10 +14,18 @@ from msgspec.structs import replace
 from kvloom.cli.admin import HERE, ServerOptions
 from kvloom.cli.app import CommandFailed, interruptible
 from kvloom.cli.gateway import AdminClient, AdminError
+from kvloom.cli.plan.app import estimator_shown, plan_table, summary
+from kvloom.cli.plan.traffic import AtOption, read_seen, told
+from kvloom.cli.tables import console_for
 from kvloom.config.fields import show_size
-from kvloom.plan.plan import read_plan
+from kvloom.plan.cluster import CPU, Demand, DeviceCosts, Nodes
+from kvloom.plan.cost.profile import Profile, read_profile
+from kvloom.plan.explain import cost_errors, shortfalls
+from kvloom.plan.plan import PROCESS_BYTES, USABLE, PlacementPlan, host_bytes, read_plan, write_plan
+from kvloom.plan.planner import plan_placement, write_down
 from kvloom.plan.repair import Repair, StartUnit, Unreachable, repair
 from kvloom.plan.target import ReplanTarget, new_names, read_target
+from kvloom.plan.traffic import At
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import Admit, Drain, Placement
 from kvloom.types.spec import EngineSpec
@@ -37,9 +46,17 @@ class ReplanStep:
 
 @app.default
 def replan_command(
-    plan: Annotated[Path, Parameter(help="what `kvloom plan -o` wrote")],
+    plan: Annotated[Path | None, Parameter(help="what `kvloom plan -o` wrote")] = None,
     /,
     *,
+    from_traffic: Annotated[
+        bool, Parameter(negative=(), help="instead: make the plan from the server's traffic, with --profile")
+    ] = False,
+    at: AtOption = "peak",
+    profile: Annotated[
+        Path | None, Parameter(help="what `kvloom profile` measured with the fleet's models")
+    ] = None,
+    output: Annotated[Path | None, Parameter(alias="-o", help="write the plan that is made")] = None,
     apply: Annotated[bool, Parameter(help="do it; left out, it is only shown")] = False,
     server: ServerOptions = HERE,
 ) -> None:
@@ -47,14 +64,79 @@ def replan_command(
 
     It shows which units must be started and stopped so that the fleet becomes as the plan says, and with
     --apply does it, one step at a time, while the fleet serves: requests move on to the new units, or wait if
-    there is no room for old and new beside each other."""
-    replan(plan, server.gateway(), apply=apply)
+    there is no room for old and new beside each other.
+
+    With --from-traffic the plan is made for what the fleet was asked, on the cores that it has and in the
+    memory that it takes."""
+    if from_traffic == (plan is not None):
+        raise ConfigError("replan: a plan, or --from-traffic for one that is made now, is right")
+    gateway = server.gateway()
+    if plan is not None:
+        replan(plan, gateway, apply=apply)
+        return
+    if profile is None:
+        raise ConfigError("--profile: is missing; what `kvloom profile` wrote is right with --from-traffic")
+    measured = read_profile(profile)
+    try:
+        made = plan_by_traffic(gateway, measured, at)
+    except AdminError as error:
+        raise CommandFailed(str(error)) from error
+    if output is not None:
+        write_plan(output, made)
+    bring_to(made, Path("--from-traffic"), gateway, apply=apply)
+
+
+def plan_by_traffic(server: AdminClient, profile: Profile, at: At) -> PlacementPlan:
+    """Makes a plan for the fleet's models by its traffic, and prints it. Raises AdminError, and ConfigError
+    if no plan can be made."""
+    fleet = server.placement()
+    units = (*fleet.units, *fleet.away)
+    models = {model.name: model for unit in units for model in unit.models}
+    seen = read_seen(server.traffic(), [*models], at)
+    missing = models.keys() - profile.shapes.keys()
+    if missing:
+        raise ConfigError(
+            f"--profile: {', '.join(sorted(missing))}: not measured; a profile of all that the fleet serves is "
+            "right"
+        )
+    demands = []
+    for name, model in models.items():
+        asked = seen.models.get(name) or but(seen.mean, rate=0.0)
+        demands.append(
+            Demand(name, profile.shapes[name], asked.rate, asked.prompt, asked.output, model.path, model.slo)
+        )
+    nodes = (Nodes(CPU, _memory(fleet, profile) // fleet.cores, fleet.cores, 1),)
+    console = console_for(width=140)
+    costs = DeviceCosts(nodes, demands, profile)
+    with interruptible("no plan is made"), estimator_shown(console, demands, costs) as estimator:
+        placement = plan_placement(estimator, nodes)
+        plan = write_down(estimator, nodes, placement, "kvloom replan --from-traffic")
+        missed = shortfalls(estimator, placement)
+    console.print(plan_table(plan))
+    used = {CPU: fleet.cores}
+    for line in (*told(seen), *summary(plan, used, missed), *cost_errors(used, profile)):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+    return plan
+
+
+def _memory(fleet: Placement, profile: Profile) -> int:
+    """Returns the bytes that the fleet's units take now, with a process for each core, as there may be that
+    many units, but no more than there are. So pools hardly become larger than they were meant to be."""
+    taken = sum(
+        unit.kv_bytes + sum(host_bytes(profile.shapes[model.name]) for model in unit.models)
+        for unit in (*fleet.units, *fleet.away)
+    )
+    return min(fleet.memory, int((taken + fleet.cores * PROCESS_BYTES) / USABLE) + 1)
 
 
 def replan(file: Path, server: AdminClient, *, apply: bool) -> None:
-    """Shows what is to be done, and does it if `apply` is set. Raises ConfigError before anything is changed,
-    and CommandFailed if the server fails."""
-    plan = read_plan(file)
+    """Shows what is to be done for a plan, and does it if `apply` is set. Raises as `bring_to` does."""
+    bring_to(read_plan(file), file, server, apply=apply)
+
+
+def bring_to(plan: PlacementPlan, file: Path, server: AdminClient, *, apply: bool) -> None:
+    """Shows what is to be done, and does it if `apply` is set. file: the plan's, which errors name. Raises
+    ConfigError before anything is changed, and CommandFailed if the server fails."""
     try:
         with interruptible(_GOES_ON):
             fleet = server.placement()

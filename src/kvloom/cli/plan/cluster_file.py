@@ -1,25 +1,17 @@
-"""`kvloom plan`: which models go together on which devices."""
+"""The file of a cluster: its machines, its models, and what is asked of them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as but
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Self
 
-from cyclopts import App, Parameter
 from msgspec.structs import replace
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from kvloom.cli.app import check_outputs, interruptible
-from kvloom.cli.cluster import require_ray
-from kvloom.cli.tables import console_for
 from kvloom.config.fields import (
     ConfigSection,
     NoNull,
@@ -34,23 +26,16 @@ from kvloom.config.fields import (
 from kvloom.config.file import read_yaml
 from kvloom.config.machine import Machine
 from kvloom.config.models import SloConfig, resolve_model
-from kvloom.lab.workload.make import open_workload
-from kvloom.lab.workload.results import write_text
 from kvloom.lab.workload.summary import Traffic
 from kvloom.lab.workload.traces import NAMELESS
-from kvloom.plan.board import BoardPlacement
-from kvloom.plan.cluster import CPU, Demand, DeviceCosts, Nodes, node_names
+from kvloom.plan.cluster import CPU, Demand, Nodes, node_names
 from kvloom.plan.cost.devices import find_device
-from kvloom.plan.cost.profile import Profile, read_profile
+from kvloom.plan.cost.profile import Profile
 from kvloom.plan.cost.shapes import ModelShape, find_shape, read_shape
-from kvloom.plan.drawing import draw_plan
-from kvloom.plan.estimate import Estimator
-from kvloom.plan.explain import Shortfall, gigabytes, more_devices, shortfalls
-from kvloom.plan.plan import CPU_ITEMSIZE, PROCESS_BYTES, PlacementPlan, PlannedUnit, write_plan
-from kvloom.plan.planner import memory_greedy, plan_placement, spatial, write_down, write_spatial
+from kvloom.plan.plan import CPU_ITEMSIZE, PROCESS_BYTES
+from kvloom.plan.traffic import SeenTraffic
 from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import KVDtype
-from kvloom.types.numbers import show_number
 
 MOST_DEVICES: Final = 4096
 
@@ -173,7 +158,7 @@ def _nodes(key: str, config: NodesConfig) -> Nodes:
     return Nodes(device.name, memory, config.gpus, config.machines, names)
 
 
-def _budgeted(nodes: Nodes, memory: str) -> Nodes:
+def budgeted(nodes: Nodes, memory: str) -> Nodes:
     """Returns nodes whose weights sleep, with so much for weights and pools of each. Raises ConfigError."""
     try:
         size = parse_size(memory)
@@ -196,12 +181,16 @@ def _budgeted(nodes: Nodes, memory: str) -> Nodes:
     return but(nodes, budget=size // nodes.gpus)
 
 
-def read_demands(cluster: Cluster, traffic: Traffic | None, profile: Profile | None) -> list[Demand]:
-    """Returns what is asked of each model, by past traffic if there is some, else by the file. Raises
-    ConfigError."""
+def read_demands(
+    cluster: Cluster, traffic: Traffic | SeenTraffic | None, profile: Profile | None
+) -> list[Demand]:
+    """Returns what is asked of each model, by past traffic if there is some, else by the file. traffic: that
+    of a workload, or of a gateway's log. Raises ConfigError."""
     demands = []
     try:
-        seen = None if traffic is None else _seen(traffic, [*cluster.config.models])
+        seen = _seen(traffic, [*cluster.config.models]) if isinstance(traffic, Traffic) else None
+        if isinstance(traffic, SeenTraffic):
+            seen = _logged(traffic)
         for name, model in cluster.config.models.items():
             shape, path = _model(f"models.{name}", name, model, cluster, profile)
             if model.kv_dtype != "auto":
@@ -239,12 +228,25 @@ def _seen(traffic: Traffic, names: Sequence[str]) -> Callable[[str, DemandConfig
     return wanted
 
 
+def _logged(traffic: SeenTraffic) -> Callable[[str, DemandConfig], Wanted]:
+    """Returns a function that says what a gateway was asked for a model."""
+
+    def wanted(name: str, model: DemandConfig) -> Wanted:
+        if one := traffic.models.get(name):
+            return one.rate, one.prompt, one.output
+        return 0.0, model.prompt or traffic.mean.prompt, model.output or traffic.mean.output
+
+    return wanted
+
+
 def _wanted(name: str, model: DemandConfig) -> Wanted:
     """Returns what the file says of a model. Raises ConfigError."""
     if model.rate is not None and model.prompt is not None and model.output is not None:
         return model.rate, model.prompt, model.output
     key = next(key for key in ("rate", "prompt", "output") if getattr(model, key) is None)
-    raise ConfigError(f"models.{name}.{key}: is missing; a number, or traffic by --workload, is right")
+    raise ConfigError(
+        f"models.{name}.{key}: is missing; a number, or traffic by --workload or --from-traffic, is right"
+    )
 
 
 def _model(
@@ -274,174 +276,3 @@ def _model(
     raise ConfigError(
         f"{key}.shape: is missing; a shape's name, or a checkpoint's directory as path, is right"
     )
-
-
-EXAMPLE: Final = """\
-CLUSTER.yaml:
-  nodes:
-    - {device: A100-80, gpus: 8, count: 4}    # A100-40, A10, L40S, H100, H200
-    - {device: cpu, gpus: 16, memory: 64GiB, names: [front]}  # its cores; needs --profile
-  models:    # with requests a second, and mean tokens
-    chat: {shape: llama-7b, rate: 20, prompt: 161, output: 338}
-    code: {path: /models/coder, rate: 2, prompt: 800, output: 250}
-
-With --workload the rates and lengths are those of past traffic. With --cluster the
-file has no nodes: they are those of the Ray cluster, by their addresses, as
-`kvloom serve --cluster` knows them, with what they have free now."""
-_FEW: Final = 10
-
-app = App(name="plan", help_epilogue=EXAMPLE)
-
-
-@app.default
-def plan_command(
-    file: Annotated[Path, Parameter(name="CLUSTER", help="see below")],
-    /,
-    *,
-    workload: Annotated[
-        Path | None, Parameter(help="past traffic: a workload, a spec of one, or a trace")
-    ] = None,
-    profile: Annotated[Path | None, Parameter(help="what `kvloom profile` measured, for device cpu")] = None,
-    baseline: Annotated[
-        Literal["spatial", "memory"] | None,
-        Parameter(help="instead: a mesh for each model, or placement by free memory"),
-    ] = None,
-    cluster: Annotated[
-        str | None, Parameter(metavar="auto|HOST:PORT", help="the Ray cluster that it is for (the file's)")
-    ] = None,
-    memory: Annotated[
-        str | None,
-        Parameter(
-            metavar="SIZE", help="of each machine, for the pools and weights that sleep and wake: 8GiB"
-        ),
-    ] = None,
-    output: Annotated[Path | None, Parameter(alias="-o", help="the file to write")] = None,
-    html: Annotated[Path | None, Parameter(help="draw which models are on which devices")] = None,
-) -> None:
-    """Find out which models go together on which devices.
-
-    They go together so that they answer as many requests as possible, and the table tells what each is
-    expected to answer (MuxServe). With --memory models may be larger together than that: their weights
-    sleep and wake, and the table tells how often they are awake. `kvloom serve` takes the plan that it writes
-    if that is for this machine's devices, `kvloom serve --cluster` one that names the cluster's nodes, and
-    `kvloom simulate` any."""
-    read = read_cluster(file, None if cluster is None else _running(cluster))
-    if memory is not None:
-        read = but(read, nodes=tuple(_budgeted(nodes, memory) for nodes in read.nodes))
-    measured = None if profile is None else read_profile(profile)
-    if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
-        raise ConfigError(f"--output: {output} is no file in a folder; a path that can be written is right")
-    check_outputs(html)
-    console = console_for(width=140)
-    with interruptible("no plan is written"):
-        traffic = None if workload is None else Traffic(open_workload(workload).requests())
-        demands = read_demands(read, traffic, measured)
-        costs = DeviceCosts(read.nodes, demands, measured)
-        with _estimator(console, demands, costs) as estimator:
-            plan, placement = _planned(estimator, read.nodes, baseline)
-        missing = shortfalls(estimator, placement)
-    console.print(plan_table(plan))
-    devices = Counter[str]()
-    for nodes in read.nodes:
-        devices[nodes.device] += nodes.total
-    lines = list(summary(plan, devices, missing))
-    for line in lines:
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
-    if html is not None:
-        write_text(html, draw_plan(plan, lines))
-    if output is not None:
-        write_plan(output, plan)
-
-
-def _running(cluster: str) -> list[Machine]:
-    """Returns the machines of a Ray cluster. Raises ConfigError."""
-    require_ray()
-    from kvloom.serve.nodes import ray_nodes  # noqa: PLC0415 -- only such plans need Ray
-
-    with ray_nodes.connected(cluster):
-        return ray_nodes.machines()
-
-
-def _planned(
-    estimator: Estimator, nodes: Sequence[Nodes], baseline: str | None
-) -> tuple[PlacementPlan, BoardPlacement]:
-    if baseline == "spatial":
-        placement = spatial(estimator, nodes)
-        return write_spatial(estimator, nodes, placement), placement
-    if baseline == "memory":
-        placement = memory_greedy(estimator, nodes)
-        return write_down(estimator, nodes, placement, "kvloom plan --baseline memory"), placement
-    placement = plan_placement(estimator, nodes)
-    return write_down(estimator, nodes, placement, "kvloom plan"), placement
-
-
-@contextmanager
-def _estimator(console: Console, demands: Sequence[Demand], costs: DeviceCosts) -> Iterator[Estimator]:
-    """Gives an estimator whose work is seen on the screen."""
-    columns = SpinnerColumn(), TextColumn("{task.completed:,.0f} units estimated"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=None)
-        yield Estimator(demands, costs, lambda count: progress.update(task, completed=count))
-
-
-def plan_table(plan: PlacementPlan) -> Table:
-    """Returns a plan as a table, with a row for each model on each unit."""
-    table = Table(title=plan.made_by, title_justify="left")
-    for head in ("unit", "node", "devices", "GPUs", "model"):
-        table.add_column(head)
-    for head in ("requests/s", "could be", "prefill", "decode", "quota", "KV pool"):
-        table.add_column(head, justify="right")
-    sleeps = any(unit.memory for unit in plan.units)
-    for head in ("awake", "cold wait") if sleeps else ():
-        table.add_column(head, justify="right")
-    for unit in plan.units:
-        for row in _rows(unit):
-            table.add_row(*row)
-        table.add_section()
-    return table
-
-
-def _rows(unit: PlannedUnit) -> Iterator[list[str]]:
-    last = unit.index + unit.gpus - 1
-    numbers = "" if unit.device == CPU else f"{unit.index}" if unit.gpus == 1 else f"{unit.index}-{last}"
-    where = [unit.name, unit.node or "any", f"{unit.gpus} × {unit.device}", numbers]
-    pool = gigabytes(unit.kv_bytes) + (f" of {gigabytes(unit.memory)}" if unit.memory else "")
-    for model in unit.models:
-        yield [
-            *where,
-            model.name,
-            show_number(model.rate),
-            show_number(model.throughput),
-            f"{model.prefill_share:.0%}",
-            f"{model.decode_share:.0%}",
-            f"{model.quota:.1%}",
-            pool,
-            *([f"{model.awake:.1%}", _shown(model.cold_wait)] if unit.memory else []),
-        ]
-        where, pool = [""] * len(where), ""
-
-
-def _shown(seconds: float) -> str:
-    return f"{show_number(seconds)} s" if seconds >= 1.0 else f"{show_number(1e3 * seconds)} ms"
-
-
-def summary(plan: PlacementPlan, devices: Mapping[str, int], missing: Sequence[Shortfall]) -> Iterator[str]:
-    """Says what is answered, on how many of the devices there are, and why not more."""
-    used = Counter[str]()
-    for unit in plan.units:
-        used[unit.device] += unit.gpus
-    wanted = sum(model.rate for unit in plan.units for model in unit.models)
-    where = ", ".join(f"{used[device]} of {count} {device}" for device, count in devices.items())
-    yield f"{show_number(plan.throughput)} of {show_number(wanted)} requests/s are answered, on {where}"
-    asleep = [model for unit in plan.units if unit.memory for model in unit.models]
-    cold = sum(model.rate * (1.0 - model.awake) for model in asleep)
-    if cold:
-        wait = sum(model.rate * (1.0 - model.awake) * model.cold_wait for model in asleep) / cold
-        yield f"{cold / wanted:.1%} of the requests find their model asleep, and wait {_shown(wait)} for it"
-    for shortfall in missing[:_FEW]:
-        yield shortfall.text
-    if len(missing) > _FEW:
-        yield f"… and {len(missing) - _FEW} more"
-    more = more_devices(missing)
-    if more:
-        yield f"about {' and '.join(f'{n} more {device}' for device, n in more.items())} would answer all"
