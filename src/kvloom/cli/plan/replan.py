@@ -96,8 +96,7 @@ def plan_by_traffic(server: AdminClient, profile: Profile, at: At) -> PlacementP
     missing = models.keys() - profile.shapes.keys()
     if missing:
         raise ConfigError(
-            f"--profile: {', '.join(sorted(missing))}: not measured; a profile of all that the fleet serves is "
-            "right"
+            f"--profile: {', '.join(sorted(missing))}: not measured; a profile of all that is served is right"
         )
     demands = []
     for name, model in models.items():
