@@ -28,7 +28,7 @@ def test_two_small_models_on_two_large_gpus_have_one() -> None:
     assert devices(cluster, demand("a", "llama-7b", 20.0), demand("b", "llama-7b", 20.0)) == 2
 
 
-def test_several_nodes_are_left_alone() -> None:
+def test_little_traffic_needs_one_device_of_many_nodes() -> None:
     small = [demand(f"m{n}", "llama-7b", 0.05) for n in range(4)]
     assert devices([nodes("A100-80", 4, 4)], *small) == 1
 
