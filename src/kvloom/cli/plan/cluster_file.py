@@ -32,7 +32,7 @@ from kvloom.plan.cluster import CPU, Demand, Nodes, node_names
 from kvloom.plan.cost.devices import find_device
 from kvloom.plan.cost.profile import Profile
 from kvloom.plan.cost.shapes import ModelShape, find_shape, read_shape
-from kvloom.plan.plan import CPU_ITEMSIZE, PROCESS_BYTES
+from kvloom.plan.plan import CPU_ITEMSIZE, FLEET_BYTES, PROCESS_BYTES
 from kvloom.plan.traffic import SeenTraffic
 from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import KVDtype
@@ -139,7 +139,13 @@ def _machines(config: ClusterConfig, machines: Sequence[Machine] | None) -> tupl
                 f"--cluster: {one.name} has {one.gpus} GPUs, and does not say of which kind; `nodes` with "
                 f"`device`, `gpus` and `names: [{one.name}, ...]`, without --cluster, is right"
             )
-    return tuple(Nodes(CPU, one.memory // one.cores, one.cores, 1, (one.name,)) for one in machines)
+    return tuple(cpu_nodes(one.memory, one.cores, 1, (one.name,)) for one in machines)
+
+
+def cpu_nodes(memory: int, cores: int, count: int = 1, names: tuple[str, ...] = ()) -> Nodes:
+    """Returns machines whose cores are planned. memory: bytes of each, of which the fleet's processes beside
+    units take their part."""
+    return Nodes(CPU, max(0, memory - FLEET_BYTES) // cores, cores, count, names)
 
 
 def _nodes(key: str, config: NodesConfig) -> Nodes:
@@ -149,7 +155,7 @@ def _nodes(key: str, config: NodesConfig) -> Nodes:
             raise ConfigError(
                 f"{key}.memory: is missing; what a machine has for models, as `64GiB`, is right"
             )
-        return Nodes(CPU, config.memory // config.gpus, config.gpus, config.machines, names)
+        return cpu_nodes(config.memory, config.gpus, config.machines, names)
     try:
         device = find_device(config.device)
     except ConfigError as error:
@@ -174,9 +180,10 @@ def budgeted(nodes: Nodes, memory: str) -> Nodes:
     if size < nodes.gpus:
         raise ConfigError(f"--memory: {show_size(size)}; a size such as 8GiB is right")
     if size > most:
+        whole, processes = show_size(there + FLEET_BYTES), show_size(PROCESS_BYTES + FLEET_BYTES)
         raise ConfigError(
-            f"--memory: {show_size(size)} of a machine that has {show_size(there)}, of which an engine's "
-            f"process takes {show_size(PROCESS_BYTES)} besides; at most {show_size(max(0, most))} is right"
+            f"--memory: {show_size(size)} of a machine that has {whole}, of which an engine's process and "
+            f"the fleet's other ones take {processes} besides; at most {show_size(max(0, most))} is right"
         )
     return but(nodes, budget=size // nodes.gpus)
 

@@ -15,13 +15,22 @@ from kvloom.cli.admin import HERE, ServerOptions
 from kvloom.cli.app import CommandFailed, interruptible
 from kvloom.cli.gateway import AdminClient, AdminError
 from kvloom.cli.plan.app import estimator_shown, plan_table, summary
+from kvloom.cli.plan.cluster_file import cpu_nodes
 from kvloom.cli.plan.traffic import AtOption, read_seen, told
 from kvloom.cli.tables import console_for
 from kvloom.config.fields import show_size
-from kvloom.plan.cluster import CPU, Demand, DeviceCosts, Nodes
+from kvloom.plan.cluster import CPU, Demand, DeviceCosts
 from kvloom.plan.cost.profile import Profile, read_profile
 from kvloom.plan.explain import cost_errors, shortfalls
-from kvloom.plan.plan import PROCESS_BYTES, USABLE, PlacementPlan, host_bytes, read_plan, write_plan
+from kvloom.plan.plan import (
+    FLEET_BYTES,
+    PROCESS_BYTES,
+    USABLE,
+    PlacementPlan,
+    host_bytes,
+    read_plan,
+    write_plan,
+)
 from kvloom.plan.planner import plan_placement, write_down
 from kvloom.plan.repair import Repair, StartUnit, Unreachable, repair
 from kvloom.plan.target import ReplanTarget, new_names, read_target
@@ -104,7 +113,7 @@ def plan_by_traffic(server: AdminClient, profile: Profile, at: At) -> PlacementP
         demands.append(
             Demand(name, profile.shapes[name], asked.rate, asked.prompt, asked.output, model.path, model.slo)
         )
-    nodes = (Nodes(CPU, _memory(fleet, profile) // fleet.cores, fleet.cores, 1),)
+    nodes = (cpu_nodes(_memory(fleet, profile), fleet.cores),)
     console = console_for(width=140)
     costs = DeviceCosts(nodes, demands, profile)
     with interruptible("no plan is made"), estimator_shown(console, demands, costs) as estimator:
@@ -125,7 +134,7 @@ def _memory(fleet: Placement, profile: Profile) -> int:
         unit.kv_bytes + sum(host_bytes(profile.shapes[model.name]) for model in unit.models)
         for unit in (*fleet.units, *fleet.away)
     )
-    return min(fleet.memory, int((taken + fleet.cores * PROCESS_BYTES) / USABLE) + 1)
+    return min(fleet.memory, int((taken + fleet.cores * PROCESS_BYTES) / USABLE) + FLEET_BYTES + 1)
 
 
 def replan(file: Path, server: AdminClient, *, apply: bool) -> None:
