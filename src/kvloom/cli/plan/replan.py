@@ -118,7 +118,7 @@ def plan_by_traffic(server: AdminClient, profile: Profile, at: At) -> PlacementP
     costs = DeviceCosts(nodes, demands, profile)
     with interruptible("no plan is made"), estimator_shown(console, demands, costs) as estimator:
         placement = plan_placement(estimator, nodes)
-        plan = write_down(estimator, nodes, placement, "kvloom replan --from-traffic")
+        plan = _with_pools(write_down(estimator, nodes, placement, "kvloom replan --from-traffic"), fleet)
         missed = shortfalls(estimator, placement)
     console.print(plan_table(plan))
     used = {CPU: fleet.cores}
@@ -135,6 +135,15 @@ def _memory(fleet: Placement, profile: Profile) -> int:
         for unit in (*fleet.units, *fleet.away)
     )
     return min(fleet.memory, int((taken + fleet.cores * PROCESS_BYTES) / USABLE) + FLEET_BYTES + 1)
+
+
+def _with_pools(plan: PlacementPlan, fleet: Placement) -> PlacementPlan:
+    """Returns the plan with pools that are together at least as large as the fleet's are now. A plan on fewer
+    cores has only their part of the memory."""
+    now = sum(unit.kv_bytes for unit in (*fleet.units, *fleet.away))
+    larger = max(1.0, now / sum(unit.kv_bytes for unit in plan.units))
+    units = (replace(unit, kv_bytes=int(unit.kv_bytes * larger)) for unit in plan.units)
+    return replace(plan, units=tuple(units))
 
 
 def replan(file: Path, server: AdminClient, *, apply: bool) -> None:
