@@ -11,7 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from kvloom.cli.__main__ import main
-from kvloom.cli.plan import EXAMPLE, read_cluster, read_demands
+from kvloom.cli.plan.app import EXAMPLE
+from kvloom.cli.plan.cluster_file import read_cluster, read_demands
 from kvloom.config.config import DEMO
 from kvloom.config.file import load_config
 from kvloom.config.machine import Machine
@@ -204,7 +205,7 @@ def test_cores_that_were_measured_and_the_fleet_that_serves_the_plan(tmp_path: P
         f"  {name}: {{path: {DEMO / demo}, rate: 5, prompt: 50, output: 20}}\n"
         for name, demo in (("one", "guide"), ("two", "sums"))
     )
-    text = "nodes: [{device: cpu, gpus: 4, memory: 1GiB}]\nmodels:\n" + models
+    text = "nodes: [{device: cpu, gpus: 4, memory: 2GiB}]\nmodels:\n" + models
     assert run(tmp_path, text, None, tmp_path / "profile.json") == 0
     found = read_plan(tmp_path / "plan.json")
     check_plan(found)

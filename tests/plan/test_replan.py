@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from kvloom.cli.app import CommandFailed
 from kvloom.cli.gateway import AdminClient, GatewayError
-from kvloom.cli.replan import replan
+from kvloom.cli.plan.replan import replan
 from kvloom.plan.cost.shapes import find_shape
 from kvloom.plan.plan import (
     PROCESS_BYTES,

@@ -43,7 +43,7 @@ def on_cores() -> PlacementPlan:
     cluster = [Nodes(CPU, 1 << 30, 4, 1)]
     demands = [
         Demand(name, PROFILE.shapes[name], rate, 50, 20, str(DEMO / "guide"))
-        for name, rate in (("one", 5.0), ("two", 0.0))
+        for name, rate in (("one", 40.0), ("two", 0.0))
     ]
     return make_plan(cluster, demands, DeviceCosts(cluster, demands, PROFILE))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
 from inspect import isawaitable
@@ -31,9 +31,11 @@ from kvloom.cluster.scheduler import FleetControl
 from kvloom.config.models import check_name
 from kvloom.journal.lives import KEPT, Life, Lives
 from kvloom.journal.log import RecordLog
+from kvloom.journal.traffic import TrafficHour, encode_hours
+from kvloom.journal.traffic_log import TrafficKeeper
 from kvloom.router.program import Program, load_program
 from kvloom.router.router import Router as Routing
-from kvloom.types.errors import BadRequest, ConfigError
+from kvloom.types.errors import BadRequest, ConfigError, Unavailable
 from kvloom.types.request import ModelCard
 from kvloom.types.service import Admit, Drain, LoadLora, Pairs, ProgramState, Steps, UnitState, UnloadLora
 from kvloom.types.spec import ProgramSpec
@@ -59,6 +61,8 @@ class Admin:
     samples: LiveSamples = field(default_factory=LiveSamples)
     lives: Lives = field(default_factory=Lives)
     """Of the requests that this gateway was asked."""
+    traffic: TrafficKeeper | None = None
+    """None if nobody counts."""
     _verbs: dict[str, Router] = field(default_factory=dict)
 
     @property
@@ -76,6 +80,8 @@ class Admin:
             "pair": self._pair,
             "scale": self._scale,
             "requests": self.lives.last,
+            "traffic": lambda: _traffic(self.traffic.everywhere if self.traffic else None),
+            "host_traffic": lambda: _traffic(self.traffic.here if self.traffic else None),
             "request": self._request,
             "placement": lambda: orders.placement,
             "units": lambda: orders.states,
@@ -247,6 +253,14 @@ class Admin:
                 await send(message)
 
             await self._verbs[unit](scope, receive, answer)
+
+
+async def _traffic(told: Callable[[], Awaitable[Sequence[TrafficHour]]] | None) -> Response:
+    try:
+        hours = [] if told is None else await told()
+    except OSError as error:
+        raise Unavailable(f"the traffic log cannot be read: {error.strerror}") from error
+    return Response(await asyncio.to_thread(encode_hours, hours), media_type=LINES)
 
 
 async def _load(spec: ProgramSpec) -> Program:

@@ -8,6 +8,7 @@ from typing import Any, Final
 from kvloom.api.routes import EVENTS, LINES, LOAD_LORA, TEXT, UNLOAD_LORA, RouteRow, get, post
 from kvloom.cluster.models import AddModel, Applied, Apply, ModelState
 from kvloom.journal.lives import Life, LifeLine
+from kvloom.journal.traffic import TrafficHour
 from kvloom.types.errors import WireError
 from kvloom.types.request import ModelCard, StartGenerate
 from kvloom.types.service import (
@@ -97,6 +98,24 @@ ADMIN: Final[tuple[RouteRow, ...]] = (
         "Tells the life of a request, by its x-request-id, by its answer's id, or by a unit's id for it.",
         Life,
         404,
+    ),
+    get(
+        "traffic",
+        "/admin/traffic",
+        "Tells what the fleet was asked, by model and hour.",
+        TrafficHour,
+        503,
+        media=LINES,
+        note="Lines of JSON, each an hour of a model: counts and lengths alone.",
+    ),
+    get(
+        "host_traffic",
+        "/admin/traffic/host",
+        "Tells the same of the gateways of this one's host.",
+        TrafficHour,
+        503,
+        media=LINES,
+        note="Lines of JSON, as of `/admin/traffic`.",
     ),
     get("placement", "/admin/placement", "Tells which units there are and may be.", Placement),
     get("units", "/admin/units", "Tells whether each unit takes requests.", list[UnitState]),

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import monotonic
+from time import monotonic, time
 from types import MappingProxyType
 from typing import Final, get_args
 
@@ -16,7 +16,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from kvloom.engine.freeness import freeness
 from kvloom.journal.lives import Lives, Story
-from kvloom.types.errors import KvloomError, RequestQuarantined
+from kvloom.journal.traffic import TrafficCounts
+from kvloom.types.errors import KvloomError, QueueFull, RequestQuarantined
 from kvloom.types.load import ModelLoad, UnitLoad, WeightLoad
 from kvloom.types.service import IN_SERVICE, NodeService, Service
 
@@ -46,6 +47,8 @@ class Metrics:
     def __init__(self) -> None:
         self.lives = Lives()
         """Of the last requests that were measured."""
+        self.traffic = TrafficCounts()
+        """What was asked since it was last written down."""
         self._registry = CollectorRegistry()
         by = ["model"]
         self.requests = self._counter("requests", "Requests by model and status.", ["model", "status"])
@@ -104,6 +107,10 @@ class Watch:
     def __init__(self, metrics: Metrics, life: Story) -> None:
         self.life = life
         self.model = UNKNOWN
+        self.base = ""
+        """The model whose adapter it is; empty if it is none."""
+        self.prompts = 1
+        """How many the request has."""
         self.request = ""
         """The id by which engines and the journal know the request; nothing until it is prepared."""
         self.status = 0
@@ -112,6 +119,7 @@ class Watch:
         """Of the prompts and of the answer, once that is over."""
         self._metrics = metrics
         self._arrived = monotonic()
+        self._arrived_at = time()
         self._first: float | None = None
 
     @property
@@ -170,6 +178,14 @@ class Watch:
         self.status = status
         self.life.end(status, code)
         self._metrics.requests.labels(self.model, str(status)).inc()
+        traffic, tokens = self._metrics.traffic, self.life.tokens
+        if self.model == UNKNOWN:
+            return
+        if status >= 500 or code == QueueFull.code:
+            traffic.unanswered(self.model, self._arrived_at, self.base)
+        elif status == 200 or (status == 499 and tokens.prompt):
+            given = self.prompts, tokens.prompt, tokens.output, tokens.cached
+            traffic.answered(self.model, self._arrived_at, *given, base=self.base)
 
     def _observe(self, prompt_tokens: int, output_tokens: int) -> None:
         metrics, model, now = self._metrics, self.model, monotonic()

@@ -19,6 +19,7 @@ import msgspec
 
 from kvloom.cluster.models import AddModel, Applied, Apply, ModelState, Wanted
 from kvloom.config.fields import read_keys, told_unread
+from kvloom.journal.traffic import TrafficHour, decode_hours
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import Admit, Drain, NodeState, Placement, ProgramState, RestartStep, UnitState
 from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
@@ -27,6 +28,7 @@ KEY_VARIABLE: Final = "KVLOOM_ADMIN_KEY"
 SECONDS: Final = 30.0
 LONGEST_ANSWER: Final = 1 << 20
 LONGEST_EVENT: Final = 32 << 20
+LONGEST_LOG: Final = 1 << 30
 _NO_TLS: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNEXPECTED_EOF_WHILE_READING")
 
 Answer = TypeVar("Answer")
@@ -182,6 +184,11 @@ class AdminClient:
     def placement(self) -> Placement:
         """Raises GatewayError."""
         return self._call("placement", Placement)
+
+    def traffic(self) -> list[TrafficHour]:
+        """Returns what the fleet was asked, by hour and model. Raises AdminError."""
+        with self._server.asked("admin/traffic", None, SECONDS) as response:
+            return decode_hours(response.read(LONGEST_LOG))[0]
 
     def add(self, spec: EngineSpec) -> UnitState:
         """Adds a unit, and waits until it takes requests. Raises GatewayError."""

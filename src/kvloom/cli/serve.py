@@ -63,6 +63,7 @@ CONFIG.yaml, with the defaults:
   share_prefixes: auto   # or all, key: who finds whose prompts cached
   audit_file: audit.jsonl # what administrators did; left out, the log has it
   journal: journal.jsonl # what happens to the fleet, and why; also at /admin/events
+  traffic: traffic.jsonl # counts and lengths by model and hour, to plan by
   otlp: http://127.0.0.1:4318  # traces go there (OpenTelemetry)
   access_log: false      # a line for each request, without its content
   log_level: info        # or warning, error

@@ -94,7 +94,7 @@ DEMO: Final = Path(__file__).resolve().parents[1] / "demo"
 DEMO_SETTINGS: Final = {"block_bytes": "4KiB", "kv_memory": "64MiB"}
 KEPT_FROM_START: Final = (
     *("host", "port", "tls", "proxies", "allow_origins"),
-    *("api_key_file", "admin_key_file", "keys", "share_prefixes", "audit_file", "journal", "otlp"),
+    *("api_key_file", "admin_key_file", "keys", "share_prefixes", "audit_file", "journal", "traffic", "otlp"),
     *("access_log", "log_level", "log_format"),
     *("max_body", "max_connections", "request_timeout"),
     *("drain", "patience", "load_timeout", "watchdog", "node_lease", "node_tls", "gateways", "rescheduling"),
@@ -142,6 +142,7 @@ class Config(ConfigSection):
     share_prefixes: Literal["auto", "all", "key"] = "auto"
     audit_file: Path | None = None
     journal: Path | None = None
+    traffic: Path | None = None
     otlp: str | None = None
     access_log: bool = False
     log_level: Literal["info", "warning", "error"] = "info"
@@ -220,7 +221,7 @@ class Config(ConfigSection):
         _READ[str(info.field_name)](path)
         return path
 
-    @field_validator("audit_file", "journal")
+    @field_validator("audit_file", "journal", "traffic")
     @classmethod
     def _in_a_folder(cls, value: Path | None, info: ValidationInfo) -> Path | None:
         path = None if value is None else Surroundings.of(info).folder / value.expanduser()

@@ -106,6 +106,11 @@ class Story:
         """count: counts its tokens until its end."""
         self._count = count
 
+    @property
+    def tokens(self) -> Tokens:
+        """Returns its tokens up to now, or to its end."""
+        return self._count()
+
     def add(self, what: str, unit: str = "", reason: str = "") -> None:
         """Writes a step of now. A life that has all of its steps still knows its state."""
         if what in _STATES and not (what in ("admitted", "resumed") and self._state == "decode"):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from kvloom.plan.board import BoardPlacement
-from kvloom.plan.cluster import Demand, MeshKind, Nodes, mesh_kinds
+from kvloom.plan.cluster import CPU, Demand, MeshKind, Nodes, mesh_kinds
+from kvloom.plan.cost.devices import FITTED_TO, UNSEEN_ERROR
+from kvloom.plan.cost.measured import cross_validate
+from kvloom.plan.cost.profile import Profile
 from kvloom.plan.estimate import Estimator, Item
 from kvloom.plan.plan import fixed_bytes, request_bytes, usable_bytes
 from kvloom.plan.search import MOST
@@ -161,6 +164,22 @@ def check_left(estimator: Estimator, cluster: Sequence[Nodes], placement: BoardP
         f"weights, activations and one request each, the cluster has {gigabytes(there)}{pieces}; "
         f"{' and '.join(f'{n} more {device}' for device, n in more.items())} would be enough"
     )
+
+
+def cost_errors(devices: Collection[str], profile: Profile | None) -> Iterator[str]:
+    """Says how far the times of jobs that a plan on these devices rests on are from measured ones."""
+    if CPU in devices and profile is not None:
+        spread = cross_validate(profile)["all"]
+        yield (
+            f"times of jobs are those of the profile; {spread.rows} that a fit had not seen were "
+            f"{spread.median:.1%} off in the median, {spread.p90:.1%} at the 90th percentile"
+        )
+    if any(device != CPU for device in devices):
+        median, p90 = UNSEEN_ERROR
+        yield (
+            f"times of jobs on GPUs are those of data sheets; on {FITTED_TO}, to which they were fitted, "
+            f"times not seen were {median:.1%} off in the median, {p90:.1%} at the 90th percentile"
+        )
 
 
 def budget_of(size: int) -> int:

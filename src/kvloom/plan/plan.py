@@ -249,6 +249,9 @@ def fixed_bytes(shape: ModelShape, kind: MeshKind) -> int:
 
 
 PROCESS_BYTES: Final = 512 << 20  # of an engine's process without models: torch, numba's code, Python
+FLEET_BYTES: Final = 512 << 20
+"""Of a host's memory, for a fleet's processes that are no unit's: supervisor, gateway, fork server, scheduler
+and sandboxes of texts. With two of the demo's models they had 390 MiB (PSS), without a scheduler."""
 CPU_ITEMSIZE: Final = 4  # kvloom computes in float32 on a CPU, if nobody names another format
 
 

@@ -22,6 +22,7 @@ from kvloom.plan.cluster import (
 )
 from kvloom.plan.estimate import Estimator, Item
 from kvloom.plan.explain import check_each, check_left
+from kvloom.plan.fewer import with_fewer_devices
 from kvloom.plan.plan import PlacementPlan, PlannedModel, PlannedUnit, quotas
 from kvloom.plan.search import SearchEffort, best_placement
 from kvloom.types.errors import ConfigError
@@ -30,13 +31,14 @@ from kvloom.types.errors import ConfigError
 def plan_placement(
     estimator: Estimator, cluster: Sequence[Nodes], effort: SearchEffort | None = None
 ) -> BoardPlacement:
-    """Returns the best placement that is found. Raises ConfigError if a model has no place."""
+    """Returns the best placement that is found, on the fewest devices that are ample. Raises ConfigError if a
+    model has no place."""
     check_each(estimator, cluster)
     placement = best_placement(
         estimator, cluster, effort or SearchEffort.fit(cluster, len(estimator.demands))
     )
     check_left(estimator, cluster, placement)
-    return placement
+    return with_fewer_devices(estimator, cluster, placement)
 
 
 def make_plan(

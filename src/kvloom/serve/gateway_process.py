@@ -9,6 +9,7 @@ import asyncio
 import logging
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
@@ -38,6 +39,8 @@ from kvloom.journal.file import AppendedFile
 from kvloom.journal.log import Outbox, RecordLog
 from kvloom.journal.records import Journaled, Recorder, nobody
 from kvloom.journal.samples import Sample, make_sample
+from kvloom.journal.traffic import TrafficCounts, TrafficHour
+from kvloom.journal.traffic_log import TrafficKeeper, TrafficLog
 from kvloom.router.client import UNIX, HttpEngineClient, UnitClient
 from kvloom.router.program import Program, load_program
 from kvloom.router.rescheduling import Rescheduler
@@ -141,8 +144,7 @@ async def gateway(
                 tasks.create_task(connected[unit].cut())
 
         cards = KeptCards(Path(order.sockets), order.node, mirror)
-        if tls is not None:
-            await cards.fetch(lambda url: FleetClient(url, secret=order.secret, tls=tls))
+        await cards.fetch(other_gateways(mirror, order, tls))
         link = FleetLink(mirror, connect, cards.of, cards.keep)
         router = await stack.enter_async_context(
             Router(link, program, clock, patience=order.patience, record=record, tell=metrics.lives.tell)
@@ -153,6 +155,9 @@ async def gateway(
         rescheduler = await stack.enter_async_context(Rescheduler(router, clock, orders, record))
         trail = stack.enter_context(audit(order.audit_file))
         await stack.enter_async_context(traced(order, journal, metrics, clock))
+        traffic = await stack.enter_async_context(
+            traffic_kept(order, metrics.traffic, partial(other_gateways, mirror, order, tls), clock)
+        )
         samples = LiveSamples(partial(take_sample, router, mirror, metrics))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         mirror.follow(cut)
@@ -168,7 +173,7 @@ async def gateway(
             router,
             keys=Keys(order.api_keys, order.admin_keys, order.secret, ring, order.share_prefixes),
             max_body=order.max_body,
-            admin=Admin(router, orders, rescheduler, trail, journal, samples, metrics.lives),
+            admin=Admin(router, orders, rescheduler, trail, journal, samples, metrics.lives, traffic),
             moves=lambda: rescheduler.moves,
             texts=texts,
             proxies=order.proxies,
@@ -246,20 +251,14 @@ class KeptCards:
         if self.mirror.process(unit).node != self.node:
             await self._write(unit, cards)
 
-    async def fetch(self, call: Callable[[str], FleetClient]) -> None:
-        """Asks other gateways for the cards of units that cannot be asked themselves now. call: returns the
-        client of a gateway's endpoint."""
+    async def fetch(self, others: Sequence[FleetClient]) -> None:
+        """Asks other gateways for the cards of units that cannot be asked themselves now."""
         status = self.mirror.status
         there = {name for name, node in status.nodes.items() if node.phase == "there"}
         silent = [
             name
             for name in self.mirror.spec.units
             if self.mirror.outlook(name) != "here" or self.mirror.process(name).node not in there
-        ]
-        others = [
-            call(one.endpoint)
-            for name, one in status.processes.items()
-            if is_gateway(name) and one.phase == "ready" and one.endpoint and one.node in there
         ]
         async with asyncio.TaskGroup() as tasks:
             for unit in silent:
@@ -278,6 +277,43 @@ class KeptCards:
             await asyncio.to_thread(keep_cards, self.folder, unit, cards)
         except OSError as error:
             _log.warning("%s: what it serves cannot be kept: %s", unit, error.strerror)
+
+
+def other_gateways(mirror: Mirror, order: GatewayOrder, tls: ssl.SSLContext | None) -> list[FleetClient]:
+    """Returns clients of the gateways of other nodes that answer. tls: None if there are no other nodes."""
+    status = mirror.status
+    there = {name for name, one in status.nodes.items() if one.phase == "there"} - {order.node}
+    return [
+        FleetClient(one.endpoint, secret=order.secret, tls=tls)
+        for name, one in status.processes.items()
+        if tls and is_gateway(name) and one.phase == "ready" and one.endpoint and one.node in there
+    ]
+
+
+@asynccontextmanager
+async def traffic_kept(
+    order: GatewayOrder, counts: TrafficCounts, others: Callable[[], Sequence[FleetClient]], clock: Clock
+) -> AsyncIterator[TrafficKeeper]:
+    """Keeps what a gateway counts in its host's log. others: returns clients of other nodes' gateways."""
+
+    async def ask(other: FleetClient) -> list[TrafficHour]:
+        try:
+            return await other.traffic()
+        except Unavailable as error:
+            _log.warning("the traffic of another gateway is left out: %s", error.message)
+            return []
+
+    async def ask_all() -> list[TrafficHour]:
+        found = await asyncio.gather(*map(ask, others()))
+        return [hour for hours in found for hour in hours]
+
+    log = TrafficLog(Path(order.traffic or Path(order.sockets, "traffic.jsonl")))
+    keeper = TrafficKeeper(counts, log, ask_all)
+    async with together() as tasks:
+        keeping = tasks.create_task(keeper.run(clock))
+        yield keeper
+        keeping.cancel()
+    await keeper.write()
 
 
 @asynccontextmanager

@@ -96,6 +96,7 @@ def gateway_spec(config: Config) -> GatewaySpec:
         access_log=config.access_log,
         audit_file=str(config.audit_file or ""),
         otlp=config.otlp or "",
+        traffic=str(config.traffic or ""),
         max_body=config.max_body,
         max_connections=config.max_connections,
         program=config.program,
@@ -112,11 +113,13 @@ def gateway_spec(config: Config) -> GatewaySpec:
 
 
 def gateway_paths(config: Config) -> dict[str, str]:
-    """Returns what each host with a gateway needs at the same path, by key: files, and the audit file's
-    folder. Keys without names are in a gateway's order, and need no file there."""
+    """Returns what each host with a gateway needs at the same path, by key: files, and the folders of
+    those that it writes. Keys without names are in a gateway's order, and need no file there."""
     found: dict[str, Path | None] = {"keys": config.keys}
     if config.audit_file is not None:
         found["audit_file"] = config.audit_file.parent
+    if config.traffic is not None:
+        found["traffic"] = config.traffic.parent
     if config.tls is not None:
         tls = config.tls
         found |= {"tls.certificate": tls.certificate, "tls.key": tls.key, "tls.client_ca": tls.client_ca}

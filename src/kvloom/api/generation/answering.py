@@ -123,6 +123,7 @@ class EndpointContext:
             async with limit.kept():
                 model = await self.catalog.get(body.model, access.may_use, self.tag)
                 watch.model = watch.life.model = model.card.name
+                watch.base = model.card.parent or ""
                 prepared = await prepare(body, model, watch, access.tenant, origin)
                 answering = replace(prepared, access=access, limit=limit)
             watch.request = answering.request
@@ -221,6 +222,7 @@ class Answering:
     def tell(self, lives: Lives) -> None:
         """Tells how to follow the request's life."""
         life = self.watch.life
+        self.watch.prompts = sum(1 + len(one.body.more) for one in self.generations)
         life.api_id = self.writer.answer_id
         life.tokens_by(self._tokens)
         lives.ask(life, [one.body.request for one in self.generations])

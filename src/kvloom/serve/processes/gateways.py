@@ -9,6 +9,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from kvloom.journal.traffic import TrafficHour, decode_hours
 from kvloom.types.errors import Unavailable
 from kvloom.types.request import ModelCard
 from kvloom.types.service import FleetState, Pairs, Steps
@@ -41,6 +42,10 @@ class FleetClient:
     async def cards(self, unit: str) -> list[ModelCard]:
         """Returns what a unit serves, or has served last, as far as the gateway knows."""
         return _read(await self._call("GET", f"/admin/units/{unit}/cards"), list[ModelCard])
+
+    async def traffic(self) -> list[TrafficHour]:
+        """Returns what the gateways of its host were asked."""
+        return decode_hours(await self._call("GET", "/admin/traffic/host"))[0]
 
     async def _call(self, method: str, path: str, body: bytes = b"") -> bytes:
         about = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n" if body else ""

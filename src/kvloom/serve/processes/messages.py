@@ -68,6 +68,8 @@ class GatewaySpec(Struct, frozen=True, kw_only=True):
     """Whether a line is logged for each request."""
     audit_file: str = ""
     """Where the audit trail is written; empty for the log."""
+    traffic: str = ""
+    """Where the traffic is kept on a host; empty for the fleet's own folder, which ends with the fleet."""
     memory: int = 0
     """Bytes that were free, on all machines of the fleet together, before it began."""
     cores: int = 0
