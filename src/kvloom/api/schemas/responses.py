@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, Field, Tag, TypeAdapter, WithJsonSchema, model_validator
 from pydantic.types import Discriminator
 
-from kvloom.api.schemas.chat import MAX_MESSAGES, MAX_TOOLS, ChatBody, Part, ToolName, UnservedType
+from kvloom.api.schemas.chat import MAX_MESSAGES, MAX_TOOLS, ChatBody, Part, ToolName, UnservedType, Verbosity
 from kvloom.api.schemas.generation import Answer, Body, JsonObjectFormat, TextFormat, Unserved, wrong
 
 LOGPROBS = "message.output_text.logprobs"
@@ -201,7 +201,9 @@ ResponsesTool = Annotated[
 ]
 
 
-_LEFT_OUT: Final = frozenset({"web_search", "web_search_preview", "namespace", "custom", "local_shell"})
+_LEFT_OUT: Final = frozenset(
+    {"web_search", "web_search_preview", "tool_search", "namespace", "custom", "local_shell"}
+)
 """Tools that coding agents send along to any server."""
 
 
@@ -243,9 +245,7 @@ Format = Annotated[
 
 class TextConfig(Body):
     format: Format | None = None
-    verbosity: Annotated[
-        None, Unserved("not served; a message can ask for a shorter or a longer answer", "medium")
-    ] = None
+    verbosity: Verbosity | None = None
 
 
 class Reasoning(Body):
@@ -330,6 +330,7 @@ class ResponsesBody(Body):
             fields["tool_choice"] = _chat_choice(choice) if isinstance(choice, NamedChoice) else choice
         if self.text is not None:
             fields["response_format"] = _chat_format(self.text)
+            fields["verbosity"] = self.text.verbosity
         return ChatBody.model_validate(fields)
 
 
