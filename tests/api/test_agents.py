@@ -336,6 +336,28 @@ def test_verbosity_is_a_switch_of_the_template(http: TestClient, engine: Scripte
     assert ends == ["\nlow", "high"]
 
 
+def test_a_forced_tool_goes_before_a_format(http: TestClient, engine: ScriptedEngine) -> None:
+    """instructor sends both to /v1/responses: the call has no text that a format could hold for."""
+    form = {"type": "json_schema", "name": "run", "schema": SCHEMA}
+    asked = {"model": "tiny", "input": ASKED, "tools": CODEX_TOOLS[:1]}
+    forced = {"tool_choice": {"type": "function", "name": "run"}}
+    http.post("/v1/responses", json=asked | forced).raise_for_status()
+    http.post("/v1/responses", json=asked | forced | {"text": {"format": form}}).raise_for_status()
+    alone, both = (body.sampling.guide for body in engine.bodies)
+    assert alone == both
+    assert alone is not None
+    refused = {"messages": [ONE], "tools": [function("run")], "tool_choice": "required", "guided_regex": "a"}
+    assert "exclude each other" in http.post(CHAT, json={"model": "tiny"} | refused).text
+
+
+def test_a_benchmark_goes_on_behind_the_stop_token(http: TestClient, engine: ScriptedEngine) -> None:
+    """GuideLLM sends `ignore_eos` to /v1/responses too, so that all answers are equally long."""
+    asked = {"model": "tiny", "input": ASKED, "max_output_tokens": 9, "ignore_eos": True}
+    http.post("/v1/responses", json=asked).raise_for_status()
+    (body,) = engine.bodies
+    assert not body.sampling.stop_token_ids
+
+
 def test_a_picture_out_of_a_tool_is_named(http: TestClient) -> None:
     """An agent that reads a picture is told that no picture is served, not that a field is missing."""
     picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}

@@ -152,8 +152,9 @@ class ChatBody(GenerationBody):
             raise wrong("tool_choice", "tool_choice needs tools")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
             raise wrong("tool_choice", "tool_choice names a function that is not in tools")
-        if self.guides and self.forces_tool:
-            name = next(iter(self.guides))
+        # A forced call leaves no text of which response_format could speak, and clients send both.
+        name = next(iter(self.guides.keys() - {"response_format"}), None)
+        if name is not None and self.forces_tool:
             raise wrong(name, f"{name} and a forced tool exclude each other")
         return self
 

@@ -256,11 +256,11 @@ class Reasoning(Body):
 
 
 _NOT_KEPT = "not served; previous_response_id goes on from an answer"
-_SAME = ("stream", "temperature", "top_p", "top_k", "seed", "priority", "parallel_tool_calls")
+_SAME = ("stream", "temperature", "top_p", "top_k", "seed", "ignore_eos", "priority", "parallel_tool_calls")
 
 
 class ResponsesBody(Body):
-    """`top_k`, `seed`, `priority` and `chat_template_kwargs` are a chat's, and not OpenAI's own."""
+    """`top_k`, `seed`, `ignore_eos`, `priority` and `chat_template_kwargs` are a chat's, not OpenAI's own."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
     input: str | Annotated[list[Item], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
@@ -273,6 +273,7 @@ class ResponsesBody(Body):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     text: TextConfig | None = None
     tools: (
