@@ -346,7 +346,7 @@ def _said(part: dict[str, Any], role: str = "user") -> dict[str, Any]:
         ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
         ({"include": ["message.output_text.logprobs"]}, "include", "not served"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "required"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", "not served"),
+        ({"text": {"verbosity": "loud"}}, "text.verbosity", "'low', 'medium' or 'high'"),
     ],
 )
 def test_what_is_wrong_is_told(engine: ScriptedEngine, more: dict[str, Any], param: str, said: str) -> None:

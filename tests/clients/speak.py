@@ -4,13 +4,14 @@ what it was told, or the error. It runs in the environment that `make clients` m
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -98,20 +99,78 @@ def langchain_openai() -> Any:
 def instructor_modes() -> Any:
     import instructor
     import openai
+    from instructor.exceptions import InstructorRetryException
     from pydantic import BaseModel
 
     class Pair(BaseModel):
         small: int
         big: int
 
-    found = {}
-    # The other modes ask for the form in the prompt alone, which a model of this size does not follow.
-    for mode in ("TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"):
+    found: dict[str, Any] = {}
+    for mode in (
+        "TOOLS",
+        "TOOLS_STRICT",
+        "JSON_SCHEMA",
+        "RESPONSES_TOOLS",
+        "RESPONSES_TOOLS_WITH_INBUILT_TOOLS",
+    ):
         client = instructor.from_openai(openai.OpenAI(base_url=V1, api_key=KEY), mode=instructor.Mode[mode])
-        asked: dict[str, Any] = {"messages": ASKED, "max_tokens": 200, "max_retries": 0, **MODEL}
-        made = client.chat.completions.create(response_model=Pair, **asked)
+        made = client.chat.completions.create(
+            response_model=Pair, messages=ASKED, max_tokens=200, max_retries=0, **MODEL
+        )
         found[mode] = isinstance(made, Pair)
+    # These ask in the prompt alone for the fields, or for calls, and a model of this size does not heed it.
+    for mode, form in (("JSON", Pair), ("MD_JSON", Pair), ("PARALLEL_TOOLS", Iterable[Pair])):
+        client = instructor.from_openai(openai.OpenAI(base_url=V1, api_key=KEY), mode=instructor.Mode[mode])
+        answers: list[Any] = []
+        client.on("completion:response", answers.append)
+        with contextlib.suppress(InstructorRetryException):
+            client.chat.completions.create(
+                response_model=form, messages=ASKED, max_tokens=14, max_retries=0, **MODEL
+            )
+        said = answers[0].choices[0].message.content
+        found[mode] = isinstance(json.loads(said), dict) if mode == "JSON" else bool(said)
     return found
+
+
+def evaluation() -> Any:
+    """EleutherAI's lm-evaluation-harness with the server's tokenizer: what it was told for each request."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    kinds: dict[str, dict[str, Any]] = {
+        "multiple_choice": {"doc_to_text": "{{a}} + {{b}} =", "doc_to_target": 0}
+        | {"doc_to_choice": "{{[(a + b)|string, (a + b + 1)|string]}}"},
+        "loglikelihood_rolling": {"doc_to_text": "", "doc_to_target": "What is {{a}} + {{b}}?"},
+        "generate_until": {"doc_to_text": "What is {{a}} + {{b}}?", "doc_to_target": ""}
+        | {"generation_kwargs": {"until": ["\n"], "max_gen_toks": 40}},
+    }
+    told = {}
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder, "sums.jsonl")
+        data.write_text("\n".join(json.dumps({"a": a, "b": b}) for a, b in ((17, 25), (3, 4), (60, 8))))
+        common = {"dataset_path": "json", "test_split": "test", "num_fewshot": 0}
+        common |= {"dataset_kwargs": {"data_files": {"test": str(data)}, "cache_dir": folder}}
+
+        def ask(model: str, path: str, *asked: str, **more: Any) -> dict[str, Any]:
+            tasks = [common | {"task": kind, "output_type": kind} | kinds[kind] for kind in asked]
+            given = {"model": "sums", "base_url": V1 + path, "tokenizer_backend": "remote"} | more
+            found = simple_evaluate(
+                model=model, model_args=given, tasks=tasks, log_samples=True, bootstrap_iters=0,
+                task_manager=TaskManager(include_defaults=False), apply_chat_template="chat" in model,
+            )["samples"]  # fmt: skip
+            return {
+                kind: [
+                    [[str(one) for one in arguments], answers[0]]
+                    for sample in samples
+                    for arguments, answers in zip(sample["arguments"], sample["resps"], strict=True)
+                ]
+                for kind, samples in found.items()
+            }
+
+        told["completions"] = ask("local-completions", "/completions", *kinds, batch_size=2, num_concurrent=2)
+        told["chat"] = ask("local-chat-completions", "/chat/completions", "generate_until")
+    return told
 
 
 def pydantic_ai() -> Any:
@@ -151,6 +210,7 @@ CLIENTS: dict[str, Callable[[], Any]] = {
     "litellm": litellm_chat,
     "langchain-openai": langchain_openai,
     "instructor": instructor_modes,
+    "lm-eval": evaluation,
     "pydantic-ai": pydantic_ai,
     "llm --schema": llm_schema,
 }

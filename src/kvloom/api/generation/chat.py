@@ -63,12 +63,13 @@ async def chat_generation(
 
 def switches(body: ChatBody, model: ServedModel) -> dict[str, Any]:
     """Returns the template's own switches. Raises BadRequest if thoughts are asked for that it lacks."""
-    effort, options = body.reasoning_effort, dict[str, Any]()
+    effort = body.reasoning_effort
+    options: dict[str, Any] = {} if body.verbosity is None else {"verbosity": body.verbosity}
     if effort is not None:
         if effort != "none" and not model.answer_format.thinks:
             said = "reasoning_effort: the chat template of this model has no thoughts; leave it out, or none"
             raise BadRequest(said, param="reasoning_effort")
-        options = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        options |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     return options | (body.chat_template_kwargs or {})
 
 

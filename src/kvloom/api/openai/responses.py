@@ -207,7 +207,8 @@ def _raw(value: Any) -> msgspec.Raw:
 def _echo(body: ResponsesBody, generation: Generation) -> dict[str, Any]:
     """Returns what an answer says of its request."""
     sampling, text, reasoning = generation.body.sampling, body.text, body.reasoning
-    shown = None if text is None or text.format is None else text.format.model_dump(by_alias=True)
+    dumped = {} if text is None else text.model_dump(by_alias=True)
+    shown = {name: value for name, value in dumped.items() if value is not None}
     choice = body.tool_choice
     return {
         "model": body.model,
@@ -216,7 +217,7 @@ def _echo(body: ResponsesBody, generation: Generation) -> dict[str, Any]:
         "max_output_tokens": body.max_output_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "text": _raw({"format": shown or {"type": "text"}}),
+        "text": _raw({"format": {"type": "text"}} | shown),
         "tools": _raw([tool.model_dump() for tool in body.tools or []]),
         "tool_choice": choice.model_dump() if isinstance(choice, NamedChoice) else choice or "auto",
         "parallel_tool_calls": body.parallel_tool_calls is not False,

@@ -104,10 +104,13 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+Verbosity = Literal["low", "medium", "high"]
+
+
 class ChatBody(GenerationBody):
     """`max_completion_tokens`, or the older `max_tokens`, is all that is left of the context where absent.
     `chat_template_kwargs` are the template's own switches, as vLLM names them; `reasoning_effort` sets those
-    of them that are named `reasoning_effort` and `enable_thinking`."""
+    of them that are named `reasoning_effort` and `enable_thinking`, and `verbosity` the one of its name."""
 
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -127,9 +130,7 @@ class ChatBody(GenerationBody):
     audio: Annotated[None, Unserved("answers are text only")] = None
     web_search_options: Annotated[None, Unserved("nothing is looked up in the web")] = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    verbosity: Annotated[
-        None, Unserved("not served; a message can ask for a shorter or a longer answer", "medium")
-    ] = None
+    verbosity: Verbosity | None = None
     chat_template: Annotated[None, Unserved("the model's own template is used")] = None
     documents: Annotated[None, Unserved("not served; a message can hold the documents' text")] = None
     add_generation_prompt: Annotated[
@@ -151,8 +152,9 @@ class ChatBody(GenerationBody):
             raise wrong("tool_choice", "tool_choice needs tools")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
             raise wrong("tool_choice", "tool_choice names a function that is not in tools")
-        if self.guides and self.forces_tool:
-            name = next(iter(self.guides))
+        # A forced call leaves no text of which response_format could speak, and clients send both.
+        name = next(iter(self.guides.keys() - {"response_format"}), None)
+        if name is not None and self.forces_tool:
             raise wrong(name, f"{name} and a forced tool exclude each other")
         return self
 

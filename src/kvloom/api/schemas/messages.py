@@ -25,10 +25,28 @@ class ToolUseBlock(Body):
     input: dict[str, Any]
 
 
+class UnservedBlock(UnservedType):
+    """A block of another type, such as an image."""
+
+    why = "blocks of type '{kind}' are not served, only text and tools"
+
+
+def _result_kind(block: Any) -> str:
+    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    return "text" if kind == "text" else "other"
+
+
+ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("text")] | Annotated[UnservedBlock, Tag("other")],
+    Discriminator(_result_kind),
+    WithJsonSchema({"$ref": "#/components/schemas/TextBlock"}),
+]
+
+
 class ToolResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[ResultBlock] | None = None
     is_error: bool | None = None
 
 
@@ -37,12 +55,6 @@ class ThinkingBlock(Body):
 
     type: Literal["thinking", "redacted_thinking"]
     thinking: str = ""
-
-
-class UnservedBlock(UnservedType):
-    """A block of another type, such as an image."""
-
-    why = "blocks of type '{kind}' are not served, only text and tools"
 
 
 def _kind(block: Any) -> str:
@@ -121,7 +133,11 @@ def _message(role: str, blocks: list[TextBlock | ToolUseBlock | ThinkingBlock]) 
 
 def _result(block: ToolResultBlock) -> str:
     content = block.content or ""
-    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+    text = (
+        content
+        if isinstance(content, str)
+        else "\n".join(part.text for part in content if isinstance(part, TextBlock))
+    )
     return f"Error: {text}" if block.is_error else text
 
 

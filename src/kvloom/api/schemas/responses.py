@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, Field, Tag, TypeAdapter, WithJsonSchema, model_validator
 from pydantic.types import Discriminator
 
-from kvloom.api.schemas.chat import MAX_MESSAGES, MAX_TOOLS, ChatBody, Part, ToolName, UnservedType
+from kvloom.api.schemas.chat import MAX_MESSAGES, MAX_TOOLS, ChatBody, Part, ToolName, UnservedType, Verbosity
 from kvloom.api.schemas.generation import Answer, Body, JsonObjectFormat, TextFormat, Unserved, wrong
 
 LOGPROBS = "message.output_text.logprobs"
@@ -201,7 +201,9 @@ ResponsesTool = Annotated[
 ]
 
 
-_LEFT_OUT: Final = frozenset({"web_search", "web_search_preview", "namespace", "custom", "local_shell"})
+_LEFT_OUT: Final = frozenset(
+    {"web_search", "web_search_preview", "tool_search", "namespace", "custom", "local_shell"}
+)
 """Tools that coding agents send along to any server."""
 
 
@@ -243,9 +245,7 @@ Format = Annotated[
 
 class TextConfig(Body):
     format: Format | None = None
-    verbosity: Annotated[
-        None, Unserved("not served; a message can ask for a shorter or a longer answer", "medium")
-    ] = None
+    verbosity: Verbosity | None = None
 
 
 class Reasoning(Body):
@@ -256,11 +256,11 @@ class Reasoning(Body):
 
 
 _NOT_KEPT = "not served; previous_response_id goes on from an answer"
-_SAME = ("stream", "temperature", "top_p", "top_k", "seed", "priority", "parallel_tool_calls")
+_SAME = ("stream", "temperature", "top_p", "top_k", "seed", "ignore_eos", "priority", "parallel_tool_calls")
 
 
 class ResponsesBody(Body):
-    """`top_k`, `seed`, `priority` and `chat_template_kwargs` are a chat's, and not OpenAI's own."""
+    """`top_k`, `seed`, `ignore_eos`, `priority` and `chat_template_kwargs` are a chat's, not OpenAI's own."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
     input: str | Annotated[list[Item], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
@@ -273,6 +273,7 @@ class ResponsesBody(Body):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     text: TextConfig | None = None
     tools: (
@@ -330,6 +331,7 @@ class ResponsesBody(Body):
             fields["tool_choice"] = _chat_choice(choice) if isinstance(choice, NamedChoice) else choice
         if self.text is not None:
             fields["response_format"] = _chat_format(self.text)
+            fields["verbosity"] = self.text.verbosity
         return ChatBody.model_validate(fields)
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from kvloom.cli.admin import HERE, ServerOptions
 from kvloom.cli.app import CommandFailed, Whole
-from kvloom.cli.gateway import AdminClient, AdminError
+from kvloom.cli.gateway import AdminClient, GatewayError
 from kvloom.cli.tables import console_for
 from kvloom.journal.traffic import (
     HOUR,
@@ -111,7 +111,7 @@ def read_hours(source: str, key_file: Path | None) -> list[TrafficHour]:
     if source.startswith(("http://", "https://")):
         try:
             return AdminClient(source, key_file).traffic()
-        except AdminError as error:
+        except GatewayError as error:
             raise CommandFailed(str(error)) from error
     try:
         found, damaged = decode_hours(Path(source).read_bytes())
