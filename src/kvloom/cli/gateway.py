@@ -186,7 +186,7 @@ class AdminClient:
         return self._call("placement", Placement)
 
     def traffic(self) -> list[TrafficHour]:
-        """Returns what the fleet was asked, by hour and model. Raises AdminError."""
+        """Returns what the fleet was asked, by hour and model. Raises GatewayError."""
         with self._server.asked("admin/traffic", None, SECONDS) as response:
             return decode_hours(response.read(LONGEST_LOG))[0]
 
