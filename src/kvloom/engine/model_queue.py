@@ -352,7 +352,7 @@ class ModelQueue:
         self, budget: int, tokens: int, jobs: int, *, whole: bool = False
     ) -> list[tuple[Sequence, int]]:
         """Returns the sequences for one prefill job, each with the tokens that it takes: begun ones first,
-        then admissions, while `budget` blocks and `tokens` tokens last; a first `whole` one has what it needs.
+        then admissions, while `budget` blocks and `tokens` tokens last; if `whole`, no one in parts.
 
         Admits what it takes, and what needs no prefill; the latter not twice while no job starts, or
         preempting it could go on for ever. jobs: how many the unit has started."""
