@@ -188,5 +188,9 @@ def test_figure_3_is_the_mean_of_its_draws() -> None:
     ours = {cell.column: cell.ours for cell in report.cells if cell.row == name}
     assert ours["requests preempted, %"] == pytest.approx(22 / 3)
     assert ours["a token, P99 over P50"] == pytest.approx((4 + 4 + 3.6) / 3)
-    waits = [(name, Unused(10, 0.6, 0.4)), (name, Unused(10, 0.4, 0.4)), ("kvloom, fcfs", Unused(10, 1.0, 1.0))]
+    waits = [
+        (name, Unused(10, 0.6, 0.4)),
+        (name, Unused(10, 0.4, 0.4)),
+        ("kvloom, fcfs", Unused(10, 1.0, 1.0)),
+    ]
     assert [claim.verdict for claim in report_5(waits).claims] == ["fails", "holds"]

@@ -4,7 +4,7 @@ again and is computed again (sections 3 and 6.3)."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Final
 
@@ -30,6 +30,9 @@ class PreemptionLosses:
     async def models(self) -> list[ModelCard]:
         return await self._server.models()
 
+    async def abort(self, request: str, choice: int | None = None) -> None:
+        await self._server.abort(request, choice)
+
     def start_generate(self, body: StartGenerate) -> Frames:
         return self._watched(body)
 
@@ -40,7 +43,7 @@ class PreemptionLosses:
             if isinstance(record.event, Preempted):
                 self._since.setdefault(record.event.request.partition("~")[0], record.at)
 
-    async def _watched(self, body: StartGenerate) -> AsyncIterator[list[Event]]:
+    async def _watched(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
         async with aclosing(self._server.start_generate(body)) as frames:
             async for frame in frames:
                 lost = self._now() - self._since.get(body.request, self._now())
