@@ -121,6 +121,37 @@ def test_priorities_order_a_model_but_do_not_starve_another(policy: Policy) -> N
     assert under_load(policy, 2, one, lambda: order("wide", 9, 12), most_jobs=1000) <= 8 * STARVING
 
 
+@pytest.mark.parametrize(("policy", "again"), [("vllm-2023", 0), ("fcfs", 1)])
+def test_what_gave_way_is_computed_again_in_full_as_published(policy: Policy, again: int) -> None:
+    """Nothing is left in the cache of what gave way; kvloom's own finds it there while nobody needs it."""
+    executor = ModelledExecutor(44, compute=1)
+    engine = engine_over(executor, policy=policy)
+
+    async def play() -> None:
+        first, second = order("wide", 17, 14), order("wide", 17, 14)
+        answers = await asyncio.gather(ask(engine, first), ask(engine, second))
+        assert [len(answer.tokens[0]) for answer in answers] == [14, 14]
+
+    serve(play(), engine, executor)
+    load = engine.load_now().models["wide"]
+    assert load.preemptions_total > 0
+    assert (load.cached_tokens_total > 0) == bool(again)
+
+
+def test_prompts_go_whole_and_in_the_order_of_arrival_as_published() -> None:
+    executor = ModelledExecutor(200, compute=1)
+    engine = engine_over(executor, policy="vllm-2023", chunk_tokens=16)
+
+    async def play() -> None:
+        await asyncio.gather(*(ask(engine, order("wide", length, 1)) for length in (6, 8, 20, 3)))
+
+    serve(play(), engine, executor)
+    prefills = [job.plan.appends.tolist() for job in executor.jobs if job.phase is Phase.PREFILL]
+    assert [count for counts in prefills for count in counts] == [6, 8, 20, 3]
+    assert [6, 8] in prefills or prefills[0] == [6]
+    assert [20] in prefills  # beyond the bound of a job, and by itself
+
+
 def test_two_long_prompts_do_not_take_turns_at_preempting() -> None:
     """Each takes most of the pool and more chunks than a model waits before it may take blocks."""
     for policy in POLICIES:

@@ -67,7 +67,7 @@ def test_where_nothing_runs_and_something_can_something_happens(policy: str, vie
     assert not can or POLICIES[policy](view)
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"vllm-2023"}))
 def test_a_prompt_is_let_in_where_what_runs_can_grow(policy: str) -> None:
     full = model(waiting=1, head_blocks=10, running=9, decodable=9, held=9, used=87, quota=100)
     full = replace(full, last_prefill=-1)
@@ -88,6 +88,19 @@ def test_what_a_prompt_is_given_leaves_room_to_grow(policy: Policy, view: UnitVi
         chosen = next(m for m in view.models if m.name == action.model)
         kept = 0 if chosen is view.urgent or chosen.outnumbered else chosen.growth  # others give way to it
         assert view.free_blocks - action.blocks >= kept
+
+
+def test_vllm_2023_keeps_its_watermark_and_the_next_step_and_no_more() -> None:
+    full = model(waiting=1, head_blocks=10, running=9, decodable=9, held=9, used=80, decode_blocks=9)
+    view = unit(full)  # 20 are free, the next step takes 9, the watermark is 1
+    assert POLICIES["vllm-2023"](view) == Prefill("a", view.compute, 10, whole=True)
+    assert POLICIES["vllm-2023"](replace(view, free_blocks=19)) == Decode("a", view.compute)
+
+
+def test_vllm_2023_makes_the_latest_give_way_before_it_lets_anybody_in() -> None:
+    full = model(waiting=1, head_blocks=1, running=9, decodable=9, held=9, used=92, decode_blocks=9)
+    assert POLICIES["vllm-2023"](unit(full)) == Preempt("a", kept=False)
+    assert POLICIES["fcfs"](unit(replace(full, waiting=0))) == Preempt("a")
 
 
 @_SETTINGS

@@ -277,12 +277,14 @@ class ModelQueue:
         self.running.append(sequence)
         self._run_of[sequence.tenant] += 1
 
-    def preempt(self, jobs: int, reason: str) -> bool:
-        """Takes the blocks of one sequence. It waits again and is computed again later, unless it can move to
-        a loan and others give way instead. Returns False if all are in jobs. reason: for the journal."""
+    def preempt(self, jobs: int, reason: str, *, kept: bool = True) -> bool:
+        """Takes the blocks of one sequence, which stay cached if `kept`. It waits again and is computed again
+        later, unless it can move to a loan and others give way instead. Returns False if all are in jobs."""
         victim = self.victim()
         for sequence in [] if victim is None else self.planner.givers(victim):
             self.put_back(sequence, jobs, reason)
+            if not kept:
+                self.cache.prefixes.evict(sequence.tokens.list(), sequence.salt)
         return victim is not None
 
     def put_back(self, sequence: Sequence, jobs: int, reason: str) -> None:
@@ -346,28 +348,26 @@ class ModelQueue:
         """The waiting sequence that is admitted next; None if none waits, or no more may run."""
         return self.waiting.first if len(self.running) < self.max_running else None
 
-    def prefill_batch(self, budget: int, tokens: int, jobs: int) -> list[tuple[Sequence, int]]:
+    def prefill_batch(
+        self, budget: int, tokens: int, jobs: int, *, whole: bool = False
+    ) -> list[tuple[Sequence, int]]:
         """Returns the sequences for one prefill job, each with the tokens that it takes: begun ones first,
-        then admissions, while `budget` blocks and `tokens` tokens last.
+        then admissions, while `budget` blocks and `tokens` tokens last; if `whole`, no one in parts.
 
         Admits what it takes, and what needs no prefill; the latter not twice while no job starts, or
-        preempting it could go on for ever. jobs: how many the unit has started.
-        """
+        preempting it could go on for ever. jobs: how many the unit has started."""
         batch: list[tuple[Sequence, int]] = []
         begun = deque(s for s in self.running if not s.in_job and not s.decodes)
-        while tokens:
-            sequence = begun.popleft() if begun else self.next_in
-            if sequence is None:
-                break
+        while tokens > 0 and (sequence := begun.popleft() if begun else self.next_in):
             need = self.blocks([sequence], to_end=True)
-            if need > budget:
+            if need > budget or (whole and batch and sequence.pending > tokens):
                 break
             if sequence.status is Status.WAITING:
                 self.admit(sequence)
             budget -= need
             if sequence.decodes and sequence.preempted_at != jobs:  # the next decode step takes it along
                 continue
-            count = min(tokens, sequence.pending)
+            count = sequence.pending if whole else min(tokens, sequence.pending)
             batch.append((sequence, count))
             tokens -= count
         return batch

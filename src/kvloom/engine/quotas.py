@@ -68,7 +68,9 @@ class PooledQueue(ModelQueue):
         sequence.become(Status.RUNNING)
         self.run(sequence)
 
-    def prefill_batch(self, budget: int, tokens: int, jobs: int) -> list[tuple[Sequence, int]]:
+    def prefill_batch(
+        self, budget: int, tokens: int, jobs: int, *, whole: bool = True
+    ) -> list[tuple[Sequence, int]]:
         """Returns the texts of one job: as many as `tokens` tokens hold, but one at least, whatever its
         length."""
         batch: list[tuple[Sequence, int]] = []

@@ -135,7 +135,7 @@ class Scheduler:
             return False
         queue = self._queues[action.model]
         if isinstance(action, Preempt):
-            return queue.preempt(self.jobs, action.reason)
+            return queue.preempt(self.jobs, action.reason, kept=action.kept)
         if isinstance(action, Prefill | Mixed):
             return self._start_prompts(queue, action)
         ready = queue.decodable()
@@ -157,7 +157,8 @@ class Scheduler:
         ready: list[Sequence] = []
         if isinstance(action, Mixed):
             ready = [] if self._arrivals.waits(queue) else queue.decodable()
-        chunks = queue.prefill_batch(action.blocks, tokens, self.jobs)
+        whole = isinstance(action, Prefill) and action.whole
+        chunks = queue.prefill_batch(action.blocks, tokens, self.jobs, whole=whole)
         phase = Phase.PREFILL if not ready else Phase.MIXED if chunks else Phase.DECODE
         batch = [(sequence, 1) for sequence in ready] + chunks
         return self._start(queue, phase, action.share, batch) or len(queue.running) > running
@@ -259,6 +260,7 @@ class Scheduler:
             compute=self._executor.compute,
             idle=self._idle,
             free_blocks=self._pool.available,
+            total_blocks=self._pool.total,
             last_was_prefill=self._last_phase is not Phase.DECODE,
             jobs=self.jobs,
             overload=round(self._spec.overload * self._executor.compute),

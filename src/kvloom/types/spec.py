@@ -10,7 +10,7 @@ from kvloom.types.geometry import KVDtype
 from kvloom.types.request import Level
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Policy = Literal["adbs", "fcfs", "round-robin", "partitioned", "slack"]
+Policy = Literal["adbs", "fcfs", "round-robin", "partitioned", "slack", "vllm-2023"]
 Quotas = Literal["adaptive", "fixed"]
 Control = Literal["operators", "iterations"]
 Splitting = Literal["auto", "none"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.lab.reproduce.llumnix.downtime import RECOMPUTED, downtime, figure_10
+from kvloom.lab.reproduce.llumnix.engine_alone import Alone, Unused, alone, report_3, report_5, unused
 from kvloom.lab.reproduce.llumnix.serving import (
     TRAFFICS,
     Found,
@@ -28,6 +29,7 @@ from kvloom.lab.reproduce.llumnix.setup import (
     LONG,
     MODEL,
     POOL,
+    PUBLISHED,
     ROUND_ROBIN,
     SHAREGPT,
     SHORT,
@@ -42,7 +44,7 @@ from kvloom.lab.workload.request import RequestResult, WorkloadRequest
 from kvloom.plan.cost.shapes import find_shape
 from kvloom.plan.cost.work import Work
 from kvloom.types.errors import ConfigError
-from tests.lab.reproduce.played import played
+from tests.lab.reproduce.played import played, quiet
 
 CURVES = """{"source": "a test", "figures": {"ShareGPT": {"prefill_p99_s": {"Llumnix": [[7.0, 1.5]]}}}}"""
 
@@ -164,3 +166,31 @@ def test_a_move_is_shorter_than_a_step_whatever_the_length() -> None:
         wait, step = downtime(length)
         assert 0 < wait < step / 2
     assert [claim.verdict for claim in played(figure_10, least=0.6).claims][1] == "holds"
+
+
+ALONE = (36.1257, 1.0, 1.3103, 20.6816, 13.8822)
+
+
+def test_the_published_engine_preempts_as_it_did() -> None:
+    """A small cell of figure 3, which is the same wherever it is played."""
+    assert alone(PUBLISHED, 300, 1, quiet).numbers == pytest.approx(ALONE, rel=1e-3)
+
+
+def test_prompts_that_wait_are_set_against_what_all_instances_leave() -> None:
+    assert unused(PUBLISHED, 150, 0, quiet) == Unused(6, 1.0, 1.0)
+
+
+def test_figure_3_is_the_mean_of_its_draws() -> None:
+    draws = [Alone(60.0, 6.0, (0.05, 0.2), 70.0, 40.0, (0.1, 9.0)) for _ in range(2)]
+    other = Alone(64.0, 10.0, (0.05, 0.18), 70.0, 60.0, (0.1, 9.0))
+    name = "vLLM of 2023"
+    report = report_3([*((name, one) for one in draws), (name, other), ("kvloom, fcfs", other)])
+    ours = {cell.column: cell.ours for cell in report.cells if cell.row == name}
+    assert ours["requests preempted, %"] == pytest.approx(22 / 3)
+    assert ours["a token, P99 over P50"] == pytest.approx((4 + 4 + 3.6) / 3)
+    waits = [
+        (name, Unused(10, 0.6, 0.4)),
+        (name, Unused(10, 0.4, 0.4)),
+        ("kvloom, fcfs", Unused(10, 1.0, 1.0)),
+    ]
+    assert [claim.verdict for claim in report_5(waits).claims] == ["fails", "holds"]

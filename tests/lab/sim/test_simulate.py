@@ -181,7 +181,7 @@ def test_a_higher_rate_is_over_sooner_and_waits_longer() -> None:
 )
 def test_each_policy_answers_all_and_is_another(fleet: list[str], workload: str) -> None:
     ends = set()
-    for policy in ("adbs", "fcfs", "round-robin", "partitioned"):
+    for policy in ("adbs", "fcfs", "round-robin", "partitioned", "vllm-2023"):
         results = simulated(*fleet, "--policy", policy, "--rate-scale", "20", workload=workload)
         check_all(results, workload)
         assert results.total.end is not None

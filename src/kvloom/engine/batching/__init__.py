@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvloom.engine.batching.adbs import adbs
-from kvloom.engine.batching.baselines import fcfs, partitioned, round_robin
+from kvloom.engine.batching.baselines import fcfs, partitioned, round_robin, vllm_2023
 from kvloom.engine.batching.slack import slack
 from kvloom.engine.batching.view import Action, UnitView, last_resort
 
@@ -24,5 +24,6 @@ POLICIES: dict[str, Policy] = {
     "round-robin": _with_last_resort(round_robin),
     "partitioned": _with_last_resort(partitioned),
     "slack": _with_last_resort(slack),
+    "vllm-2023": _with_last_resort(vllm_2023),
 }
 BY_DEADLINES: Final = frozenset({"slack"})  # policies whose answer changes as time goes by

@@ -1,10 +1,15 @@
-"""The policies that `adbs` is compared with: first come first served, round-robin, and partitioned shares."""
+"""The policies that `adbs` is compared with: first come first served, vLLM's of 2023, round-robin, and
+partitioned shares."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
 
 from kvloom.engine.batching.view import (
     Action,
     Decode,
+    ModelView,
     Preempt,
     Prefill,
     UnitView,
@@ -25,12 +30,44 @@ def fcfs(view: UnitView) -> Action | None:
         room = view.free(first) - first.growth
         if first.fits(room):
             return Prefill(first.name, view.compute, room)
-    if not ready:
+    return _step(view, ready[0]) if ready else None
+
+
+def _step(view: UnitView, model: ModelView) -> Action:
+    """Returns a decode step of `model` on the whole device, or the preemption that makes room for it."""
+    if model.decode_blocks > view.free(model):
+        giver = max(view.givers(model), key=lambda m: m.victim)
+        return gives_way(view, giver, model, model.decode_blocks)
+    return Decode(model.name, view.compute)
+
+
+WATERMARK: Final = 0.01  # of the pool's blocks, which stay free when a prompt is let in
+
+
+def vllm_2023(view: UnitView) -> Action | None:
+    """Does what vLLM's scheduler did in 2023, upon which the systems of that time were built and measured
+    (Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP
+    2023, section 4.5, and release 0.1).
+
+    The next step's blocks are taken first; if there are too few the latest sequence gives way, and nothing is
+    kept of it. Prompts go before the step, whole and several a job, in the strict order of arrival: the first
+    one waits until it finds room beside the watermark, and all others behind it. A sequence that gave way is
+    computed again in full, before prompts that came later. Nothing is kept free for later steps.
+    """
+    if view.idle < view.compute:
         return None
-    if ready[0].decode_blocks > view.free(ready[0]):
-        giver = max(view.givers(ready[0]), key=lambda m: m.victim)
-        return gives_way(view, giver, ready[0], ready[0].decode_blocks)
-    return Decode(ready[0].name, view.compute)
+    steps = [model for model in view.models if model.wants_decode]
+    ready = min(steps, key=lambda m: m.last_decode, default=None)
+    action = _step(view, ready) if ready else None
+    if isinstance(action, Preempt):
+        return replace(action, kept=False)
+    first = min((m for m in view.models if m.wants_prefill), key=lambda m: m.head, default=None)
+    if first is not None:
+        kept = int(WATERMARK * view.total_blocks) + sum(model.decode_blocks for model in steps)
+        room = view.free(first) - kept
+        if first.fits(room):
+            return Prefill(first.name, view.compute, room, whole=True)
+    return action
 
 
 def round_robin(view: UnitView) -> Action | None:

@@ -88,6 +88,7 @@ class UnitView:
     compute: int  # parts of the device, in which shares are counted
     idle: int  # parts that no job has; less than 0 if shares overlap, which they may do by `overload`
     free_blocks: int
+    total_blocks: int  # of the pool
     last_was_prefill: bool  # whether a prompt was in the last job
     jobs: int  # started so far
     overload: int = 0
@@ -133,6 +134,8 @@ class Prefill:
     share: int
     blocks: int
     tokens: int | None = None
+    whole: bool = False
+    """No prompt is cut into chunks: the first one goes as it is, and others with it if all of them fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +165,8 @@ class Preempt:
     model: str
     reason: str = field(default="", compare=False)
     """In words, for the journal."""
+    kept: bool = True
+    """What it had computed stays cached while nobody needs the blocks."""
 
 
 Action = Prefill | Decode | Mixed | Preempt

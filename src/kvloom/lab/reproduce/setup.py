@@ -24,7 +24,7 @@ from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import CostModel, Work
 from kvloom.router.program import load_program
 from kvloom.types.job import Phase
-from kvloom.types.spec import EngineSpec, ModelSpec
+from kvloom.types.spec import EngineSpec, ModelSpec, Policy
 
 VOCAB: Final = 32_000  # of the prompts
 AT_ONCE: Final = 1024  # lengths that are drawn together
@@ -36,16 +36,26 @@ P = TypeVar("P")
 TellPart = Callable[[float], None]  # the part of a run that is over
 
 
-def engine_spec(unit: str, models: Iterable[ModelSpec], *, kv_bytes: int, block_bytes: int) -> EngineSpec:
-    """Returns an engine that runs jobs one at a time on the whole of its device, first come first served."""
+def engine_spec(
+    unit: str,
+    models: Iterable[ModelSpec],
+    *,
+    kv_bytes: int,
+    block_bytes: int,
+    policy: Policy = "fcfs",
+    chunk_tokens: int = 8192,
+) -> EngineSpec:
+    """Returns an engine that runs jobs one at a time on the whole of its device, first come first served.
+
+    policy: that or another one; chunk_tokens: the most of a prefill job."""
     return EngineSpec(
         models=tuple(models),
         kv_bytes=kv_bytes,
         block_bytes=block_bytes,
-        policy="fcfs",
+        policy=policy,
         max_running=_MAX_RUNNING,
         max_waiting=_MAX_WAITING,
-        chunk_tokens=8192,
+        chunk_tokens=chunk_tokens,
         threads=1,
         unit=unit,
     )

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Final
 
 from kvloom.lab.reproduce.llumnix.downtime import figure_10
+from kvloom.lab.reproduce.llumnix.engine_alone import figure_3, figure_5
 from kvloom.lab.reproduce.llumnix.scaling import section_65, section_66
 from kvloom.lab.reproduce.llumnix.serving import figure_11, section_64
 from kvloom.lab.reproduce.report import Experiment
 
 EXPERIMENTS: Final = (
+    Experiment("3", figure_3),
+    Experiment("5", figure_5),
     Experiment("10", figure_10),
     Experiment("11", figure_11),
     Experiment("section-6.4", section_64),
