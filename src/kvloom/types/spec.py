@@ -102,6 +102,8 @@ class UnitAbilities(Struct, frozen=True, cache_hash=True):
     """The number formats that it can keep K and V in. On GPUs a model's must be the one it computes in."""
     keeps: bool = False
     """Its cached prefixes go to files when they give way. Nobody has tried that on GPUs."""
+    speculates: bool = False
+    """Its decode steps verify drafted tokens. Nobody has tried that on GPUs."""
 
 
 def unit_abilities(device: str, ranks: int, transport: TransportName = "shm") -> UnitAbilities:
@@ -121,6 +123,7 @@ def unit_abilities(device: str, ranks: int, transport: TransportName = "shm") ->
         mixes=device == "cpu",
         kv_dtypes=("auto", "float32", "bfloat16", "int8") if device == "cpu" else _ON_GPUS,
         keeps=device == "cpu",
+        speculates=device == "cpu",
     )
 
 
