@@ -1,11 +1,11 @@
 """The pace of requests with drafts by n-grams against the same engine without, and whether tokens are alike.
 
 python -m benchmarks.speculation [--shape A] [--rounds 5] [--requests 0]. Two engines in this process have the
-same random checkpoint; one speculates. They take the same requests in turns, alone on the machine, and a ratio
-is the median of the rounds' ratios. Texts: `repeats`, greedy, which goes round in circles as random weights
-with tied embeddings do; `random`, in which nothing comes twice; `few tokens`, random out of 8 tokens, so that n-grams are
-found all the time and foretell nothing. --requests: as many short requests of all these kinds, of both engines,
-16 at a time, whose tokens are compared.
+same random checkpoint; one speculates. They take the same requests in turns, and a ratio is the median of the
+rounds' ratios. Texts: `repeats`, greedy, which goes round in circles as random weights with tied embeddings
+do; `random`, in which nothing comes twice; `few tokens`, random out of 8 tokens, so that n-grams are found
+all the time and foretell nothing. --requests: as many short requests of all these kinds, of both engines, 16 at
+a time, whose tokens are compared.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ async def _engine(shape: str, how: Speculating, threads: int) -> AsyncIterator[E
     spec = spec_of(shape, f"unit-{how}", kv_bytes=512 << 20, threads=threads)
     spec = replace(spec, models=(replace(spec.models[0], speculation=how),))
     executor = load_executor(spec)
-    engine = Engine(executor, NoTransport(), spec, WallClock())
+    engine = Engine(executor, NoTransport(spec.unit), spec, WallClock())
     async with asyncio.TaskGroup() as group:
         group.create_task(engine.run())
         try:
@@ -83,7 +83,14 @@ async def _engine(shape: str, how: Speculating, threads: int) -> AsyncIterator[E
     executor.close()
 
 
-CASES: Final = (("repeats", 1), ("random", 1), ("few tokens", 1), ("repeats", MANY), ("random", MANY), ("few tokens", MANY))
+CASES: Final = (
+    ("repeats", 1),
+    ("random", 1),
+    ("few tokens", 1),
+    ("repeats", MANY),
+    ("random", MANY),
+    ("few tokens", MANY),
+)
 
 
 async def measure(shape: str, rounds: int, requests: int, threads: int, tokens: int) -> Report:
@@ -121,7 +128,9 @@ async def measure(shape: str, rounds: int, requests: int, threads: int, tokens: 
 async def _compared(plain: Engine, drafting: Engine, requests: int) -> list[Finding]:
     kinds, unlike = ("repeats", "random", "few tokens"), 0
     for at in range(0, requests, MANY):
-        bodies = [_bodies(kinds[i % 3], 7_000_000 + at + i, 1, 24)[0] for i in range(min(MANY, requests - at))]
+        bodies = [
+            _bodies(kinds[i % 3], 7_000_000 + at + i, 1, 24)[0] for i in range(min(MANY, requests - at))
+        ]
         (_, one), (_, other) = await _seconds(plain, bodies), await _seconds(drafting, bodies)
         unlike += sum(a != b for a, b in zip(one, other, strict=True))
     load = (await drafting.load()).models[MODEL]

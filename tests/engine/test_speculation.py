@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -16,7 +17,7 @@ from tests.checkpoints import VOCAB, make_checkpoint, make_repeating
 from tests.engines import Answer, ask, body, running, spec_of
 from tests.examples import examples
 
-SETTINGS: list[dict[str, object]] = [
+SETTINGS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.3},
     {"temperature": 0.7, "logprobs": 2},
@@ -33,7 +34,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def speculating(path: Path, how: Speculating, **changes: int) -> EngineSpec:
-    spec = spec_of({"m": path}, **changes)
+    spec = replace(spec_of({"m": path}), **changes)
     return replace(spec, models=(replace(spec.models[0], speculation=how),))
 
 
@@ -155,7 +156,7 @@ def test_other_architectures_verify_as_well(architecture: str, tmp_path: Path) -
     made = make_checkpoint(tmp_path, architecture)
     rng = random.Random(architecture)
     circle = [rng.randrange(VOCAB) for _ in range(6)]
-    bias = {token: 60.0 for token in circle[:2]}  # a text of two tokens, whose n-grams come again
+    bias = dict.fromkeys(circle[:2], 60.0)  # a text of two tokens, whose n-grams come again
     bodies = [
         body("m", circle * n, max_tokens=60, seed=n, temperature=2.0, logit_bias=bias) for n in range(1, 5)
     ]
