@@ -4,8 +4,8 @@ python -m benchmarks.speculation [--shape A] [--rounds 5] [--requests 0]. Two en
 same random checkpoint; one speculates. They take the same requests in turns, and a ratio is the median of the
 rounds' ratios. Texts: `repeats`, greedy, which goes round in circles as random weights with tied embeddings
 do; `random`, in which nothing comes twice; `few tokens`, random out of 8 tokens, so that n-grams are found
-all the time and foretell nothing. --requests: as many short requests of all these kinds, of both engines, 16 at
-a time, whose tokens are compared.
+all the time and foretell nothing. --requests: as many short requests of all these kinds, of both engines, 16
+at a time, whose tokens are compared.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ CASES: Final = (
 async def measure(shape: str, rounds: int, requests: int, threads: int, tokens: int) -> Report:
     rows, findings, raw = list[list[Cell]](), list[Finding](), dict[str, object]()
     async with AsyncExitStack() as stack:
-        plain = await stack.enter_async_context(_engine(shape, "off", threads))
+        plain = await stack.enter_async_context(_engine(shape, "none", threads))
         drafting = await stack.enter_async_context(_engine(shape, "ngram", threads))
         for kind, count in CASES:
             ratios, paces = list[float](), list[float]()
@@ -117,7 +117,7 @@ async def measure(shape: str, rounds: int, requests: int, threads: int, tokens: 
     return Report(
         name="speculation",
         title=f"Tokens a second without drafts and with them, shape {shape}",
-        columns=["", "off", "ngram", "ratio"],
+        columns=["", "none", "ngram", "ratio"],
         rows=rows,
         findings=findings,
         machine=this_machine(),

@@ -73,7 +73,7 @@ def check_same(path: Path, bodies: list[StartGenerate], together: int, **changes
     """Returns how many drafted tokens were right."""
 
     async def both() -> int:
-        plain, _ = await answers(speculating(path, "off"), bodies, 1)
+        plain, _ = await answers(speculating(path, "none"), bodies, 1)
         found, engine = await answers(speculating(path, "ngram", **changes), bodies, together)
         for request, one, other in zip(bodies, plain, found, strict=True):
             assert other.tokens == one.tokens, request
@@ -102,7 +102,7 @@ def test_streams_are_the_same_while_sequences_are_preempted(path: Path) -> None:
     async def crowded() -> int:
         spec = speculating(path, "ngram", kv_bytes=160 << 10)
         found, engine = await answers(spec, bodies, 12)
-        plain, _ = await answers(speculating(path, "off"), bodies, 1)
+        plain, _ = await answers(speculating(path, "none"), bodies, 1)
         assert [one.tokens for one in found] == [one.tokens for one in plain]
         assert await accepted(engine) > 20
         return (await engine.load()).models["m"].preemptions_total
@@ -115,7 +115,7 @@ def test_aborts_and_pauses_in_mid_stream_leave_no_trace(path: Path) -> None:
     bodies = [body("m", [i, i + 1], max_tokens=90, seed=i, temperature=0.3) for i in range(8)]
 
     async def play() -> None:
-        plain, _ = await answers(speculating(path, "off"), bodies, 1)
+        plain, _ = await answers(speculating(path, "none"), bodies, 1)
         async with running(speculating(path, "ngram")) as engine:
 
             async def one(i: int, request: StartGenerate) -> None:

@@ -15,7 +15,7 @@ Quotas = Literal["adaptive", "fixed"]
 Control = Literal["operators", "iterations"]
 Splitting = Literal["auto", "none"]
 TransportName = Literal["auto", "shm", "nixl", "tcp"]
-Speculating = Literal["off", "ngram"]
+Speculating = Literal["none", "ngram"]
 """What drafts tokens that decode steps verify: nothing, or the n-grams of a sequence's own text."""
 Option = bool | int | float | str | list[str]
 
@@ -59,7 +59,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     decode_share: float | None = None
     quota: float | None = None  # of the pool's blocks, to begin with
     memory: int = 0  # bytes of the host's memory that it takes besides the pool, as far as that is known
-    speculation: Speculating = "off"
+    speculation: Speculating = "none"
     slo: Slo = Slo()  # by which the policy `slack` chooses
     adapters: tuple[AdapterSpec, ...] = ()
 
