@@ -191,3 +191,25 @@ def save_tokenizer(path: Path, vocab: int) -> None:
         "{% if add_generation_prompt %}[assistant] {% endif %}"
     )
     fast.save_pretrained(path)
+
+
+def make_repeating(path: Path, *, period: int = 10, seed: int = 0) -> Path:
+    """Writes a checkpoint whose text goes round in circles of `period` tokens, a divisor of the vocabulary's
+    size, and leaves them now and then if it is drawn with a temperature: a token's row in the head is the
+    embedding of the one before it."""
+    config = config_of("qwen2", max_position_embeddings=512)
+    torch.manual_seed(seed)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    places = torch.arange(config.vocab_size)
+    after = places.view(-1, period).roll(-1, 1).flatten()
+    with torch.no_grad():
+        embedding = model.model.embed_tokens.weight
+        embedding.copy_(torch.randn_like(embedding))
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.1)
+            layer.mlp.down_proj.weight.mul_(0.1)
+        model.lm_head.weight[after] = 0.15 * embedding
+    model.generation_config.eos_token_id = EOS
+    model.save_pretrained(path)
+    save_tokenizer(path, config.vocab_size)
+    return path

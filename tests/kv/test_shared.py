@@ -21,7 +21,10 @@ def test_rows_without_a_page_in_common_share_nothing() -> None:
 
 def test_a_page_that_may_still_be_written_is_not_shared() -> None:
     tables = np.array([[5, 0], [5, 0]], np.int32)  # what follows the first page is padding
-    assert shared_prefixes(tables, np.array([15, 15]), T) is None
+    found = shared_prefixes(tables, np.array([15, 15]), T)  # two tokens of one sequence
+    assert found is not None
+    assert found.common.tolist() == [0, 0]
+    assert found.joined.tolist() == [False, True]
     found = shared_prefixes(tables, np.array([16, 31]), T)
     assert found is not None
     assert found.common.tolist() == [0, 16]

@@ -250,6 +250,16 @@ _TOTALS: tuple[tuple[str, str, Callable[[ModelLoad], int]], ...] = (
     ),
     ("kvloom_away_tokens", "Tokens that another unit attended for.", lambda load: load.away_tokens_total),
     ("kvloom_output_tokens", "Tokens the engine made.", lambda load: load.output_tokens_total),
+    (
+        "kvloom_spec_decode_draft_tokens",
+        "Drafted tokens that were verified.",
+        lambda load: load.drafted_tokens_total,
+    ),
+    (
+        "kvloom_spec_decode_accepted_tokens",
+        "Drafted tokens that were right.",
+        lambda load: load.accepted_tokens_total,
+    ),
     ("kvloom_preemptions", "Requests put back to free blocks.", lambda load: load.preemptions_total),
     (
         "kvloom_displaced_requests",

@@ -24,6 +24,7 @@ from kvloom.types.spec import (
     AdapterSpec,
     Dtype,
     Slo,
+    Speculating,
 )
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
@@ -63,6 +64,8 @@ class ModelConfig(ConfigSection):
     sha256: Sha256 = None
     dtype: Dtype = "auto"
     kv_dtype: KVDtype = "auto"
+    speculation: Speculating = "none"
+    """What drafts tokens that decode steps verify."""
     rate: Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1e9)] = 1.0
     max_context: Count | None = None
     slo: SloConfig = SloConfig()

@@ -211,6 +211,11 @@ def check_abilities(specs: Sequence[EngineSpec], engines: Sequence[ConfiguredEng
                     f"models.{model.name}.kv_dtype: {model.kv_dtype}, but {engine.key} is on {spec.device}; "
                     f"{', '.join(spec.abilities.kv_dtypes)} are right there"
                 )
+            if model.speculation != "none" and not spec.abilities.speculates:
+                raise ValueError(
+                    f"models.{model.name}.speculation: {model.speculation}, but {engine.key} is on "
+                    f"{spec.device}; `none` is right there"
+                )
         for name, own in (engine.unit.shares or {}).items():
             for what, share in (("prefill", own.prefill), ("decode", own.decode)):
                 if share is not None and share < 1.0 and not spec.abilities.shares:

@@ -38,7 +38,31 @@ class InflightBatch:
     @property
     def tokens(self) -> int:
         """Returns the tokens that the job computes, or one step of it."""
-        return len(self.batch) if self.job.phase is Phase.DECODE else sum(count for _, count in self.batch)
+        return sum(count for _, count in self.batch)
+
+    def verified(self, result: JobResult) -> tuple[InflightBatch, JobResult, dict[int, int]]:
+        """Returns the batch and its result without what was drafted wrongly, and how many tokens of each
+        sequence are valid, by its id; if nothing was drafted, all as it is, and no numbers.
+
+        A sequence's draws count up to the first that is not the draft which follows it; of one that is over,
+        and so has no draft any more, the first alone.
+        """
+        if self.job.phase is not Phase.DECODE or self.tokens == len(self.batch):
+            return self, result, {}
+        valid, kept, at = dict[int, int](), list[int](), 0
+        for sequence, count in self.batch:
+            drawn, tried = result.tokens[at : at + count - 1], self.job.tokens[at + 1 : at + count].tolist()
+            same = takewhile(lambda both: both[0] == both[1], zip(drawn, tried, strict=True))
+            right = valid[sequence.id] = 1 if sequence.over else 1 + sum(1 for _ in same)
+            kept += range(at, at + right)
+            at += count
+        less = replace(
+            self,
+            batch=[(sequence, valid[sequence.id]) for sequence, _ in self.batch],
+            drawers=[self.drawers[i] for i in kept],
+        )
+        tokens, logprobs = [result.tokens[i] for i in kept], [result.logprobs[i] for i in kept]
+        return less, replace(result, tokens=tokens, logprobs=logprobs), valid
 
     def without(self, ids: set[int], result: JobResult) -> tuple[InflightBatch, JobResult]:
         """Returns the batch and its result without these sequences, for a job of one step."""
@@ -70,12 +94,14 @@ def compose(
     batch: list[tuple[Sequence, int]],
     steps: int = 1,
     on_step: Callable[[Job, list[int]], None] | None = None,
+    drafts: Mapping[int, list[int]] | None = None,
 ) -> InflightBatch:
     """Plans one job and describes it. Raises OutOfBlocks, with nothing changed, if the pool is short.
 
     batch: the sequences with the tokens that they append; in a mixed job those that decode are the first.
 
     steps: of a decode job. on_step: as in `Job`, for a job that has the blocks for all its steps at once.
+    drafts: tokens that a decode job of one step tries for some sequences after their own, by id.
     """
     if queue.card.task != "generate":
         return _compose_texts(queue, share, batch)
@@ -96,6 +122,13 @@ def compose(
         rows = sequence.prompt_rows(count, total)
         prompts += rows
         asked += [sequence] * len(rows)
+        if drafts and sequence.id in drafts:
+            tried = np.asarray(drafts[sequence.id], np.int64)
+            tokens += [sequence.tokens.between(sequence.computed, sequence.tokens.length), tried]
+            drawers += [sequence] * count
+            samples += sequence.draft_rows(total, tried)
+            total += count
+            continue
         tokens.append(sequence.tokens.between(sequence.computed, sequence.computed + count))
         total += count
         if count == sequence.pending and sequence.draws:
@@ -104,7 +137,8 @@ def compose(
                 samples.append(drawer.sample_row(total - 1))
     inputs = np.concatenate(tokens)
     drawn, name = (tuple(samples), tuple(prompts)), queue.card.name
-    adapters = tuple("" if sequence.model == name else sequence.model for sequence, _ in batch)
+    owners = drawers if drafts else [sequence for sequence, _ in batch]
+    adapters = tuple("" if sequence.model == name else sequence.model for sequence in owners)
     job = Job(
         name,
         phase,

@@ -36,11 +36,10 @@ class ModelStats:
         self.active: dict[Phase, int] = dict.fromkeys(Phase, 0)  # jobs that run now
         self.last: dict[Phase, int] = dict.fromkeys(Phase, 0)  # the unit's count when a job began or ended
         self.mixed = 0  # jobs of both phases
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.received_tokens = 0
+        self.prompt_tokens = self.cached_tokens = self.received_tokens = 0
         self.restored_tokens = 0  # whose K and V came back from a store
         self.output_tokens = 0
+        self.drafted_tokens = self.accepted_tokens = 0
         self.preemptions = 0
         self.ended = 0  # sequences
         self.displaced = 0  # requests that gave their place in a full queue to another

@@ -45,6 +45,11 @@ class MultiStepDecode:
         self._running: list[_LongBatch] = []
         self._ending: list[_LongBatch] = []  # cut short
 
+    @property
+    def claimed(self) -> int:
+        """Blocks that running jobs of many steps may take."""
+        return sum(long.room for long in self._running)
+
     def steps(self, view: UnitView, action: Decode, batch: list[tuple[Sequence, int]]) -> int:
         """Returns the number of steps for the decode job that the policy wants, having seen `view`."""
         most, queue = self._executor.max_steps, self._queues[action.model]
@@ -62,11 +67,10 @@ class MultiStepDecode:
         steps = min(most, *(sequence.max_steps(limit, step_by_step=step_by_step) for sequence, _ in batch))
         steps = min(steps, max(sequence.remaining for sequence, _ in batch))
         room = queue.cache.blocks_for_each([sequence.id for sequence, _ in batch], steps)
-        claimed = sum(long.room for long in self._running)
         own = next(model for model in view.models if model.name == action.model)
         # With lookahead all blocks are taken now, and must be the model's to take; else step by step.
         free = view.free(own) if step_by_step else self._pool.available
-        return steps if room + claimed <= free else 1
+        return steps if room + self.claimed <= free else 1
 
     def _takes_all(self, queue: ModelQueue, count: int) -> bool:
         """Returns whether a decode job of `count` sequences takes all that it could. A job of many steps ends

@@ -33,7 +33,9 @@ class PooledPlanner(DecodePlanner[Sequence]):
     def release(self, sequence: Sequence) -> None:
         """Does nothing."""
 
-    def finish(self, job: Job, lost: str | None) -> tuple[set[int], list[Sequence]]:
+    def finish(
+        self, job: Job, lost: str | None, valid: Mapping[int, int] | None = None
+    ) -> tuple[set[int], list[Sequence]]:
         return set(), []
 
     def fail(self, job: Job) -> list[Sequence]:

@@ -69,6 +69,8 @@ def model_load(queue: ModelQueue, levels: Sequence[Level], weights: WeightLoad |
         received_tokens_total=queue.stats.received_tokens,
         restored_tokens_total=queue.stats.restored_tokens,
         output_tokens_total=queue.stats.output_tokens,
+        drafted_tokens_total=queue.stats.drafted_tokens,
+        accepted_tokens_total=queue.stats.accepted_tokens,
         preemptions_total=queue.stats.preemptions,
         displaced_total=queue.stats.displaced,
         unread_total=queue.stats.unread,

@@ -17,6 +17,7 @@ from kvloom.engine.quotas import QuotaTuner
 from kvloom.engine.requests import Requests
 from kvloom.engine.reservations import Arrivals
 from kvloom.engine.sequence import Sequence
+from kvloom.engine.speculation.speculation import Speculation
 from kvloom.kv.pool import Pool
 from kvloom.types.clock import Clock
 from kvloom.types.job import Executor, Job, JobResult, Phase
@@ -68,6 +69,7 @@ class Scheduler:
         self._policy = POLICIES[spec.policy]
         self._by_deadlines = spec.policy in BY_DEADLINES
         self._multistep = MultiStepDecode(queues, pool, executor, self._policy)
+        self._speculation = Speculation(queues, spec)
         self._wake = wake
         self._ended: deque[tuple[InflightBatch, asyncio.Future[JobResult]]] = deque()
         self._long: set[InflightBatch] = set()  # jobs of many steps that are under way
@@ -143,10 +145,14 @@ class Scheduler:
             return True
         if self._arrivals.waits(queue):
             return False
-        batch = [(sequence, 1) for sequence in ready]
-        single = self._settling or watched or (self._by_deadlines and queue.waiting)  # time lets more in
+        own = next(model for model in view.models if model.name == action.model)
+        drafts = self._speculation.drafts(queue, ready, view.free(own) - self._multistep.claimed)
+        batch = [(sequence, 1 + len(drafts.get(sequence.id, ()))) for sequence in ready]
+        # time lets more in
+        single = drafts or self._settling or watched or (self._by_deadlines and queue.waiting)
         steps = 1 if single else self._multistep.steps(view, action, batch)
-        return self._start(queue, Phase.DECODE, action.share, batch, steps)
+        steps = self._speculation.most_steps(queue, steps)
+        return self._start(queue, Phase.DECODE, action.share, batch, steps, drafts)
 
     def _start_prompts(self, queue: ModelQueue, action: Prefill | Mixed) -> bool:
         """Starts a prefill or a mixed job. The latter is a prefill, too, if the decode step waits for a
@@ -170,12 +176,13 @@ class Scheduler:
         share: int,
         batch: list[tuple[Sequence, int]],
         steps: int = 1,
+        drafts: Mapping[int, list[int]] | None = None,
     ) -> bool:
         if not batch:
             return False
         self._outputs.begin(batch)
         on_step = self._on_step if steps > 1 and self._executor.lookahead else None
-        inflight = compose(queue, phase, share, batch, steps, on_step)
+        inflight = compose(queue, phase, share, batch, steps, on_step, drafts)
         self.jobs += 1
         self._idle -= share
         self._last_phase = phase
@@ -212,13 +219,16 @@ class Scheduler:
                 result, running = future.result(), len(queue.running)
                 steps = inflight.steps(result)
                 self.jobs += self._multistep.ended(inflight, steps)
-                void, gone = queue.planner.finish(inflight.job, result.lost)
+                rows = inflight.tokens
+                tried, (inflight, result, valid) = inflight, inflight.verified(result)
+                self._speculation.verified(tried, valid, result)
+                void, gone = queue.planner.finish(inflight.job, result.lost, valid)
                 if void:
                     whole = inflight
                     inflight, result = inflight.without(void, result)
                     self._outputs.lose(whole, inflight, gone, self.jobs)
                 prompt, phase = inflight.prompt_tokens, inflight.job.phase  # mixed ones say nothing of either
-                queue.deadlines.times.note(inflight.job.phase, inflight.tokens, result.seconds / steps)
+                queue.deadlines.times.note(inflight.job.phase, rows, result.seconds / steps)
                 if phase is Phase.DECODE:
                     queue.step_time.note(result.seconds / steps)
                 elif phase is Phase.PREFILL:

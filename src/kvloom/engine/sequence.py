@@ -9,6 +9,7 @@ from enum import Enum
 import numpy as np
 
 from kvloom.engine.guide import GuideState
+from kvloom.engine.speculation.drafting import Drafting
 from kvloom.types.geometry import I64
 from kvloom.types.job import PromptRow, SampleRow
 from kvloom.types.request import SamplingParams, TokenLogprob
@@ -149,6 +150,8 @@ class Sequence:
     status: Status = Status.WAITING
     salt: str = ""
     """That with which its tokens are cached."""
+    drafting: Drafting | None = None
+    """What is known of tokens that are drafted for it; None before the first are looked for."""
     pair: int = 0
     """The position from which its tokens are the second text of a pair; 0 if it is none."""
     key: int = field(init=False)
@@ -227,6 +230,15 @@ class Sequence:
             self.tokens.output,
             self.guide.mask if self.guide else None,
         )
+
+    def draft_rows(self, row: int, drafts: I64) -> list[SampleRow]:
+        """Returns the draws after the forward's token `row` and after each of the drafts [k], which follow
+        it, as if those before it were the sequence's. It has no guide."""
+        made, output = self.output_length, np.concatenate((self.tokens.output, drafts))
+        return [
+            SampleRow(row + i, self.key, made + i, self.sampling, self.tokens.prompt, output[: made + i])
+            for i in range(len(drafts) + 1)
+        ]
 
     def prompt_rows(self, count: int, row: int) -> list[PromptRow]:
         """Returns the prompt's tokens whose log-probability the next `count` tokens, from the forward's token

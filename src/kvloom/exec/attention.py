@@ -242,7 +242,8 @@ def runs_of(shared: SharedPrefixes | None, kv_heads: int, group: int) -> RowRuns
     head."""
     if shared is None:
         return None
-    return row_runs(shared.order, shared.common, kv_heads, group, torch.get_num_threads())
+    threads = torch.get_num_threads()
+    return row_runs(shared.order, shared.common, kv_heads, group, threads, shared.joined)
 
 
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, offset: int, scoring: Scoring) -> Tensor:

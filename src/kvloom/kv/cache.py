@@ -4,7 +4,7 @@ forward for all its layers. The torch side is `kv/arena.py` and `exec/attention.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -22,9 +22,11 @@ def make_plan(
     appends: Sequence[int],
     copies: tuple[PageCopy, ...],
     ahead: int = 0,
+    *,
+    by_token: bool = False,
 ) -> ForwardPlan:
     """Returns the plan of a forward over sequences that have their pages for `appends[i]` more tokens each,
-    or for `ahead`."""
+    or for `ahead`. by_token: each token is a row of its own."""
     helds = [table.held[sequence] for sequence in sequences]
     counts: I64 = np.asarray(appends, dtype=np.int64)
     starts: I64 = np.asarray([held.length for held in helds], dtype=np.int64)
@@ -35,6 +37,10 @@ def make_plan(
         firsts = np.cumsum(counts) - counts
         positions = np.arange(int(counts.sum())) + np.repeat(starts - firsts, counts)
         batch = np.repeat(batch, counts)
+    if by_token:
+        sequences, tables = [sequences[i] for i in batch.tolist()], tables[batch]
+        starts, counts = positions, np.ones_like(positions)
+        batch = np.arange(len(positions))
     edge, offset = np.divmod(positions, table.width)
     sends = tuple(
         transfer.owed(table.row(held), held.length, held.length + count, table.pages.rank_blocks)
@@ -210,9 +216,12 @@ class ModelCache:
         copied."""
         return any(self._table.shares_tail(self._table.held[sequence]) for sequence in sequences)
 
-    def begin_forward(self, sequences: Sequence[int], appends: Sequence[int], ahead: int = 0) -> ForwardPlan:
+    def begin_forward(
+        self, sequences: Sequence[int], appends: Sequence[int], ahead: int = 0, *, by_token: bool = False
+    ) -> ForwardPlan:
         """Takes the blocks for `appends[i]` more tokens of each sequence, and plans all layers. ahead: tokens
-        that each has blocks for at once, if the forward may go on to them (`extend_forward`)."""
+        that each has blocks for at once, if the forward may go on to them (`extend_forward`). by_token: plans
+        a decode step in which each token is a row of its own, so that a sequence may have several."""
         helds = [self._table.idle(sequence) for sequence in sequences]
         if len(set(sequences)) != len(sequences) or min(appends) < 1 or any(h.reserved for h in helds):
             raise ValueError("a forward takes idle sequences, each once and by at least one token")
@@ -220,7 +229,7 @@ class ModelCache:
         self.copying.extend(copy.source for copy in copies)
         for held, count in zip(helds, appends, strict=True):
             held.planned = count
-        return make_plan(self.model, self._table, sequences, appends, copies, ahead)
+        return make_plan(self.model, self._table, sequences, appends, copies, ahead, by_token=by_token)
 
     def extend_forward(self, plan: ForwardPlan, count: int) -> None:
         """Takes the blocks of a forward that goes on, for `count` tokens of each sequence in all."""
@@ -236,15 +245,21 @@ class ModelCache:
         for sequence in plan.sequences if plan.ahead else ():
             self._table.trim(self._table.held[sequence])
 
-    def end_forward(self, plan: ForwardPlan) -> None:
-        """Makes the tokens valid that the forward has written."""
+    def end_forward(self, plan: ForwardPlan, valid: Mapping[int, int] | None = None) -> None:
+        """Makes the tokens valid that the forward has written. valid: the number of a sequence's that are, if
+        not all, by its id; others are as if they had not been written."""
         owners = self._copiers(plan)
+        for sequence, count in (valid or {}).items():
+            held = self._table.held[sequence]
+            if not 1 <= count <= held.planned:
+                raise ValueError(f"sequence {sequence}: {count} of {held.planned} tokens cannot be valid")
+            held.planned = count
         for sequence in plan.sequences:
             held = self._table.held[sequence]
             held.length, held.planned = held.length + held.planned, 0
             held.sends = [send for send in held.sends if send.end > held.length]
-            if plan.ahead:
-                self._table.trim(held)  # of the steps that it did not come to
+            if plan.ahead or (valid and sequence in valid):
+                self._table.trim(held)  # of what it did not come to
         for copy in plan.copies:
             self.copying.remove(copy.source)
             if owners[copy.target].ships:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Generic
@@ -22,7 +22,7 @@ class DecodePlanner(Generic[S]):
     """Plans the decode steps of a model that has borrowed nothing: all sequences and all rows are at home."""
 
     multi_step = True
-    """Whether a decode job may take several steps."""
+    """Whether a decode job may take several steps, or several tokens of a sequence."""
     mixes = True
     """Whether a decode step may have a prompt's chunk beside it."""
 
@@ -71,12 +71,16 @@ class DecodePlanner(Generic[S]):
         """Plans one decode step of `batch`, of whom none is crowded: returns the batch in the order of its
         rows, and what is computed at home and elsewhere. ahead: as in `ModelCache.begin_forward`. Raises
         OutOfBlocks, with nothing changed, if the pool is short."""
-        return batch, self.home.begin_forward([s.id for s, _ in batch], [n for _, n in batch], ahead), None
+        ids, counts = [s.id for s, _ in batch], [n for _, n in batch]
+        return batch, self.home.begin_forward(ids, counts, ahead, by_token=max(counts) > 1), None
 
-    def finish(self, job: Job, lost: str | None) -> tuple[set[int], list[S]]:
-        """Ends the forward of a job. lost: why what was offloaded of it does not count. Returns the ids of
-        the sequences for which the step does not count, and those of them whose K and V are lost."""
-        self.home.end_forward(job.plan)
+    def finish(
+        self, job: Job, lost: str | None, valid: Mapping[int, int] | None = None
+    ) -> tuple[set[int], list[S]]:
+        """Ends the forward of a job. lost: why what was offloaded of it does not count. valid: as in
+        `ModelCache.end_forward`. Returns the ids of the sequences for which the step does not count, and
+        those of them whose K and V are lost."""
+        self.home.end_forward(job.plan, valid)
         return set(), []
 
     def fail(self, job: Job) -> list[S]:
@@ -237,9 +241,11 @@ class OffloadingPlanner(DecodePlanner[S]):
                 self._arrived(sequence, out=out)
         return tuple(moves)
 
-    def finish(self, job: Job, lost: str | None) -> tuple[set[int], list[S]]:
+    def finish(
+        self, job: Job, lost: str | None, valid: Mapping[int, int] | None = None
+    ) -> tuple[set[int], list[S]]:
         """Ends the forward of a job. If something is lost the loan is over."""
-        super().finish(job, lost)
+        super().finish(job, lost, valid)
         if job.offloaded is None:
             return set(), []
         if lost is not None:

@@ -83,6 +83,7 @@ class Geometry:
 
 
 I32 = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 U32 = npt.NDArray[np.uint32]

@@ -62,6 +62,8 @@ class ModelLoad(Struct, frozen=True, kw_only=True):
     prefill_speed: float = 0.0  # tokens a second of the last prefill jobs; 0 if there was none
     mixed_jobs_total: int = 0  # that count both as prefill jobs and as decode jobs
     restored_tokens_total: int = 0  # tokens whose K and V came back from the folder of `cache_dir`
+    drafted_tokens_total: int = 0  # tokens that decode steps verified
+    accepted_tokens_total: int = 0  # those of them that were right
     weights: WeightLoad | None = None  # None if they never sleep
     oldest_wait: float = 0.0  # seconds for which the sequence that waits longest has waited
     slo: Slo = Slo()

@@ -15,6 +15,8 @@ Quotas = Literal["adaptive", "fixed"]
 Control = Literal["operators", "iterations"]
 Splitting = Literal["auto", "none"]
 TransportName = Literal["auto", "shm", "nixl", "tcp"]
+Speculating = Literal["none", "ngram"]
+"""What drafts tokens that decode steps verify: nothing, or the n-grams of a sequence's own text."""
 Option = bool | int | float | str | list[str]
 
 
@@ -57,6 +59,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     decode_share: float | None = None
     quota: float | None = None  # of the pool's blocks, to begin with
     memory: int = 0  # bytes of the host's memory that it takes besides the pool, as far as that is known
+    speculation: Speculating = "none"
     slo: Slo = Slo()  # by which the policy `slack` chooses
     adapters: tuple[AdapterSpec, ...] = ()
 
@@ -99,6 +102,8 @@ class UnitAbilities(Struct, frozen=True, cache_hash=True):
     """The number formats that it can keep K and V in. On GPUs a model's must be the one it computes in."""
     keeps: bool = False
     """Its cached prefixes go to files when they give way. Nobody has tried that on GPUs."""
+    speculates: bool = False
+    """Its decode steps verify drafted tokens. Nobody has tried that on GPUs."""
 
 
 def unit_abilities(device: str, ranks: int, transport: TransportName = "shm") -> UnitAbilities:
@@ -118,6 +123,7 @@ def unit_abilities(device: str, ranks: int, transport: TransportName = "shm") ->
         mixes=device == "cpu",
         kv_dtypes=("auto", "float32", "bfloat16", "int8") if device == "cpu" else _ON_GPUS,
         keeps=device == "cpu",
+        speculates=device == "cpu",
     )
 
 

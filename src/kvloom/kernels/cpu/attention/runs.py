@@ -4,6 +4,9 @@ tokens together.
 A run is what one thread does of a KV head: rows that share a prefix, or part of them if there are many, or a
 row by itself. Its segments go through its tokens in order; a segment is of neighbours that see the same pages
 there, so that prefixes may branch (a tree of them, as in ChunkAttention, Ye et al. 2024, section 3).
+
+Tokens of one sequence are rows of one run, whatever they share: each sees what those before it append, and a
+run's rows append before any of them attends.
 """
 
 from __future__ import annotations
@@ -33,14 +36,23 @@ class RowRuns:
     longest: int  # rows of a run at most
 
 
-def row_runs(order: I32, common: ArrayLike, kv_heads: int, group: int, threads: int) -> RowRuns:
+def row_runs(
+    order: I32,
+    common: ArrayLike,
+    kv_heads: int,
+    group: int,
+    threads: int,
+    joined: ArrayLike | None = None,
+) -> RowRuns:
     """Returns the runs of rows order[i], each of which shares its first common[i] tokens with the one before
-    it. group: query heads of a KV head."""
+    it. group: query heads of a KV head. joined: whether order[i] is a token of the sequence of the one before
+    it; None if none is."""
     shared, batch = np.asarray(common).tolist(), len(order)
+    stays = [False] * batch if joined is None else np.asarray(joined).tolist()
     wanted = -(-batch * kv_heads // (4 * threads))  # rows of a run, so that each thread has some
     limit = max(1, min(max(wanted, _LEAST_ROWS), MOST_QUERIES // group))
-    edges = [i for i in range(batch) if not shared[i]] + [batch]
-    spans = [cut for a, b in pairwise(edges) for cut in _cuts(a, b, limit)]
+    edges = [i for i in range(batch) if not shared[i] and not stays[i]] + [batch]
+    spans = [cut for a, b in pairwise(edges) for cut in _cuts(a, b, limit, stays)]
     runs = list[tuple[int, int, int, int]]()
     segments = list[tuple[int, int, int, int]]()
     for first, end in sorted(spans, key=lambda span: span[0] - span[1]):
@@ -55,11 +67,17 @@ def row_runs(order: I32, common: ArrayLike, kv_heads: int, group: int, threads: 
     )
 
 
-def _cuts(first: int, end: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Cuts rows into runs of `limit` at most, all of about one size."""
-    parts = -(-(end - first) // limit)
-    for part in range(parts):
-        yield first + (end - first) * part // parts, first + (end - first) * (part + 1) // parts
+def _cuts(first: int, end: int, limit: int, stays: list[bool]) -> Iterator[tuple[int, int]]:
+    """Cuts rows into runs of `limit` at most, all of about one size. A row that `stays` with the one before
+    it makes a run longer."""
+    parts, begun = -(-(end - first) // limit), first
+    for part in range(1, parts + 1):
+        cut = first + (end - first) * part // parts
+        while cut < end and stays[cut]:
+            cut += 1
+        if cut > begun:
+            yield begun, cut
+            begun = cut
 
 
 def _segments(first: int, end: int, shared: list[int]) -> Iterator[tuple[int, int, int, int]]:

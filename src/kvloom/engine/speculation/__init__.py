@@ -1,0 +1,1 @@
+"""Speculative decoding: what is drafted, how much of it, and what of it counts."""

@@ -1,0 +1,102 @@
+"""How many tokens are drafted for each sequence: as many as pay, by how often drafts were right of late, and
+by what steps of more rows took.
+
+A verification of k drafts, each right with probability a if those before it are, gives on average
+(1 - a^(k+1)) / (1 - a) tokens (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding",
+ICML 2023, section 3.1); it costs a step of k more rows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from statistics import median
+from typing import Final
+
+from kvloom.engine.batching.adbs import WEIGHTS
+
+LEAST_GAIN: Final = 1.03  # as many times as many tokens a second as without drafts, or none are taken
+SURE: Final = 0.98  # the probability above which nothing is taken to be right
+_WINDOW: Final = 5  # the last steps of so many rows that count
+_OLD: Final = 256  # steps after which what was seen counts no more
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """How often drafted tokens were right of late, each counted for less as others come."""
+
+    right: float = 1.0
+    tried: float = 2.0
+
+    def note(self, right: int, drafted: int) -> None:
+        """Notes that of so many tokens in a row the first ones were right. Those after a wrong one say
+        nothing."""
+        self.right = 0.9 * self.right + right
+        self.tried = 0.9 * self.tried + min(right + 1, drafted)
+
+    @property
+    def rate(self) -> float:
+        """The probability that the next drafted token is right if those before it are."""
+        return min(SURE, self.right / self.tried)
+
+    def heir(self) -> Acceptance:
+        """Returns what another sequence is expected to do, until it is known better."""
+        return Acceptance(2 * self.right / self.tried, 2.0)
+
+
+class RowTimes:
+    """What decode steps of so many rows took of late, and so what others may take."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, deque[float]] = {}
+        self._known: dict[int, tuple[int, float]] = {}  # the last step of so many rows, and the median
+        self._steps = 0
+
+    def note(self, rows: int, seconds: float) -> None:
+        """Notes one more step."""
+        self._steps += 1
+        last = self._last.setdefault(rows, deque(maxlen=_WINDOW))
+        if rows in self._known and self._known[rows][0] < self._steps - _OLD:
+            last.clear()
+        last.append(seconds)
+        self._known[rows] = self._steps, median(last)
+
+    def expected(self, least: int, most: int) -> list[float]:
+        """Returns the seconds of a step of each number of rows from `least` to `most`. One that was not seen
+        of late takes as the nearest that was, and as much more as its rows' share beside the weights; if none
+        was, the unit is not the second."""
+        since = self._steps - _OLD
+        known = {rows: seconds for rows, (step, seconds) in self._known.items() if step >= since}
+        found = list[float]()
+        for rows in range(least, most + 1):
+            near = min(known, key=lambda other: abs(other - rows), default=rows)
+            found.append(known.get(near, 1.0) * (WEIGHTS + rows) / (WEIGHTS + near))
+        return found
+
+
+def best_lengths(offers: Sequence[tuple[float, int]], seconds: Sequence[float], drawn: int) -> list[int]:
+    """Returns how many tokens of each offer a step takes so that most tokens a second come of it; none if
+    that is less than `LEAST_GAIN` times what there is without.
+
+    offers: each with the probability that a token of it is right, and its tokens. seconds: of a step with so
+    many drafted tokens, from 0 on; no more are taken than it tells of. drawn: tokens that come anyway.
+    """
+    taken, best = [0] * len(offers), [0] * len(offers)
+    heap = list[tuple[float, int]]()
+    for i, (rate, count) in enumerate(offers):
+        if count:
+            heappush(heap, (-rate, i))
+    gain, most = float(drawn), LEAST_GAIN * drawn / seconds[0]
+    for took in seconds[1:]:
+        if not heap:
+            break
+        likely, i = heappop(heap)
+        taken[i] += 1
+        gain -= likely
+        if taken[i] < offers[i][1]:
+            heappush(heap, (likely * offers[i][0], i))
+        if gain / took > most:
+            best, most = list(taken), gain / took
+    return best

@@ -1,0 +1,163 @@
+"""Law 2 with drafts: streams of a model that speculates are those of one that does not."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from kvloom.engine.engine import Engine
+from kvloom.types.request import Guide, StartGenerate
+from kvloom.types.spec import EngineSpec, Speculating
+from tests.checkpoints import VOCAB, make_checkpoint, make_repeating
+from tests.engines import Answer, ask, body, running, spec_of
+from tests.examples import examples
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.3},
+    {"temperature": 0.7, "logprobs": 2},
+    {"temperature": 0.8, "top_p": 0.9, "frequency_penalty": 0.02, "repetition_penalty": 1.02},
+    {"temperature": 0.5, "logit_bias": {7: 4.0, 11: -3.0}},
+    {"stop_token_ids": [4, 77, 210], "min_tokens": 9},
+    {"temperature": 0.6, "stop_token_ids": [5, 99, 305]},
+]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_repeating(tmp_path_factory.mktemp("repeating"))
+
+
+def speculating(path: Path, how: Speculating, **changes: int) -> EngineSpec:
+    spec = replace(spec_of({"m": path}), **changes)
+    return replace(spec, models=(replace(spec.models[0], speculation=how),))
+
+
+def drawn_bodies(seed: int, count: int) -> list[StartGenerate]:
+    rng = random.Random(seed)
+    made = []
+    for _ in range(count):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.choice((1, 2, 5, 30, 70)))]
+        more = rng.choice(SETTINGS)
+        tokens = rng.choice((1, 2, 3, 20, 60))
+        made.append(
+            body("m", prompt, n=rng.choice((1, 1, 3)), max_tokens=tokens, seed=rng.randrange(99), **more)
+        )
+    return made
+
+
+async def answers(
+    spec: EngineSpec, bodies: list[StartGenerate], together: int
+) -> tuple[list[Answer], Engine]:
+    """The answers, so many requests at a time."""
+    limit = asyncio.Semaphore(together)
+    async with running(spec) as engine:
+
+        async def one(request: StartGenerate) -> Answer:
+            async with limit:
+                return await ask(engine, request)
+
+        return await asyncio.gather(*map(one, bodies)), engine
+
+
+async def accepted(engine: Engine) -> int:
+    return (await engine.load()).models["m"].accepted_tokens_total
+
+
+def check_same(path: Path, bodies: list[StartGenerate], together: int, **changes: int) -> int:
+    """Returns how many drafted tokens were right."""
+
+    async def both() -> int:
+        plain, _ = await answers(speculating(path, "none"), bodies, 1)
+        found, engine = await answers(speculating(path, "ngram", **changes), bodies, together)
+        for request, one, other in zip(bodies, plain, found, strict=True):
+            assert other.tokens == one.tokens, request
+            ends = [
+                {c: (end.reason, end.stop_token) for c, end in made.ends.items()} for made in (one, other)
+            ]
+            assert ends[0] == ends[1]
+            for choice, reports in one.logprobs.items():
+                for mine, theirs in zip(reports, other.logprobs[choice], strict=True):
+                    assert (mine is None) == (theirs is None)
+                    if mine and theirs:
+                        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        return await accepted(engine)
+
+    return asyncio.run(both())
+
+
+@pytest.mark.parametrize("together", [1, 8])
+def test_streams_are_those_without_drafts(path: Path, together: int) -> None:
+    assert check_same(path, drawn_bodies(together, examples(40)), together) > 20
+
+
+def test_streams_are_the_same_while_sequences_are_preempted(path: Path) -> None:
+    bodies = [body("m", [i], max_tokens=120, seed=i, temperature=0.4) for i in range(12)]
+
+    async def crowded() -> int:
+        spec = speculating(path, "ngram", kv_bytes=160 << 10)
+        found, engine = await answers(spec, bodies, 12)
+        plain, _ = await answers(speculating(path, "none"), bodies, 1)
+        assert [one.tokens for one in found] == [one.tokens for one in plain]
+        assert await accepted(engine) > 20
+        return (await engine.load()).models["m"].preemptions_total
+
+    assert asyncio.run(crowded()) > 0
+
+
+def test_aborts_and_pauses_in_mid_stream_leave_no_trace(path: Path) -> None:
+    """Some leave in the middle, some are paused and go on; pool and tree are right afterwards (`running`)."""
+    bodies = [body("m", [i, i + 1], max_tokens=90, seed=i, temperature=0.3) for i in range(8)]
+
+    async def play() -> None:
+        plain, _ = await answers(speculating(path, "none"), bodies, 1)
+        async with running(speculating(path, "ngram")) as engine:
+
+            async def one(i: int, request: StartGenerate) -> None:
+                answer = Answer()
+                async for frame in engine.start_generate(request):
+                    answer.take(frame)
+                    made = len(answer.tokens.get(0, ()))
+                    if i % 3 == 1 and made > 30:
+                        break
+                    if i % 3 == 2 and 30 < made < 50 and not answer.ends:
+                        standing = await engine.hold(request.request)
+                        assert standing.made[0].tokens[:made] == answer.tokens[0]
+                        await engine.resume(request.request)
+                assert answer.tokens[0] == plain[i].tokens[0][: len(answer.tokens[0])]
+                assert i % 3 == 1 or answer.ends
+
+            await asyncio.gather(*(one(i, request) for i, request in enumerate(bodies)))
+            assert await accepted(engine) > 20
+            again = await asyncio.gather(*(ask(engine, replace(b, request=f"{b.request}-2")) for b in bodies))
+            assert [a.tokens for a in again] == [p.tokens for p in plain]
+
+    asyncio.run(play())
+
+
+def test_a_guided_request_does_not_draft(path: Path) -> None:
+    async def play() -> None:
+        async with running(speculating(path, "ngram")) as engine:
+            guide = Guide(kind="regex", text="(ab)+", param="guided_regex")
+            await ask(engine, body("m", [97, 98] * 8, max_tokens=40, guide=guide))
+            assert (await engine.load()).models["m"].drafted_tokens_total == 0
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "mixtral", "gpt2"])
+def test_other_architectures_verify_as_well(architecture: str, tmp_path: Path) -> None:
+    """Windows, soft caps, experts, and forwards that are not fused."""
+    made = make_checkpoint(tmp_path, architecture)
+    rng = random.Random(architecture)
+    circle = [rng.randrange(VOCAB) for _ in range(6)]
+    bias = dict.fromkeys(circle[:2], 60.0)  # a text of two tokens, whose n-grams come again
+    bodies = [
+        body("m", circle * n, max_tokens=60, seed=n, temperature=2.0, logit_bias=bias) for n in range(1, 5)
+    ]
+    assert check_same(made, bodies, 1) > 10
