@@ -67,6 +67,7 @@ CROWDS: list[tuple[Policy, int, int, int]] = [
     ("round-robin", 130, 16, 2),
     ("round-robin", 130, 512, 1),
     ("partitioned", 130, 16, 2),
+    ("vllm-2023", 130, 64, 2),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Mapping
 
 import pytest
 
@@ -39,10 +40,12 @@ def test_a_full_loan_is_not_gone_out_into_again_and_again() -> None:
         woven = borrow(engine, 1.0, 120)
         real = woven.finish
 
-        def finish(job: Job, lost: str | None) -> tuple[set[int], list[Sequence]]:
+        def finish(
+            job: Job, lost: str | None, valid: Mapping[int, int] | None = None
+        ) -> tuple[set[int], list[Sequence]]:
             if any(out for _, out in woven._moving):
                 left.append(woven.cache.pages.available)
-            return real(job, lost)
+            return real(job, lost, valid)
 
         woven.finish = finish  # type: ignore[method-assign]
         await answered(engine, executor, [order("r" * i, MODEL, 16 + i, max_tokens=70) for i in range(1, 17)])

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 from kvloom.engine.batching import BY_DEADLINES, POLICIES
 from kvloom.engine.batching.view import Mixed, Preempt, Prefill, UnitView, same_turn
+from kvloom.engine.decoding.multistep import MultiStepDecode
+from kvloom.engine.decoding.speculation import Speculation
 from kvloom.engine.inflight import InflightBatch, OutputProcessor, compose
 from kvloom.engine.model_queue import BusyModels, ModelQueue
-from kvloom.engine.multistep import MultiStepDecode
 from kvloom.engine.quotas import QuotaTuner
 from kvloom.engine.requests import Requests
 from kvloom.engine.reservations import Arrivals
 from kvloom.engine.sequence import Sequence
-from kvloom.engine.speculation.speculation import Speculation
 from kvloom.kv.pool import Pool
 from kvloom.types.clock import Clock
 from kvloom.types.job import Executor, Job, JobResult, Phase

@@ -8,8 +8,8 @@ from enum import Enum
 
 import numpy as np
 
+from kvloom.engine.drafts.drafting import Drafting
 from kvloom.engine.guide import GuideState
-from kvloom.engine.speculation.drafting import Drafting
 from kvloom.types.geometry import I64
 from kvloom.types.job import PromptRow, SampleRow
 from kvloom.types.request import SamplingParams, TokenLogprob

@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from kvloom.engine.drafts.drafting import Drafting, first_rates
+from kvloom.engine.drafts.lengths import RowTimes, best_lengths
+from kvloom.engine.drafts.ngrams import NgramIndex
 from kvloom.engine.inflight import InflightBatch
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.sequence import Sequence as OneSequence
-from kvloom.engine.speculation.drafting import Drafting, first_rates
-from kvloom.engine.speculation.lengths import RowTimes, best_lengths
-from kvloom.engine.speculation.ngrams import NgramIndex
 from kvloom.types.job import JobResult, Phase
 from kvloom.types.spec import EngineSpec
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvloom.engine.speculation.lengths import Acceptance
-from kvloom.engine.speculation.ngrams import SIZES, NgramIndex
+from kvloom.engine.drafts.lengths import Acceptance
+from kvloom.engine.drafts.ngrams import SIZES, NgramIndex
 
 _FIRST_REST, _LONGEST_REST = 16, 1024  # steps
 _TRIED: Final = 2  # tokens, after a rest

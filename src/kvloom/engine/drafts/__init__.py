@@ -1,0 +1,1 @@
+"""Drafts of tokens that may follow in a text: where they come from, and how many pay."""
