@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import multiprocessing
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvloom.journal import traffic_log
 from kvloom.journal.traffic import (
     HOUR,
     TrafficCounts,
@@ -156,3 +158,21 @@ def test_what_cannot_be_written_is_kept_for_the_next_time(
     path.rmdir()
     counts.put(one(now))
     assert [hour.requests for hour in asyncio.run(keeper.everywhere())] == [2]
+
+
+def test_a_file_that_cannot_be_made_anew_has_what_was_appended_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk may have room for a line, and none for the whole file."""
+
+    def full(path: Path) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device", path)
+
+    monkeypatch.setattr(traffic_log, "replacing", full)
+    counts, log = TrafficCounts(), TrafficLog(tmp_path / "traffic.jsonl")
+    counts.put(one())
+    keeper = TrafficKeeper(counts, log)
+    for _ in range(3):
+        asyncio.run(keeper.write())
+    assert [hour.requests for hour in log.read()] == [1]
+    assert "the traffic log cannot be made anew: No space left on device" in caplog.text

@@ -317,8 +317,15 @@ class Requests:
         check_request(body, self._card(body.model))
 
     def check_prompt(self, model: str, prompt: list[int]) -> None:
-        """Raises UnknownModel, PromptTooLong or BadRequest if the prompt is wrong by itself."""
-        check_prompt(prompt, self._card(model))
+        """Checks a prompt whose K and V are asked for. Raises UnknownModel, PromptTooLong, and BadRequest,
+        also for a model that makes vectors, which keeps none."""
+        card = self._card(model)
+        if card.task != "generate":
+            raise BadRequest(
+                f"model {card.name} makes vectors of texts and keeps no K and V; one that generates is right",
+                param="model",
+            )
+        check_prompt(prompt, card)
 
     def _card(self, model: str) -> ModelCard:
         if model not in self._queues:

@@ -46,7 +46,7 @@ class TrafficLog:
 
     def add(self, parts: Sequence[TrafficHour], now: float) -> None:
         """Appends parts of hours. now: seconds since the epoch. May block for as long as a disk does. Raises
-        OSError."""
+        OSError if they cannot be appended; that the file cannot be made anew is logged."""
         with self._locked() as file:
             lines, size = encode_hours(parts), os.fstat(file).st_size
             if size and os.pread(file, 1, size - 1) != b"\n":  # somebody died while writing
@@ -54,8 +54,14 @@ class TrafficLog:
             text = memoryview(lines)
             while text:
                 text = text[os.write(file, text) :]
-            if size + len(lines) >= self._next:
-                self._next = self._make_anew(file, now) + _SLACK
+            size += len(lines)
+            if size < self._next:
+                return
+            try:
+                size = self._make_anew(file, now)
+            except OSError as error:  # the parts are in the file: who wrote them again would count them twice
+                _log.warning("%s: the traffic log cannot be made anew: %s", self.path, error.strerror)
+            self._next = size + _SLACK
 
     def read(self) -> list[TrafficHour]:
         """Returns all hours, added up. Lines that are damaged are left out, with a warning. Raises OSError,

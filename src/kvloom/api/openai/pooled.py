@@ -31,6 +31,7 @@ from kvloom.types.request import EndEvent, SamplingParams, StartGenerate, Task
 
 TEXTS: Final = 32  # of one request to an engine, which makes at most a few of its jobs
 AT_ONCE: Final = 4  # such requests of one client's request
+MOST_TOKENS: Final = 1 << 20  # of one client's request: a short body asks for many if a query is in each pair
 Vectors = npt.NDArray[np.float32]
 WriteVectors = Callable[[dict[str, Any], Vectors, dict[str, int]], Any]
 """Makes an answer of its head, the vectors [B, size] and the usage."""
@@ -257,7 +258,15 @@ async def _tokens(
     for prompt in prompts:
         if isinstance(prompt, PlainPrompt) and prompt.bounded:
             model.check_size(prompt.size, prompt.most_times, prompt.param)
-    texts = [await model.tokens(one, tenant) if isinstance(one, PlainPrompt) else one for one in prompts]
+    texts, count = list[list[int]](), 0
+    for one in prompts:
+        texts.append(await model.tokens(one, tenant) if isinstance(one, PlainPrompt) else one)
+        count += min(len(texts[-1]), most)
+        if count > MOST_TOKENS:
+            raise BadRequest(
+                f"{param}: more than {MOST_TOKENS} tokens in all; fewer texts, or shorter ones, are right",
+                param=param,
+            )
     if cut and max(map(len, texts)) > most:
         end = await _ending(model, tenant)
         texts = [one if len(one) <= most else one[: most - end] + one[len(one) - end :] for one in texts]

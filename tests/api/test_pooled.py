@@ -1,0 +1,25 @@
+"""Requests for vectors and scores that are refused before an engine is asked."""
+
+from __future__ import annotations
+
+from starlette.testclient import TestClient
+
+from kvloom.api.app import create_app
+from kvloom.api.openai.pooled import MOST_TOKENS
+from tests.api.scripted import ScriptedEngine, card, says
+
+
+def test_a_query_in_many_pairs_has_so_many_tokens_at_most() -> None:
+    """A body of kilobytes would stand for gigabytes of tokens."""
+    scorer = card(template=None, context_length=4096, task="score", dimensions=1)
+    engine = ScriptedEngine(says(""), cards=[scorer])
+    documents, query = ["b"] * 2048, "a" * (MOST_TOKENS // 2048)
+    with TestClient(create_app(engine)) as http:
+        for path, body in (
+            ("/v1/rerank", {"query": query, "documents": documents}),
+            ("/v1/score", {"text_1": query, "text_2": documents}),
+        ):
+            answer = http.post(path, json={"model": "tiny", **body})
+            assert answer.status_code == 400
+            assert f"more than {MOST_TOKENS} tokens in all" in answer.json()["error"]["message"]
+    assert not engine.bodies

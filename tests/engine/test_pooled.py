@@ -1,0 +1,77 @@
+"""Models that make vectors beside models that generate, in one engine: no verb of K and V takes them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvloom.engine.engine import Engine
+from kvloom.types.errors import BadRequest
+from kvloom.types.request import EndEvent, SamplingParams, StartGenerate
+from kvloom.types.verbs import Pin, Prefix, PrepRecv, RemoteSend
+from tests.checkpoints import make_checkpoint
+from tests.engines import running, spec_of
+from tests.pooled import make_encoder, save_pooling
+
+TEXT = [2, 40, 41, 3]
+
+
+def body(request: str, texts: int) -> StartGenerate:
+    return StartGenerate(
+        model="vectors",
+        request=request,
+        prompt=TEXT,
+        sampling=SamplingParams(max_tokens=1, seed=0),
+        n=texts,
+        task="embed",
+        more=[TEXT] * (texts - 1),
+    )
+
+
+async def ends(engine: Engine, asked: StartGenerate) -> list[EndEvent]:
+    frames = [frame async for frame in engine.start_generate(asked)]
+    return [event for frame in frames for event in frame if isinstance(event, EndEvent)]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pooled")
+    vectors = save_pooling(make_encoder(folder / "vectors", "bert"))
+    return {"text": make_checkpoint(folder / "text", "qwen2"), "vectors": vectors}
+
+
+@asynccontextmanager
+async def engine_of(paths: dict[str, Path]) -> AsyncIterator[Engine]:
+    async with running(spec_of(paths, kv_bytes=1 << 20, block_bytes=2048)) as engine:
+        yield engine
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_verbs_of_k_and_v_are_refused(paths: dict[str, Path]) -> None:
+    """A text has no pages that could be sent, and a job that looked for them would end the engine."""
+
+    async def test() -> None:
+        async with engine_of(paths) as engine:
+            spot = await engine.prep_recv(PrepRecv(model="text", request="r", prompt=TEXT, end=-1))
+            own: dict[str, Any] = {"model": "vectors", "request": "r", "prompt": TEXT}
+            send = RemoteSend(**own, address=spot.address, peer=spot.peer)
+            for asked in (
+                engine.prep_recv(PrepRecv(**own, end=-1)),
+                engine.remote_send(send),
+                engine.hold("r", [send]),
+                engine.pin(Pin(**own)),
+                engine.evict(Prefix(model="vectors", prompt=TEXT)),
+            ):
+                with pytest.raises(BadRequest, match="vectors makes vectors of texts and keeps no K and V"):
+                    await asked
+            assert [end.reason for end in await ends(engine, body("e", 3))] == ["stop"] * 3
+
+    run(test)
