@@ -23,3 +23,19 @@ def test_a_query_in_many_pairs_has_so_many_tokens_at_most() -> None:
             assert answer.status_code == 400
             assert f"more than {MOST_TOKENS} tokens in all" in answer.json()["error"]["message"]
     assert not engine.bodies
+
+
+def test_a_chat_with_a_model_that_makes_vectors_is_told_what_is_right() -> None:
+    engine = ScriptedEngine(says(""), cards=[card(template=None, task="embed", dimensions=4)])
+    turns = [{"role": "user", "content": "a"}]
+    with TestClient(create_app(engine)) as http:
+        for path, body in (
+            ("/v1/chat/completions", {"messages": turns}),
+            ("/v1/responses", {"input": turns}),
+            ("/v1/messages", {"messages": turns, "max_tokens": 1}),
+            ("/api/chat", {"messages": turns}),
+            ("/api/generate", {"prompt": "a"}),
+        ):
+            answer = http.post(path, json={"model": "tiny", **body})
+            assert answer.status_code == 400, path
+            assert "/v1/embeddings is right for it" in answer.text

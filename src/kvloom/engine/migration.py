@@ -218,7 +218,7 @@ class Llumlet:
         """Returns whether the first that waits finds no room beside what is kept for those that run to grow.
         Quotas, which give way, do not count."""
         first = queue.waiting.first
-        if first is None:
+        if first is None or not queue.page_blocks:
             return False
         geometry = queue.cache.geometry
         kept = kept_to_grow(len(queue.running), geometry.blocks_per_page)

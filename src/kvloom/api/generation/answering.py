@@ -235,8 +235,9 @@ class Answering:
         """Returns about how many bytes of this process the request holds until its answer has ended, beside
         what an answer keeps that is not streamed: its prompts, and for each choice what is on its way."""
         held = OPEN_BYTES
-        for body in (generation.body for generation in self.generations):
-            sampling = body.sampling
+        for generation in self.generations:
+            body, sampling = generation.body, generation.body.sampling
+            held += generation.answer_bytes
             held += PROMPT_TOKEN_BYTES * sum(map(len, (body.prompt, *body.more)))
             held += CHOICE_BYTES * body.n * (1 + (sampling.logprobs or 0))
             if sampling.prompt_logprobs is not None:

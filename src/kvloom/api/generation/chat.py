@@ -18,7 +18,7 @@ from kvloom.api.schemas.chat import ChatBody, ChatMessage, NamedTool, Tool
 from kvloom.api.schemas.closing import closed
 from kvloom.api.texts.prompts import UNRENDERED, ChatPrompt, content_bytes
 from kvloom.types.errors import BadRequest
-from kvloom.types.request import Guide
+from kvloom.types.request import Guide, wrong_task
 
 
 class Readers(Protocol):
@@ -32,6 +32,8 @@ async def chat_generation(
 ) -> tuple[Generation, Readers]:
     """Returns what a chat asks of an engine, and what reads its answer. prefix: of the answer's id; capped:
     whether a limit above the context's room is lowered to it, and not refused. Raises KvloomError."""
+    if model.card.task != "generate":
+        raise wrong_task(model.card, "generate")
     given = prompt_of(model, body.messages, offered(body), switches(body, model))
     prompt = await model.tokens(given, tenant)
     check_prompt(prompt, model.card)

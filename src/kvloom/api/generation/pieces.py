@@ -42,6 +42,8 @@ class Generation:
         that the engine must make is not shown."""
         self.body = body
         self.cached_tokens = 0
+        self.answer_bytes = 0
+        """Bytes that the answer has beside those of its text."""
         self.prompt_logprobs: list[TokenLogprob] = []
         self._scoring = scoring
         self._ended: set[int] = set()  # by the engine; a stop string ends a choice here first

@@ -16,26 +16,28 @@ from kvloom.api.generation.answering import Answering, EndpointContext
 from kvloom.api.generation.resume import Origin
 from kvloom.api.metrics import Watch
 from kvloom.api.ollama.chat import LATEST, PREFIX, nanoseconds
-from kvloom.api.openai.pooled import Vectors, embeddings
+from kvloom.api.openai.pooled import embeddings
 from kvloom.api.schemas.ollama import EmbeddingsOfOllama, OllamaEmbedBody, OllamaEmbeddingsBody
 
-Told = Callable[[str, Vectors, int, Watch, float], dict[str, Any]]
+Told = Callable[[str, list[Any], int, Watch, float], dict[str, Any]]
 """Makes an answer of the model's name, the vectors, the count of tokens, the watch, and the seconds that
 passed until engines were asked."""
 
 
-def _as_embeddings(name: str, vectors: Vectors, tokens: int, watch: Watch, prepared: float) -> dict[str, Any]:
+def _as_embeddings(
+    name: str, vectors: list[Any], tokens: int, watch: Watch, prepared: float
+) -> dict[str, Any]:
     return {
         "model": name,
-        "embeddings": vectors.tolist(),
+        "embeddings": vectors,
         "total_duration": nanoseconds(watch.seconds),
         "load_duration": nanoseconds(prepared),
         "prompt_eval_count": tokens,
     }
 
 
-def _as_embedding(_: str, vectors: Vectors, __: int, ___: Watch, ____: float) -> dict[str, Any]:
-    return {"embedding": vectors[0].tolist()}
+def _as_embedding(_: str, vectors: list[Any], __: int, ___: Watch, ____: float) -> dict[str, Any]:
+    return {"embedding": vectors[0]}
 
 
 def _read(form: type[OllamaEmbedBody | OllamaEmbeddingsBody], raw: bytes) -> EmbeddingsOfOllama:
@@ -69,7 +71,7 @@ class OllamaEmbedding:
     ) -> Answering:
         asked, body.model = body.model, model.card.name
 
-        def write(_: dict[str, Any], vectors: Vectors, usage: dict[str, int]) -> dict[str, Any]:
+        def write(_: dict[str, Any], vectors: list[Any], usage: dict[str, int]) -> dict[str, Any]:
             return told(asked, vectors, usage["prompt_tokens"], watch, prepared)
 
         answering = await embeddings(self._gateway, PREFIX, origin, body, model, tenant, watch, write)

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Raw
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
@@ -33,16 +34,22 @@ TEXTS: Final = 32  # of one request to an engine, which makes at most a few of i
 AT_ONCE: Final = 4  # such requests of one client's request
 MOST_TOKENS: Final = 1 << 20  # of one client's request: a short body asks for many if a query is in each pair
 Vectors = npt.NDArray[np.float32]
-WriteVectors = Callable[[dict[str, Any], Vectors, dict[str, int]], Any]
-"""Makes an answer of its head, the vectors [B, size] and the usage."""
+NUMBER_BYTES: Final = 24  # of a number of a vector in an answer, at most
+Keep = Callable[[bytes], Any]
+"""Takes a vector as it comes, and returns what is kept of it: large answers are made bit by bit, since nobody
+else's stream goes on meanwhile."""
+WriteVectors = Callable[[dict[str, Any], list[Any], dict[str, int]], Any]
+"""Makes an answer of its head, what was kept of the vectors, and the usage."""
 
 
 class PooledTexts(Generation):
     """One StartGenerate on its way to a vector of each of its texts."""
 
-    def __init__(self, body: StartGenerate, model: ServedModel) -> None:
+    def __init__(self, body: StartGenerate, model: ServedModel, keep: Keep) -> None:
         super().__init__(body, model.tokenizer, scoring=True)
-        self.vectors: dict[int, bytes] = {}
+        self.answer_bytes = NUMBER_BYTES * model.card.dimensions * body.n
+        self.vectors: dict[int, Any] = {}
+        self._keep = keep
 
     async def run(self, client: ModelServer, tell: Callable[[list[Piece]], Awaitable[None]]) -> None:
         """Keeps the vectors as they come. Raises KvloomError as `Generation.run` does."""
@@ -50,7 +57,7 @@ class PooledTexts(Generation):
             async for frame in frames:
                 for event in frame:
                     if isinstance(event, EndEvent):
-                        self.vectors[event.choice] = _vector(event)
+                        self.vectors[event.choice] = self._keep(_vector(event))
                 if len(self.vectors) == self.body.n:
                     return
         raise Unavailable("the engine ended the stream before the answer was complete")
@@ -74,7 +81,7 @@ class _Text:
 
 
 class PooledWriter(Writer):
-    """Makes the answer of all vectors. `write` takes them [B, size] and the usage."""
+    """Makes the answer of all vectors."""
 
     kind = chunk_kind = "list"
 
@@ -98,10 +105,9 @@ class PooledWriter(Writer):
         """Does nothing: the texts keep their vectors."""
 
     def answer(self, usage: dict[str, Any]) -> bytes:
-        made = [one.vectors[choice] for one in self._generations for choice in range(one.body.n)]
-        vectors = np.frombuffer(b"".join(made), "<f4").reshape(len(made), -1)
+        kept = [one.vectors[choice] for one in self._generations for choice in range(one.body.n)]
         prompt = usage["prompt_tokens"]
-        return encode(self._write(self._head, vectors, {"prompt_tokens": prompt, "total_tokens": prompt}))
+        return encode(self._write(self._head, kept, {"prompt_tokens": prompt, "total_tokens": prompt}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +120,8 @@ class EmbeddingEndpoint:
     async def _prepare(
         self, body: EmbeddingBody, model: ServedModel, watch: Watch, tenant: str, origin: Origin
     ) -> Answering:
-        coded = body.encoding_format == "base64"
-
-        def write(head: dict[str, Any], vectors: Vectors, usage: dict[str, int]) -> dict[str, Any]:
-            data = [
-                {
-                    "object": "embedding",
-                    "index": at,
-                    "embedding": b64encode(one.tobytes()).decode() if coded else one.tolist(),
-                }
-                for at, one in enumerate(vectors)
-            ]
+        def write(head: dict[str, Any], kept: list[Any], usage: dict[str, int]) -> dict[str, Any]:
+            data = [{"object": "embedding", "index": at, "embedding": one} for at, one in enumerate(kept)]
             return {"object": "list", "data": data, "model": head["model"], "usage": usage}
 
         return await embeddings(self.gateway, "embd", origin, body, model, tenant, watch, write)
@@ -152,12 +149,15 @@ async def embeddings(
         )
     prompts = [PlainPrompt(one, param="input") if isinstance(one, str) else one for one in body.texts]
     texts = await _tokens(model, prompts, tenant, "input", "embed", cut=body.cut)
+    coded = body.encoding_format == "base64"
 
-    def shortened(head: dict[str, Any], vectors: Vectors, usage: dict[str, int]) -> Any:
-        return write(head, _unit(vectors[:, :size]), usage)
+    def keep(vector: bytes) -> Raw:
+        numbers = np.frombuffer(vector, "<f4")
+        if size is not None:
+            numbers = _unit(numbers[None, :size])[0]
+        return Raw(encode(b64encode(numbers.tobytes()).decode() if coded else numbers.tolist()))
 
-    told = write if size is None else shortened
-    return _answering(gateway, prefix, origin, body, model, texts, watch, told)
+    return _answering(gateway, prefix, origin, body, model, texts, watch, keep, write)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,23 +213,27 @@ class ScoreEndpoints:
             _require(model, "score")
             texts = await _pairs(model, pairs, tenant, params)
             return _answering(
-                *(self.gateway, prefix, origin, body, model, texts, watch),
-                lambda head, vectors, usage: write(head, vectors[:, 0].tolist(), usage),
+                *(self.gateway, prefix, origin, body, model, texts, watch, bytes),
+                lambda head, kept, usage: write(head, _stacked(kept)[:, 0].tolist(), usage),
             )
         places = {text: at for at, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
         prompts = [PlainPrompt(text, param=params[1]) for text in places]
         texts = await _tokens(model, prompts, tenant, params[1], "embed")
 
-        def compare(head: dict[str, Any], vectors: Vectors, usage: dict[str, int]) -> dict[str, Any]:
-            units = _unit(vectors)
+        def compare(head: dict[str, Any], kept: list[bytes], usage: dict[str, int]) -> dict[str, Any]:
+            units = _unit(_stacked(kept))
             first, last = ([places[pair[side]] for pair in pairs] for side in (0, 1))
             return write(head, np.einsum("ij,ij->i", units[first], units[last]).tolist(), usage)
 
-        return _answering(self.gateway, prefix, origin, body, model, texts, watch, compare)
+        return _answering(self.gateway, prefix, origin, body, model, texts, watch, bytes, compare)
 
 
 def _require(model: ServedModel, task: Task) -> None:
     check_prompt([0], model.card, task)
+
+
+def _stacked(kept: list[bytes]) -> Vectors:
+    return np.frombuffer(b"".join(kept), "<f4").reshape(len(kept), -1)
 
 
 def _unit(vectors: Vectors) -> Vectors:
@@ -310,11 +314,12 @@ def _answering(
     model: ServedModel,
     texts: list[_Text],
     watch: Watch,
+    keep: Keep,
     write: WriteVectors,
 ) -> Answering:
     request = origin.request_id(prefix)
     generations = [
-        PooledTexts(_start(body, model, part, f"{request}-{at}"), model)
+        PooledTexts(_start(body, model, part, f"{request}-{at}"), model, keep)
         for at, part in enumerate(_parts(texts))
     ]
     writer = PooledWriter(prefix, origin, body, generations, write)

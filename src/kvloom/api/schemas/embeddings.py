@@ -54,6 +54,7 @@ class EmbeddingBody(PooledBody):
 
 
 class RerankBody(PooledBody):
+    max_tokens_per_doc: Annotated[None, Unserved("documents are not cut short; send shorter ones")] = None
     query: Text
     documents: Annotated[list[Text | dict[str, Any]], Field(min_length=1, max_length=MOST_TEXTS)]
     top_n: Annotated[int, Field(ge=0, lt=2**31)] | None = None
