@@ -27,6 +27,8 @@ benchmark starts both sides itself. Some two hours in full; --quick proves that 
   downtime       how long a request that moves keeps its caller waiting
   truth          what the simulation says of this machine against what it does
   adapters       requests of many adapters in one batch against the base's own
+  speculation    the pace with drafts by n-grams against none
+  embeddings     64 texts a request against sentence-transformers
   formats        decoding and prefill by the number format of the weights
   mixed          time per token while long prompts come, with and without mixed jobs
   many-models    twenty models in the memory of four, against processes that are swapped
@@ -50,6 +52,7 @@ from benchmarks import (
     adapters,
     downtime,
     draws,
+    embeddings,
     engine_step,
     faces,
     fleet,
@@ -69,6 +72,7 @@ from benchmarks import (
     shared_pages,
     shared_prefix,
     simulator,
+    speculation,
     streaming,
     tcp_plane,
     throughput,
@@ -134,6 +138,10 @@ def alone(options: argparse.Namespace, console: Console) -> dict[str, Measure]:
         "migration": lambda: migration.measure(rounds, console, [500] if quick else [*migration.WANTED]),
         "weaving": lambda: weaving.measure(weaving.QUICK if quick else weaving.Effort(), console),
         "downtime": lambda: downtime.measure(moves, console),
+        "speculation": lambda: speculation.measure("B", 1 if quick else 7, 0, 2, 24 if quick else 120),
+        "embeddings": lambda: embeddings.measure(
+            embeddings.QUICK if quick else embeddings.Effort(), console.print
+        ),
         "formats": lambda: formats.measure(
             ["B"] if quick else formats.WANTED,
             formats.OURS if options.no_peers else [*formats.SIDES],

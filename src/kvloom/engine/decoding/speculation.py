@@ -50,7 +50,8 @@ class Speculation:
 
     def most_steps(self, queue: ModelQueue, steps: int) -> int:
         """Returns how many of the steps a job takes before drafts are looked for again."""
-        return min(steps, PATIENCE) if queue.card.name in self._models else steps
+        model = self._models.get(queue.card.name)
+        return steps if model is None or model.rests else min(steps, PATIENCE)
 
     def verified(self, inflight: InflightBatch, valid: Mapping[int, int], result: JobResult) -> None:
         """Learns from a job that has ended. valid: see `InflightBatch.verified`."""
@@ -66,12 +67,15 @@ class _ModelDrafts:
         self._queue = queue
         self._times = RowTimes()
         self._rates = first_rates()
+        self.rests = False
+        """Whether no sequence of the last step looks for drafts for now."""
 
     def drafts(self, ready: Sequence[OneSequence], free: int) -> dict[int, list[int]]:
         queue, rows = self._queue, len(ready)
         most = min(MOST_ROWS, queue.max_running) - rows
         if most < 1 or not rows or not queue.planner.multi_step:
             return {}
+        self.rests = all(one.drafting is not None and one.drafting.resting > 0 for one in ready)
         found = {sequence: drafted for sequence in ready if (drafted := self._found(sequence))}
         if not found or queue.cache.shares_a_tail([sequence.id for sequence in ready]):
             return {}
