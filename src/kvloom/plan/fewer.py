@@ -1,4 +1,4 @@
-"""The fewest devices on which a plan is still ample: more would answer nothing more, and may be slower, as
+"""Fewer devices for a plan, as long as it stays ample: more would answer nothing more, and may be slower, as
 ranks wait for each other."""
 
 from __future__ import annotations

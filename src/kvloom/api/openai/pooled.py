@@ -216,8 +216,9 @@ class ScoreEndpoints:
                 *(self.gateway, prefix, origin, body, model, texts, watch, bytes),
                 lambda head, kept, usage: write(head, _stacked(kept)[:, 0].tolist(), usage),
             )
-        places = {text: at for at, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
-        prompts = [PlainPrompt(text, param=params[1]) for text in places]
+        sides = {text: param for pair in reversed(pairs) for text, param in zip(pair, params, strict=True)}
+        places = {text: at for at, text in enumerate(sides)}
+        prompts = [PlainPrompt(text, param=param) for text, param in sides.items()]
         texts = await _tokens(model, prompts, tenant, params[1], "embed")
 
         def compare(head: dict[str, Any], kept: list[bytes], usage: dict[str, int]) -> dict[str, Any]:

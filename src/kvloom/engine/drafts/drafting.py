@@ -27,7 +27,7 @@ class Drafting:
     rates: list[Acceptance] = field(default_factory=first_rates)
     """By the size of the n-gram."""
     kind: int = 0
-    """The size of the one that was found last."""
+    """The index in `SIZES` of the n-gram that was found last."""
     resting: int = 0
     """Steps for which nothing is looked up any more."""
     rest: int = _FIRST_REST

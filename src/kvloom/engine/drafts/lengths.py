@@ -17,8 +17,8 @@ from typing import Final
 
 from kvloom.engine.batching.adbs import WEIGHTS
 
-LEAST_GAIN: Final = 1.03  # as many times as many tokens a second as without drafts, or none are taken
-SURE: Final = 0.98  # the probability above which nothing is taken to be right
+LEAST_GAIN: Final = 1.03  # the least speed-up for which drafts are taken
+SURE: Final = 0.98  # the highest acceptance rate that is assumed
 _WINDOW: Final = 5  # the last steps of so many rows that count
 _OLD: Final = 256  # steps after which what was seen counts no more
 
@@ -65,8 +65,8 @@ class RowTimes:
 
     def expected(self, least: int, most: int) -> list[float]:
         """Returns the seconds of a step of each number of rows from `least` to `most`. One that was not seen
-        of late takes as the nearest that was, and as much more as its rows' share beside the weights; if none
-        was, the unit is not the second."""
+        of late is scaled from the nearest that was, by its rows beside `WEIGHTS`, the rows whose products
+        take as long as reading the weights. If none was seen, the numbers are relative, and no seconds."""
         since = self._steps - _OLD
         known = {rows: seconds for rows, (step, seconds) in self._known.items() if step >= since}
         found = list[float]()
