@@ -233,7 +233,7 @@ async def test_json_for_people(tmp_path: Path) -> None:
             async with session.post("http://engine/verbs/start_generate", json=body) as response:
                 assert (
                     await response.text()
-                    == '[]\n[["token",0,0,4,null]]\n[["end",0,"length",null,0,"","",""]]\n'
+                    == '[]\n[["token",0,0,4,null]]\n[["end",0,"length",null,0,"","","",""]]\n'
                 )
             async with session.post("http://engine/verbs/start_generate", data=b"x") as response:
                 assert response.status == 400

@@ -26,9 +26,17 @@ from tests.lab.sim.plans import make_plan
 
 KEPT: tuple[KVDtype, ...] = ("auto", "float32", "bfloat16", "int8")
 ALL = UnitAbilities(
-    moves=True, shares=True, weaves=True, sleeps=True, adapts=True, mixes=True, kv_dtypes=KEPT, keeps=True
+    moves=True,
+    shares=True,
+    weaves=True,
+    sleeps=True,
+    adapts=True,
+    mixes=True,
+    kv_dtypes=KEPT,
+    keeps=True,
+    speculates=True,
 )
-GPU = replace(ALL, sleeps=False, adapts=False, mixes=False, kv_dtypes=KEPT[:3], keeps=False)
+GPU = replace(ALL, sleeps=False, adapts=False, mixes=False, kv_dtypes=KEPT[:3], keeps=False, speculates=False)
 RANKS = replace(GPU, moves=False, shares=False, weaves=False)
 NIXL = pytest.mark.skipif(find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed")
 

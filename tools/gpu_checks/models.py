@@ -115,7 +115,9 @@ def _make(name: str, shape: Shape, ground: Ground) -> LoadedModel:
     form = config.num_hidden_layers, config.num_key_value_heads, config.head_dim, ground.dtype.itemsize
     geometry = Geometry(*form, ground.block_bytes)
     card = _card(name, config, module, ground.dtype)
-    return LoadedModel(module, Modular(module), ground.dtype, geometry, card, config.num_attention_heads)
+    return LoadedModel(
+        module, Modular(module), ground.dtype, geometry, card, heads=config.num_attention_heads
+    )
 
 
 def executor_of(
