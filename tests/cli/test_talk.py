@@ -138,8 +138,9 @@ def test_a_chat_in_a_terminal(url: str, tmp_path: Path) -> None:
     with in_terminal(tmp_path, *words) as (process, terminal):
         read_until(terminal, b"> ")
         os.write(terminal, b"\x1b[A" * 4 + b"\n")  # four lines back, over the end of the first chat
-        read_until(terminal, b"= 42.\r\n")
-        read_until(terminal, b"> ")  # before that the terminal would keep the end of input to itself
+        _, _, behind = read_until(terminal, b"= 42.\r\n").partition(b"= 42.\r\n")
+        if b"> " not in behind:
+            read_until(terminal, b"> ")  # before that the terminal would keep the end of input to itself
         os.write(terminal, b"\x04")
         assert process.wait(DEADLINE) == 0
 
