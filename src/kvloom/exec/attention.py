@@ -280,13 +280,17 @@ def _matters(name: str, given: Any) -> bool:
     return name not in _KNOWN and (isinstance(given, Tensor) or bool(given))
 
 
-def refuse_strange(attention_mask: Tensor | None, arguments: Mapping[str, Any]) -> None:
-    """Raises ConfigError if attention is asked for something that kvloom does not have."""
-    strange = sorted(name for name, given in arguments.items() if _matters(name, given))
+def passed_on(name: str, attention_mask: Tensor | None, arguments: Mapping[str, Any]) -> Any:
+    """Returns what the model was called with under this name. Raises ConfigError if its layers do not pass it
+    on to attention, or ask for something that kvloom does not have."""
+    if arguments.get(name) is None:
+        raise ConfigError("its layers do not pass on what kvloom's attention needs")
+    strange = sorted(other for other, given in arguments.items() if _matters(other, given))
     if strange or attention_mask is not None:
         raise ConfigError(
             f"its attention asks for {', '.join(strange) or 'a mask'}, which kvloom does not have"
         )
+    return arguments[name]
 
 
 def kvloom_attention(
@@ -306,10 +310,7 @@ def kvloom_attention(
     """Takes query and key [1, H, N, D] and value [1, Hkv, N, Dv] and returns [1, N, Hq, Dv]. `kv` is the
     ForwardState, or the loader's observer, which has the same `attend`. A block holds K and V at one width,
     so zeros fill the narrower one up; they change no score and no sum."""
-    state: ForwardState | None = kwargs.get("kv")
-    if state is None:
-        raise ConfigError("its layers do not pass on what kvloom's attention needs")
-    refuse_strange(attention_mask, kwargs)
+    state: ForwardState = passed_on("kv", attention_mask, kwargs)
     width = max(key.shape[-1], value.shape[-1])
     q, k, v = (_as_wide(x[0].transpose(0, 1), width) for x in (query, key, value))
     out = state.attend(

@@ -10,7 +10,8 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta, Struct
 
-HOUR: Final = 3600
+HOUR: Final = 3600  # seconds
+MINUTE: Final = 60
 MINUTES: Final = 60
 """Those of an hour."""
 _BITS: Final = 64
@@ -143,12 +144,18 @@ class _Sums:
         )
 
 
+def _hour_and_minute(at: float) -> tuple[int, int]:
+    """Returns when the hour of a time began, in seconds since the epoch, and which of its minutes it is."""
+    hour, inside = divmod(int(at), HOUR)
+    return hour * HOUR, inside // MINUTE
+
+
 def add_up(parts: Iterable[TrafficHour]) -> list[TrafficHour]:
     """Returns one for each hour and model, in this order."""
-    sums: dict[tuple[int, str], _Sums] = {}
+    counts = TrafficCounts()
     for part in parts:
-        sums.setdefault((part.hour, part.model), _Sums()).add(part)
-    return [found.hour(*key) for key, found in sorted(sums.items())]
+        counts.put(part)
+    return counts.take()
 
 
 class TrafficCounts:
@@ -167,10 +174,10 @@ class TrafficCounts:
         requests; prompt, output, cached: tokens of all of them; base: the model whose adapter this is."""
         if prompts < 1:
             return
-        hour, minute = divmod(int(at) // MINUTES, MINUTES)
+        hour, minute = _hour_and_minute(at)
         self.put(
             TrafficHour(
-                hour=hour * HOUR,
+                hour=hour,
                 model=model,
                 base=base,
                 requests=prompts,
@@ -185,8 +192,8 @@ class TrafficCounts:
 
     def unanswered(self, model: str, at: float, base: str = "") -> None:
         """Counts a request for which there was no room, or which failed by the fleet's fault."""
-        hour, minute = divmod(int(at) // MINUTES, MINUTES)
-        self.put(TrafficHour(hour=hour * HOUR, model=model, base=base, unanswered=1, minutes={minute: 1}))
+        hour, minute = _hour_and_minute(at)
+        self.put(TrafficHour(hour=hour, model=model, base=base, unanswered=1, minutes={minute: 1}))
 
     def put(self, part: TrafficHour) -> None:
         self._sums.setdefault((part.hour, part.model), _Sums()).add(part)

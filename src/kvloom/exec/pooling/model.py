@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from kvloom.exec.attention import Scoring, attend_dense, refuse_strange
+from kvloom.exec.attention import Scoring, attend_dense, passed_on
 from kvloom.exec.huggingface import AttentionInterface
 from kvloom.exec.pooling.files import Mode, Pooling
 from kvloom.types.errors import ConfigError
@@ -43,10 +43,7 @@ def texts_attention(
 ) -> tuple[Tensor, None]:
     """Takes query [1, Hq, N, D], key and value [1, Hkv, N, D] of texts one after the other, and returns
     [1, N, Hq, D]. Each text attends to itself alone. `texts` has the edges of the texts."""
-    edges: list[int] | None = kwargs.get("texts")
-    if edges is None:
-        raise ConfigError("its layers do not pass on what kvloom's attention needs")
-    refuse_strange(attention_mask, kwargs)
+    edges: list[int] = passed_on("texts", attention_mask, kwargs)
     asked = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if asked is None else asked)
     scale = float(scaling if scaling is not None else query.shape[-1] ** -0.5)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import mean
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -76,16 +76,26 @@ class Alone:
         return self.memory, self.preempted, slow / middle, self.lost, self.lost_seconds
 
 
-def figure_3(scale: Scale, tell: Tell) -> Report:
-    """Plays one instance by itself, with each engine."""
-    draws, count = (DRAWS, REQUESTS) if scale == "full" else (1, 300)
+Found = TypeVar("Found")
+
+
+def _in_all_draws(
+    play: Callable[[EngineKind, int, int, TellPart], Found], draws: int, scale: Scale, tell: Tell
+) -> list[tuple[str, Found]]:
+    """Returns what `play` finds of each engine in each draw, with the engine's name. draws: in full."""
+    draws, count = (draws, REQUESTS) if scale == "full" else (1, 300)
     plan = [(name, draw) for name in ENGINES for draw in range(draws)]
 
-    def one(run: tuple[str, int], part: TellPart) -> Alone:
-        return alone(ENGINES[run[0]], count, run[1], part)
+    def one(run: tuple[str, int], part: TellPart) -> Found:
+        return play(ENGINES[run[0]], count, run[1], part)
 
     found = play_all(plan, one, lambda run: f"{run[0]}, draw {run[1] + 1}", tell)
-    return report_3([(name, one) for (name, _), one in zip(plan, found, strict=True)])
+    return [(name, one) for (name, _), one in zip(plan, found, strict=True)]
+
+
+def figure_3(scale: Scale, tell: Tell) -> Report:
+    """Plays one instance by itself, with each engine."""
+    return report_3(_in_all_draws(alone, DRAWS, scale, tell))
 
 
 def alone(engine: EngineKind, count: int, draw: int, tell: TellPart) -> Alone:
@@ -200,14 +210,7 @@ class Unused:
 
 def figure_5(scale: Scale, tell: Tell) -> Report:
     """Plays four instances behind a dispatch that spreads the load, with each engine."""
-    draws, count = (DRAWS_OF_FOUR, REQUESTS) if scale == "full" else (1, 300)
-    plan = [(name, draw) for name in ENGINES for draw in range(draws)]
-
-    def one(run: tuple[str, int], part: TellPart) -> Unused:
-        return unused(ENGINES[run[0]], count, run[1], part)
-
-    found = play_all(plan, one, lambda run: f"{run[0]}, draw {run[1] + 1}", tell)
-    return report_5([(name, one) for (name, _), one in zip(plan, found, strict=True)])
+    return report_5(_in_all_draws(unused, DRAWS_OF_FOUR, scale, tell))
 
 
 def unused(engine: EngineKind, count: int, draw: int, tell: TellPart) -> Unused:
