@@ -2,6 +2,7 @@
 # make test    set up, then run the tests                                ARGS="tests/kv -x"
 # make check   what CI checks besides the tests
 # make bench   the benchmarks, on a quiet machine
+# make evidence   the figures of docs/reproduction.md, made anew        ARGS="llumnix --figure 3"
 # make gpu-check   what CI cannot: the tests and figures that need a GPU
 # make prometheus   a real Prometheus for the tests of deploy/, out of Debian's package
 # make chromium   Debian's Chromium, for the tests of the page
@@ -25,7 +26,7 @@ TORCH_FITS := import sys, torch; torch.ones(2).sum(); \
   sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))
 HAS_WARM := import sys, importlib.util as i; sys.exit(i.find_spec("kvloom.kernels.cpu.warm") is None)
 
-.PHONY: setup ready serve test check bench gpu-check prometheus chromium clients clean
+.PHONY: setup ready serve test check bench evidence gpu-check prometheus chromium clients clean
 .DELETE_ON_ERROR:
 
 setup: $(INSTALLED) ready
@@ -49,6 +50,9 @@ check: setup
 
 bench: setup
 	@exec $(BIN)/python -m benchmarks $(ARGS)
+
+evidence: setup
+	@exec $(BIN)/python -m tools.evidence $(ARGS)
 
 gpu-check: setup
 	@exec $(BIN)/python -m tools.gpu_check $(ARGS)

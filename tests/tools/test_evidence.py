@@ -1,0 +1,80 @@
+"""What docs/reproduction.md tells: its tables are its data files, and the present code still gives them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from msgspec import structs
+from tools.evidence import (
+    DATA,
+    PAGE,
+    Evidence,
+    data_file,
+    experiments,
+    main,
+    moved,
+    page_text,
+    read_evidence,
+)
+
+from kvloom.lab.reproduce.report import Cell, Claim, Experiment, Report
+
+KNOWN = {(paper, experiment.name): experiment for paper, experiment in experiments()}
+REPORT = Report(
+    name="figure 1",
+    title="times",
+    cells=(Cell(row="a", column="ms", paper=2.0, ours=1000.0),),
+    claims=(Claim(said="it is quick", holds=True, found="3.00 s of 12"),),
+)
+
+
+def evidence_of(paper: str, name: str) -> Evidence:
+    evidence = read_evidence(data_file(paper, name))
+    assert evidence is not None, f"python -m tools.evidence {paper} --figure {name}"
+    return evidence
+
+
+@pytest.mark.parametrize(("paper", "name"), KNOWN)
+def test_a_figure_played_small_gives_what_it_gave_when_it_was_made(paper: str, name: str) -> None:
+    experiment: Experiment = KNOWN[paper, name]
+    now = experiment.run("small", lambda *_: None)
+    assert moved(evidence_of(paper, name).small, now) == [], f"make evidence ARGS='{paper} --figure {name}'"
+
+
+def test_the_page_is_what_the_data_files_say() -> None:
+    text = PAGE.read_text("utf-8")
+    assert page_text(text) == text, "python -m tools.evidence --page"
+
+
+def test_every_data_file_is_a_figure_of_the_page() -> None:
+    marks = re.findall(r"<!-- (\w+) ([\w.-]+) -->", PAGE.read_text("utf-8"))
+    shown = {f"{paper}/{name}.json" for paper, name in marks}
+    assert {str(path.relative_to(DATA)) for path in DATA.glob("*/*.json")} == shown
+    assert {str(data_file(*one).relative_to(DATA)) for one in KNOWN} == shown
+
+
+@pytest.mark.parametrize(
+    ("now", "lines"),
+    [
+        (REPORT, 0),
+        (structs.replace(REPORT, cells=(Cell(row="a", column="ms", paper=2.0, ours=1009.0),)), 0),
+        (structs.replace(REPORT, cells=(Cell(row="a", column="ms", paper=2.0, ours=1020.0),)), 1),
+        (structs.replace(REPORT, cells=()), 10),
+        (structs.replace(REPORT, claims=(Claim(said="it is quick", holds=False, found="3.00 s of 12"),)), 1),
+        (structs.replace(REPORT, claims=(Claim(said="it is quick", holds=True, found="3.10 s of 12"),)), 1),
+    ],
+)
+def test_what_moved_is_told(now: Report, lines: int) -> None:
+    assert len(moved(REPORT, now)) == lines
+
+
+def test_a_figure_without_data_is_named() -> None:
+    with pytest.raises(ValueError, match="weaver figure-99, which has no data file"):
+        page_text("<!-- weaver figure-99 -->\n<!-- end -->\n")
+
+
+def test_a_figure_that_nobody_knows_is_one_line() -> None:
+    assert main(["llumnix", "--figure", "99"]) == (
+        "no figure 99 of llumnix: `kvloom reproduce PAPER --figure ?` tells which there are"
+    )

@@ -1,0 +1,231 @@
+"""Makes the figures of docs/reproduction.md anew: each in its own data file, from which the page is written.
+
+python -m tools.evidence                         all that the present code has not made yet
+python -m tools.evidence llumnix --figure 3      only these
+python -m tools.evidence --moved                 only those whose small run gives other numbers than it did
+python -m tools.evidence --page                  nothing is run: the page is written from the data files
+
+Each figure is written as soon as it is made, so that an interrupted run goes on where it ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from importlib import import_module
+from itertools import zip_longest
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvloom.lab.reproduce.report import Experiment, Report, Scale, markdown, verdicts
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+DATA: Final = ROOT / "docs" / "reproduction"
+PAGE: Final = ROOT / "docs" / "reproduction.md"
+CODE: Final = "src/kvloom"  # what a figure is made by
+PAPERS: Final = ("microserving", "muxserve", "llumnix", "weaver", "aegaeon")  # as the page has them
+SAME: Final = (
+    0.01  # by which the numbers of two small runs may differ: processors round logarithms differently
+)
+
+_FIGURE: Final = re.compile(r"<!-- (\w+) ([\w.-]+) -->\n.*?<!-- end -->\n", re.S)
+_OVERVIEW: Final = re.compile(r"<!-- overview -->\n.*?<!-- end -->\n", re.S)
+_NUMBER: Final = re.compile(r"\d[\d,]*(?:\.\d+)?")
+
+
+class Evidence(Struct, frozen=True, kw_only=True):
+    """A figure as one commit made it. seconds: of one core, at full scale. small: the same figure with few
+    requests, which is cheap enough to be played again with every change."""
+
+    command: str
+    commit: str
+    date: str
+    seconds: float
+    report: Report
+    small: Report
+
+
+def experiments() -> Iterator[tuple[str, Experiment]]:
+    """Yields every figure that can be made, with its paper."""
+    for paper in PAPERS:
+        for experiment in import_module(f"kvloom.lab.reproduce.{paper}").EXPERIMENTS:
+            yield paper, experiment
+
+
+def data_file(paper: str, name: str) -> Path:
+    """Returns where the figure's evidence lies. name: as `--figure` takes it."""
+    return DATA / paper / f"{f'figure-{name}' if name.isdigit() else name}.json"
+
+
+def read_evidence(path: Path) -> Evidence | None:
+    """Returns None if the figure was never made. Raises msgspec.MsgspecError if the file is not evidence."""
+    return msgspec.json.decode(path.read_bytes(), type=Evidence) if path.exists() else None
+
+
+def moved(before: Report, now: Report) -> list[str]:
+    """Returns what a report says otherwise than it did, a line each: words, or numbers that differ by more
+    than `SAME`."""
+    lines = zip_longest(markdown(before).splitlines(), markdown(now).splitlines(), fillvalue="")
+    return [f"{old}  →  {new}" for old, new in lines if not _alike(old, new)]
+
+
+def _alike(old: str, new: str) -> bool:
+    if _NUMBER.sub("#", old) != _NUMBER.sub("#", new):
+        return False
+    pairs = zip(_NUMBER.findall(old), _NUMBER.findall(new), strict=True)
+    return all(abs(_value(a) - _value(b)) <= SAME * max(_value(a), _value(b)) for a, b in pairs)
+
+
+def _value(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def page_text(text: str) -> str:
+    """Returns the page with every table as the data files have it. Raises ValueError if the page names a
+    figure that has no data file."""
+    text = _FIGURE.sub(lambda found: _block(*found.groups()), text)
+    return _OVERVIEW.sub(lambda _: f"<!-- overview -->\n{_overview()}<!-- end -->\n", text)
+
+
+def _block(paper: str, name: str) -> str:
+    evidence = read_evidence(DATA / paper / f"{name}.json")
+    if evidence is None:
+        raise ValueError(f"{PAGE.name} names {paper} {name}, which has no data file in {DATA.name}/{paper}")
+    made = f"*`{evidence.command}`: {_made(evidence)}*"
+    return f"<!-- {paper} {name} -->\n{markdown(evidence.report)}\n{made}\n<!-- end -->\n"
+
+
+def _made(evidence: Evidence) -> str:
+    return f"commit {evidence.commit}, {evidence.date}, {_spent(evidence.seconds)} of one core"
+
+
+def _spent(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+
+
+def _overview() -> str:
+    """Counts of the verdicts of every figure, and when it was made."""
+    kinds = list(verdicts([]))
+    heads = ("", "", *kinds, "made by", "on", "in")
+    rows = [heads, ("---", "---", *["---:"] * len(kinds), "---", "---", "---:")]
+    for paper, experiment in experiments():
+        evidence = read_evidence(data_file(paper, experiment.name))
+        if evidence is not None:
+            counts = [str(count or "") for count in verdicts([evidence.report]).values()]
+            made = evidence.commit, evidence.date, _spent(evidence.seconds)
+            rows.append((paper, evidence.report.name, *counts, *made))
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+
+
+def write_page() -> None:
+    """Raises ValueError if the page names a figure that was never made."""
+    PAGE.write_text(page_text(PAGE.read_text("utf-8")), "utf-8")
+
+
+def make(paper: str, experiment: Experiment, commit: str, console: Console) -> Evidence:
+    """Runs a figure at both scales, and writes its data file. commit: of the code that runs."""
+    small, _ = _run(paper, experiment, "small", console)
+    report, seconds = _run(paper, experiment, "full", console)
+    evidence = Evidence(
+        command=f"kvloom reproduce {paper} --figure {experiment.name}",
+        commit=commit,
+        date=datetime.now(UTC).date().isoformat(),
+        seconds=round(seconds, 1),
+        report=report,
+        small=small,
+    )
+    path = data_file(paper, experiment.name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(msgspec.json.format(msgspec.json.encode(evidence)).decode() + "\n", "utf-8")
+    return evidence
+
+
+def _run(paper: str, experiment: Experiment, scale: Scale, console: Console) -> tuple[Report, float]:
+    """Returns the report, and the seconds of one core that it took."""
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    before = time.process_time()
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        step = progress.add_task(f"{paper} {experiment.name}", total=1.0)
+
+        def tell(what: str, part: float) -> None:
+            progress.update(step, description=f"{paper} {experiment.name}: {what}", completed=part)
+
+        report = experiment.run(scale, tell)
+    return report, time.process_time() - before
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def _made_by_present_code(evidence: Evidence) -> bool:
+    """Whether nothing in `CODE` has changed since the figure was made."""
+    words = ["git", "diff", "--quiet", evidence.commit, "HEAD", "--", CODE]
+    return subprocess.run(words, cwd=ROOT, check=False, capture_output=True).returncode == 0
+
+
+def _is_wanted(paper: str, experiment: Experiment, only_moved: bool) -> bool:
+    evidence = read_evidence(data_file(paper, experiment.name))
+    if evidence is None:
+        return True
+    if only_moved:
+        return bool(moved(evidence.small, experiment.run("small", lambda *_: None)))
+    return not _made_by_present_code(evidence)
+
+
+def main(words: Sequence[str] | None = None) -> str | None:
+    """Returns what is wrong, in a line, or None."""
+    parser = argparse.ArgumentParser(prog="make evidence", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("papers", nargs="*", metavar="PAPER", help=f"only of these: {', '.join(PAPERS)}")
+    parser.add_argument("--figure", action="append", default=[], help="only these; may be given again")
+    parser.add_argument("--moved", action="store_true", help="only those whose small run gives other numbers")
+    parser.add_argument("--page", action="store_true", help="only write the page, from the data files")
+    options = parser.parse_args(words)
+    logging.getLogger("kvloom").setLevel(logging.ERROR)  # papers overload their systems
+    if not options.page:
+        papers, figures = options.papers or PAPERS, options.figure
+        chosen = [
+            one for one in experiments() if one[0] in papers and one[1].name in (figures or [one[1].name])
+        ]
+        if not chosen:
+            asked = f"{' '.join(figures)} of {' '.join(papers)}"
+            return f"no figure {asked}: `kvloom reproduce PAPER --figure ?` tells which there are"
+        if _git("status", "--porcelain", "--", CODE):
+            return f"{CODE} has changes that are not committed: figures name the commit that made them"
+        _make_all(chosen, options.moved)
+    write_page()
+    return None
+
+
+def _make_all(chosen: Sequence[tuple[str, Experiment]], only_moved: bool) -> None:
+    console = Console()
+    commit = _git("rev-parse", "--short=8", "HEAD")  # others may be made while this runs
+    before = [read_evidence(data_file(paper, experiment.name)) for paper, experiment in chosen]
+    left = sum(evidence.seconds for evidence in before if evidence)
+    console.print(f"{len(chosen)} figures, of which those made before took {_spent(left)} of one core")
+    for at, (paper, experiment) in enumerate(chosen, 1):
+        name = f"{at} of {len(chosen)}: {paper} {experiment.name}"
+        if _is_wanted(paper, experiment, only_moved):
+            evidence = make(paper, experiment, commit, console)
+            console.print(f"{name}, {_spent(evidence.seconds)}")
+        else:
+            console.print(f"{name} stands")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted: what was made is written, and the same command goes on from there")
