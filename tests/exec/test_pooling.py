@@ -114,6 +114,30 @@ def make_bert(path: Path, **pooling: Any) -> Path:
     return save_pooling(make_encoder(path, "bert"), **pooling)
 
 
+def set_prompts(path: Path, **prompts: Any) -> None:
+    (path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+
+
+def test_a_default_prompt_stands_in_front_of_every_text(tmp_path: Path) -> None:
+    path = make_bert(tmp_path)
+    set_prompts(path, prompts={"query": "who is ", "document": ""}, default_prompt_name="query")
+    model = load(path)
+    found = vectors(model, tokens(path, [model.card.prefix + text for text in TEXTS]))
+    torch.testing.assert_close(found, theirs(path), atol=1e-5, rtol=0)
+    set_prompts(path, prompts={"query": "who is "}, default_prompt_name=None)
+    assert load(path).card.prefix == ""
+
+
+def no_such_prompt(path: Path) -> None:
+    set_prompts(path, prompts={}, default_prompt_name="query")
+
+
+def a_prompt_beside_the_pooling(path: Path) -> None:
+    set_prompts(path, prompts={"query": "who is "}, default_prompt_name="query")
+    config = path / "1_Pooling" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"include_prompt": False}))
+
+
 def drop_pooling(path: Path) -> None:
     (path / "modules.json").unlink()
 
@@ -174,6 +198,8 @@ def change_module(folder: Path, at: int, **changes: Any) -> None:
         (no_type, "its modules.json has a module without a type"),
         (a_link_out, "its 1_Pooling/config.json is no file of its folder"),
         (no_json, "its modules.json"),
+        (no_such_prompt, "has no prompt 'query', which is its default"),
+        (a_prompt_beside_the_pooling, "its default prompt is not to be pooled"),
         (two_labels, "it tells 2 classes apart"),
     ],
 )

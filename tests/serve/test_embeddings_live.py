@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shutil
 import signal
 import urllib.error
 import urllib.request
@@ -28,7 +29,7 @@ CONFIG = """
 kv_memory: 16MiB
 block_bytes: 4KiB
 threads: 2
-models: {text: ./text, vectors: ./vectors, cross: ./cross}
+models: {text: ./text, vectors: ./vectors, cross: ./cross, asking: ./asking}
 """
 TEXTS = ["Hello world.", "a somewhat longer text, with 3 parts!", "b"]
 QUERY = "who is it"
@@ -75,6 +76,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     make_checkpoint(folder / "text", "qwen2")
     vectors = save_pooling(make_encoder(folder / "vectors", "bert"))
     cross = make_encoder(folder / "cross", "bert", "score")
+    shutil.copytree(vectors, folder / "asking")
+    prompts = {"prompts": {"query": QUERY}, "default_prompt_name": "query"}
+    (folder / "asking" / "config_sentence_transformers.json").write_text(json.dumps(prompts))
     file = folder / "fleet.yaml"
     file.write_text(CONFIG)
     with fleet(str(file)) as running:
@@ -110,6 +114,14 @@ def test_texts_and_their_tokens_are_alike(served: Served) -> None:
     ids = [served.tokens(text) for text in TEXTS]
     assert found(ids) == found(TEXTS)
     close(found(ids[0]), served.expected(TEXTS[:1]))
+
+
+def test_a_default_prompt_stands_in_front_of_texts(served: Served) -> None:
+    expected = served.expected([QUERY + text for text in TEXTS])
+    data = served.post("/v1/embeddings", model="asking", input=TEXTS)["data"]
+    close([one["embedding"] for one in data], expected)
+    scored = served.post("/v1/score", model="asking", text_1=TEXTS[0], text_2=TEXTS[1:])["data"]
+    close([one["score"] for one in scored], expected[1:] @ expected[0])
 
 
 def test_vectors_that_are_cut_have_the_length_1_again(served: Served) -> None:

@@ -387,8 +387,7 @@ def _check_pooled(described: Description, team: Team | None, target: LoadTarget)
 def _load_pooled(
     spec: ModelSpec, block_bytes: int, pooling: Pooling, built: Built, module: Any, target: LoadTarget
 ) -> LoadedModel:
-    """Loads a model that makes vectors. It keeps no K and V, so its blocks are the smallest that can be, and
-    none is ever taken."""
+    """Loads a model that makes vectors: it keeps no K and V, so its blocks are as small as can be."""
 
     def prepare(module: nn.Module) -> None:
         target.place(module)
@@ -402,13 +401,14 @@ def _load_pooled(
     target.settle(module)
     with torch.inference_mode():
         size = pooled(np.zeros(1, np.int64), np.ones(1, np.int64), (0,)).shape[1]
-    context = card.context_length - pooled.first
+    most = min(card.context_length - pooled.first, pooling.most_tokens or card.context_length)
     card = structs.replace(
         card,
-        context_length=min(context, pooling.most_tokens or context),
+        context_length=most,
         chat_template=None,
         task=pooling.task,
         dimensions=size,
+        prefix=pooling.prefix,
     )
     geometry = Geometry(1, 1, 1, torch.float32.itemsize, block_bytes)
     return LoadedModel(module, Modular(module), torch.float32, geometry, card, pooled)

@@ -209,6 +209,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     parent: str | None = None  # the model whose weights it shares, if it is an adapter
     task: Task = "generate"
     dimensions: int = 0  # of its vectors, if it makes any
+    prefix: str = ""  # what texts get in front of them, if it makes vectors
 
     def __post_init__(self) -> None:
         """Keeps equal tokenizers once: each has megabytes, and a gateway has a card for every replica."""

@@ -147,7 +147,9 @@ async def embeddings(
             "right",
             param="dimensions",
         )
-    prompts = [PlainPrompt(one, param="input") if isinstance(one, str) else one for one in body.texts]
+    prompts = [
+        PlainPrompt(card.prefix + one, param="input") if isinstance(one, str) else one for one in body.texts
+    ]
     texts = await _tokens(model, prompts, tenant, "input", "embed", cut=body.cut)
     coded = body.encoding_format == "base64"
 
@@ -218,7 +220,7 @@ class ScoreEndpoints:
             )
         sides = {text: param for pair in reversed(pairs) for text, param in zip(pair, params, strict=True)}
         places = {text: at for at, text in enumerate(sides)}
-        prompts = [PlainPrompt(text, param=param) for text, param in sides.items()]
+        prompts = [PlainPrompt(model.card.prefix + text, param=param) for text, param in sides.items()]
         texts = await _tokens(model, prompts, tenant, params[1], "embed")
 
         def compare(head: dict[str, Any], kept: list[bytes], usage: dict[str, int]) -> dict[str, Any]:

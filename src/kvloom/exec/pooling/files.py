@@ -14,6 +14,7 @@ from kvloom.types.errors import ConfigError
 from kvloom.types.request import Task
 
 _LENGTHS: Final = "sentence_bert_config.json"
+_PROMPTS: Final = "config_sentence_transformers.json"
 _CLASSIFIES: Final = "ForSequenceClassification"
 _MAKES_TOKENS: Final = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _SIGMOID: Final = ("Sigmoid",)
@@ -39,6 +40,8 @@ class Pooling:
     """Of a text; None for as many as the model has positions for."""
     lower: bool = False
     """Whether texts are to be in small letters."""
+    prefix: str = ""
+    """What every text gets in front of it (the default prompt)."""
 
 
 def read_pooling(folder: Path, config: Mapping[str, Any]) -> Pooling | None:
@@ -81,16 +84,34 @@ def _embeds(folder: Path) -> Pooling:
         )
     if kinds[0][1].get("path", "") not in ("", "."):
         raise ConfigError(f"its {MODULES} has the Transformer in a folder; beside {MODULES} is right")
-    mode = _mode(_read(folder, f"{_folder_of(kinds[1][1])}/{CONFIG}", dict))
+    config = _read(folder, f"{_folder_of(kinds[1][1])}/{CONFIG}", dict)
+    prefix = _default_prompt(folder)
+    if prefix and config.get("include_prompt") is False:
+        raise ConfigError(
+            f"its default prompt is not to be pooled; include_prompt: true is right in {CONFIG}"
+        )
     lengths = _read(folder, _LENGTHS, dict) if (folder / _LENGTHS).is_file() else {}
     most = lengths.get("max_seq_length")
     return Pooling(
         "embed",
-        mode,
+        _mode(config),
         normalized=len(named) > 2,
         most_tokens=most if isinstance(most, int) and most > 0 else None,
         lower=lengths.get("do_lower_case") is True,
+        prefix=prefix,
     )
+
+
+def _default_prompt(folder: Path) -> str:
+    """Returns what sentence-transformers puts in front of a text that is encoded without further words."""
+    config = _read(folder, _PROMPTS, dict) if (folder / _PROMPTS).is_file() else {}
+    name, prompts = config.get("default_prompt_name"), config.get("prompts")
+    if name is None:
+        return ""
+    prompt = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
+    if not isinstance(prompt, str):
+        raise ConfigError(f"its {_PROMPTS} has no prompt {str(name)[:60]!r}, which is its default")
+    return prompt
 
 
 def _kind(module: object) -> str:
