@@ -23,7 +23,7 @@ from kvloom.types.errors import KvloomError
 from tests.cluster.loads import model, unit
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
 SERVING = (ROOT / "docs" / "serving.md").read_text("utf-8")
 SIZES = {"block_bytes", "cache_size", "max_body"}
 NOT_OVER_HTTP = {"config_error", "out_of_blocks"}  # they end the start, or a request's wait for blocks

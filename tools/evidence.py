@@ -1,9 +1,9 @@
-"""Makes the figures of docs/reproduction.md anew: each in its own data file, from which the page is written.
+"""Makes the papers' figures anew: each in a data file of docs/reproduction/, from which pages are written.
 
 python -m tools.evidence                         all that the present code has not made yet
 python -m tools.evidence llumnix --figure 3      only these
 python -m tools.evidence --moved                 only those whose small run gives other numbers than it did
-python -m tools.evidence --page                  nothing is run: the page is written from the data files
+python -m tools.evidence --page                  nothing is run: pages are written from data files
 
 Each figure is written as soon as it is made, so that an interrupted run goes on where it ended.
 """
@@ -32,7 +32,7 @@ from kvloom.lab.reproduce.report import Experiment, Report, Scale, markdown, ver
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 DATA: Final = ROOT / "docs" / "reproduction"
-PAGE: Final = ROOT / "docs" / "reproduction.md"
+OVERVIEW: Final = ROOT / "docs" / "reproduction.md"
 CODE: Final = "src/kvloom"  # what a figure is made by
 PAPERS: Final = ("microserving", "muxserve", "llumnix", "weaver", "aegaeon")  # as the page has them
 SAME: Final = (
@@ -101,7 +101,7 @@ def page_text(text: str) -> str:
 def _block(paper: str, name: str) -> str:
     evidence = read_evidence(DATA / paper / f"{name}.json")
     if evidence is None:
-        raise ValueError(f"{PAGE.name} names {paper} {name}, which has no data file in {DATA.name}/{paper}")
+        raise ValueError(f"a page names {paper} {name}, which has no data file in {DATA.name}/{paper}")
     made = f"*`{evidence.command}`: {_made(evidence)}*"
     return f"<!-- {paper} {name} -->\n{markdown(evidence.report)}\n{made}\n<!-- end -->\n"
 
@@ -128,9 +128,15 @@ def _overview() -> str:
     return "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
 
-def write_page() -> None:
-    """Raises ValueError if the page names a figure that was never made."""
-    PAGE.write_text(page_text(PAGE.read_text("utf-8")), "utf-8")
+def pages() -> list[Path]:
+    """Returns the pages that have tables of figures."""
+    return [OVERVIEW, *(DATA / f"{paper}.md" for paper in PAPERS)]
+
+
+def write_pages() -> None:
+    """Raises ValueError if a page names a figure that was never made."""
+    for page in pages():
+        page.write_text(page_text(page.read_text("utf-8")), "utf-8")
 
 
 def make(paper: str, experiment: Experiment, commit: str, console: Console) -> Evidence:
@@ -191,7 +197,7 @@ def main(words: Sequence[str] | None = None) -> str | None:
     parser.add_argument("papers", nargs="*", metavar="PAPER", help=f"only of these: {', '.join(PAPERS)}")
     parser.add_argument("--figure", action="append", default=[], help="only these; may be given again")
     parser.add_argument("--moved", action="store_true", help="only those whose small run gives other numbers")
-    parser.add_argument("--page", action="store_true", help="only write the page, from the data files")
+    parser.add_argument("--page", action="store_true", help="only write the pages, from the data files")
     options = parser.parse_args(words)
     logging.getLogger("kvloom").setLevel(logging.ERROR)  # papers overload their systems
     if not options.page:
@@ -205,7 +211,7 @@ def main(words: Sequence[str] | None = None) -> str | None:
         if _git("status", "--porcelain", "--", CODE):
             return f"{CODE} has changes that are not committed: figures name the commit that made them"
         _make_all(chosen, options.moved)
-    write_page()
+    write_pages()
     return None
 
 

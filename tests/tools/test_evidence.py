@@ -1,20 +1,21 @@
-"""What docs/reproduction.md tells: its tables are its data files, and the present code still gives them."""
+"""What docs/reproduction tells: its tables are its data files, and the present code still gives them."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from msgspec import structs
 from tools.evidence import (
     DATA,
-    PAGE,
     Evidence,
     data_file,
     experiments,
     main,
     moved,
     page_text,
+    pages,
     read_evidence,
 )
 
@@ -42,16 +43,17 @@ def test_a_figure_played_small_gives_what_it_gave_when_it_was_made(paper: str, n
     assert moved(evidence_of(paper, name).small, now) == [], f"make evidence ARGS='{paper} --figure {name}'"
 
 
-def test_the_page_is_what_the_data_files_say() -> None:
-    text = PAGE.read_text("utf-8")
-    assert page_text(text) == text, "python -m tools.evidence --page"
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_a_page_is_what_the_data_files_say(page: Path) -> None:
+    text = page.read_text("utf-8")
+    assert page_text(text) == text, "make evidence ARGS=--page"
 
 
-def test_every_data_file_is_a_figure_of_the_page() -> None:
-    marks = re.findall(r"<!-- (\w+) ([\w.-]+) -->", PAGE.read_text("utf-8"))
-    shown = {f"{paper}/{name}.json" for paper, name in marks}
-    assert {str(path.relative_to(DATA)) for path in DATA.glob("*/*.json")} == shown
-    assert {str(data_file(*one).relative_to(DATA)) for one in KNOWN} == shown
+def test_every_data_file_is_a_figure_of_a_page() -> None:
+    marks = re.findall(r"<!-- (\w+) ([\w.-]+) -->", "".join(page.read_text("utf-8") for page in pages()))
+    shown = sorted(f"{paper}/{name}.json" for paper, name in marks)
+    assert sorted(str(path.relative_to(DATA)) for path in DATA.glob("*/*.json")) == shown
+    assert sorted(str(data_file(*one).relative_to(DATA)) for one in KNOWN) == shown
 
 
 @pytest.mark.parametrize(

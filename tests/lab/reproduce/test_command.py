@@ -54,7 +54,7 @@ def test_one_figure_is_shown_and_written(capsys: pytest.CaptureFixture[str]) -> 
     (report,) = msgspec.json.decode(Path("out.json").read_bytes(), type=list[Report])
     assert [cell.paper for cell in report.cells][:2] == [1.247, 0.197]
     page = Path("out.md").read_text()
-    assert page.count("### ") == 1
+    assert page.count("## ") == 1
     assert all(f"| {cell.row} | {cell.column} | " in page for cell in report.cells)
 
 

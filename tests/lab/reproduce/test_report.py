@@ -63,7 +63,7 @@ def test_a_drawing_has_the_papers_numbers_above_ours_and_all_other_tables() -> N
 
 def test_a_page_has_all_tables() -> None:
     assert markdown(REPORT) == (
-        "### Figure 9: hens\n\n"
+        "## Figure 9: hens\n\n"
         "|  |  | paper | ours | ratio | verdict |\n"
         "| --- | --- | ---: | ---: | ---: | --- |\n"
         "| eggs | a day | 2 | 2.1 | 1.05 | agrees |\n"

@@ -142,7 +142,7 @@ def show_report(report: Report) -> Group:
 
 def markdown(report: Report) -> str:
     """Returns the report for a page."""
-    parts = [f"### {report.name[0].upper()}{report.name[1:]}: {report.title}"]
+    parts = [f"## {report.name[0].upper()}{report.name[1:]}: {report.title}"]
     for one in _tables(report):
         if one.title:
             parts.append(f"{one.title}:")
