@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
@@ -132,9 +132,11 @@ class Counting(InlineTexts):
     def __init__(self) -> None:
         self.count = 0
 
-    async def encode(self, key: str, model: TextModel, prompt: Prompt, tenant: str) -> list[int]:
-        self.count += 1
-        return await super().encode(key, model, prompt, tenant)
+    async def encode(
+        self, key: str, model: TextModel, prompts: Sequence[Prompt], tenant: str
+    ) -> list[list[int]]:
+        self.count += len(prompts)
+        return await super().encode(key, model, prompts, tenant)
 
 
 def asked(model: str, said: object, **more: object) -> tuple[str, dict[str, Any]]:
@@ -298,7 +300,9 @@ class Waiting(InlineTexts):
     def __init__(self) -> None:
         self.begun, self.left = threading.Event(), threading.Event()
 
-    async def encode(self, key: str, model: TextModel, prompt: Prompt, tenant: str) -> list[int]:
+    async def encode(
+        self, key: str, model: TextModel, prompts: Sequence[Prompt], tenant: str
+    ) -> list[list[int]]:
         self.begun.set()
         try:
             await asyncio.Event().wait()

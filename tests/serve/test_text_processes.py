@@ -14,7 +14,7 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HFTokenizer
 
 from kvloom.api.catalog import Catalog, ServedModel
-from kvloom.api.texts.prompts import SHORT, ChatPrompt, PlainPrompt
+from kvloom.api.texts.prompts import GROUP, SHORT, ChatPrompt, PlainPrompt, grouped
 from kvloom.serve.processes.sandbox import Limits
 from kvloom.serve.processes.texts import TextProcesses
 from kvloom.types.errors import BadRequest, QueueFull, Unavailable
@@ -185,6 +185,28 @@ def hostile(**parts: object) -> str:
         setattr(tokenizer, name, part)
     text: str = tokenizer.to_str()
     return text
+
+
+def test_prompts_are_encoded_in_groups_and_keep_their_order() -> None:
+    texts = [f"{'hello ' * (at % 7)}{at}" for at in range(3 * GROUP)] + ["hello " * SHORT, "a"]
+    prompts = [PlainPrompt(text) for text in texts]
+    groups = list(grouped(prompts))
+    assert [one for group in groups for one in group] == prompts
+    assert all(len(group) <= GROUP for group in groups)
+    assert all(len(group) == 1 or sum(one.size for one in group) <= SHORT for group in groups)
+    assert len(groups) < len(prompts) / 8
+
+    async def test(catalog: Catalog) -> None:
+        model = await catalog.get("odd")
+        found = [one async for one in model.tokens_of(prompts)]
+        assert found == [await model.tokens(prompt) for prompt in prompts]
+        with pytest.raises(BadRequest, match="surrogate pair"):
+            await model.tokens(PlainPrompt("\ud800"))
+        assert len(workers()) >= 1
+
+    regex = pre_tokenizers.Split(Regex("[a-z]+"), "isolated")  # nobody knows it, so a process has to encode
+    split = pre_tokenizers.Sequence([regex, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    play(test, card("odd", context_length=1 << 20, tokenizer=hostile(pre_tokenizer=split)))
 
 
 TOKENIZERS = {

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
 
 from kvloom.api.answers.reader import AnswerFormat
-from kvloom.api.texts.prompts import InlineTexts, Prompt, TextModel, Texts
+from kvloom.api.texts.prompts import InlineTexts, Prompt, TextModel, Texts, grouped
 from kvloom.api.texts.template import ChatTemplate
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.types.client import ModelServer
@@ -28,12 +28,20 @@ class ServedModel(TextModel):
     texts: Texts
 
     async def tokens(self, prompt: Prompt, tenant: str = "") -> list[int]:
-        """Returns the prompt's tokens, at most as many as the context has if it is bounded. tenant: who asks.
-        Raises BadRequest, QueueFull, Unavailable, and PromptTooLong before anything is done with a prompt
-        whose bytes cannot fit."""
-        if prompt.bounded:
-            self.check_size(prompt.size, prompt.most_times, prompt.param)
-        return await self.texts.encode(self.key, self, prompt, tenant)
+        """Returns the prompt's tokens, as `tokens_of` yields them."""
+        (tokens,) = [tokens async for tokens in self.tokens_of([prompt], tenant)]
+        return tokens
+
+    async def tokens_of(self, prompts: Sequence[Prompt], tenant: str = "") -> AsyncGenerator[list[int]]:
+        """Yields each prompt's tokens, at most as many as the context has if it is bounded. tenant: who asks.
+        Raises BadRequest, QueueFull, Unavailable, and PromptTooLong before anything is done with prompts
+        of which one's bytes cannot fit."""
+        for prompt in prompts:
+            if prompt.bounded:
+                self.check_size(prompt.size, prompt.most_times, prompt.param)
+        for group in grouped(prompts):
+            for tokens in await self.texts.encode(self.key, self, group, tenant):
+                yield tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,9 @@ class CompletionEndpoint:
         for text in texts:
             if isinstance(text, PlainPrompt):
                 model.check_size(text.size, text.most_times, text.param)
-        prompts = [await model.tokens(one, tenant) if isinstance(one, PlainPrompt) else one for one in texts]
+        plain = [one for one in texts if isinstance(one, PlainPrompt)]
+        encoded = iter([tokens async for tokens in model.tokens_of(plain, tenant)])
+        prompts = [next(encoded) if isinstance(one, PlainPrompt) else one for one in texts]
         request_id = origin.request_id("cmpl")
         generations = [
             self._generation(body, model, prompt, f"{request_id}-{at}", origin.seed_of(at))

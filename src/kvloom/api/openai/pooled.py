@@ -262,18 +262,15 @@ async def _tokens(
             replace(one, text=one.text[:read], bounded=False) if isinstance(one, PlainPrompt) else one
             for one in prompts
         ]
-    for prompt in prompts:
-        if isinstance(prompt, PlainPrompt) and prompt.bounded:
-            model.check_size(prompt.size, prompt.most_times, prompt.param)
     texts, count = list[list[int]](), 0
-    for one in prompts:
-        texts.append(await model.tokens(one, tenant) if isinstance(one, PlainPrompt) else one)
-        count += min(len(texts[-1]), most)
-        if count > MOST_TOKENS:
-            raise BadRequest(
-                f"{param}: more than {MOST_TOKENS} tokens in all; fewer texts, or shorter ones, are right",
-                param=param,
-            )
+    plain = [one for one in prompts if isinstance(one, PlainPrompt)]
+    async with aclosing(model.tokens_of(plain, tenant)) as encoded:
+        for one in prompts:
+            texts.append(await anext(encoded) if isinstance(one, PlainPrompt) else one)
+            count += min(len(texts[-1]), most)
+            if count > MOST_TOKENS:
+                many = f"{param}: more than {MOST_TOKENS} tokens in all"
+                raise BadRequest(f"{many}; fewer texts, or shorter ones, are right", param=param)
     if cut and max(map(len, texts)) > most:
         end = await _ending(model, tenant)
         texts = [one if len(one) <= most else one[: most - end] + one[len(one) - end :] for one in texts]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -16,6 +17,7 @@ from kvloom.types.errors import BadRequest, ConfigError, KvloomError, PromptTooL
 from kvloom.types.request import ModelCard
 
 SHORT: Final = 8_192  # characters of a text that is encoded on the loop, at about a microsecond each
+GROUP: Final = 64  # prompts that are encoded together
 UNRENDERED: Final = 4
 """The messages of a chat may have so many times the bytes that fit a context: templates leave out parts of
 past messages, such as what was thought."""
@@ -170,9 +172,26 @@ class Texts(Protocol):
         """Raises ConfigError if the model's tokenizer cannot be used within the limits. The key names the
         card, and no other."""
 
-    async def encode(self, key: str, model: TextModel, prompt: Prompt, tenant: str) -> list[int]:
-        """Returns the prompt's tokens. tenant: who asks. Raises BadRequest, also if making them takes too
-        much, QueueFull if too many of the tenant's wait, and Unavailable."""
+    async def encode(
+        self, key: str, model: TextModel, prompts: Sequence[Prompt], tenant: str
+    ) -> list[list[int]]:
+        """Returns the tokens of each prompt of a group. tenant: who asks. Raises BadRequest, also if making
+        them takes too much, QueueFull if too many of the tenant's groups wait, and Unavailable."""
+
+
+def grouped(prompts: Iterable[Prompt]) -> Iterator[list[Prompt]]:
+    """Yields the prompts in their order: in each group at most `GROUP`, together as large as one short text,
+    or one that is longer."""
+    group: list[Prompt] = []
+    size = 0
+    for prompt in prompts:
+        if group and (size + prompt.size > SHORT or len(group) == GROUP):
+            yield group
+            group, size = [], 0
+        group.append(prompt)
+        size += prompt.size
+    if group:
+        yield group
 
 
 class InlineTexts:
@@ -181,33 +200,33 @@ class InlineTexts:
     async def admit(self, key: str, card: ModelCard) -> None:
         """Admits any model."""
 
-    async def encode(self, key: str, model: TextModel, prompt: Prompt, tenant: str) -> list[int]:
-        if prompt.size <= SHORT:
+    async def encode(
+        self, key: str, model: TextModel, prompts: Sequence[Prompt], tenant: str
+    ) -> list[list[int]]:
+        if sum(prompt.size for prompt in prompts) <= SHORT:
             await asyncio.sleep(0)  # Many short texts must not hold up the loop together.
-            return model.encode(prompt)
-        return await asyncio.to_thread(model.encode, prompt)
+            return [model.encode(prompt) for prompt in prompts]
+        return await asyncio.to_thread(lambda: [model.encode(prompt) for prompt in prompts])
 
 
 class Encoded(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Carries what a process answers: tokens as numbers of four bytes each, or an error."""
+    """Carries what a process answers: each prompt's tokens as numbers of four bytes each, or an error."""
 
-    ids: bytes = b""
+    ids: list[bytes] = []
     error: WireError | None = None
 
     @staticmethod
-    def of(ids: list[int]) -> Encoded:
-        return Encoded(array("I", ids).tobytes())
+    def of(prompts: Iterable[list[int]]) -> Encoded:
+        return Encoded([array("I", ids).tobytes() for ids in prompts])
 
-    def tokens(self) -> list[int]:
-        """Returns the tokens. Raises the error."""
+    def tokens(self) -> list[list[int]]:
+        """Returns the tokens of each prompt. Raises the error."""
         if self.error is not None:
             raise KvloomError.from_wire(self.error)
-        ids = array("I")
-        ids.frombytes(self.ids)
-        return ids.tolist()
+        return [memoryview(ids).cast("I").tolist() for ids in self.ids]
 
 
-_prompt: Final = msgspec.msgpack.Decoder(Prompt).decode
+_prompts: Final = msgspec.msgpack.Decoder(list[Prompt]).decode
 _answer: Final = msgspec.msgpack.Encoder().encode
 
 
@@ -224,12 +243,12 @@ class TextWorker:
         self._models[key] = TextModel.of(card, next(equal, None))
 
     def run(self, key: str, data: bytes) -> bytes:
-        """Returns an `Encoded` of a prompt; without one, tries the tokenizer. Raises ConfigError."""
+        """Returns an `Encoded` of prompts; without any, tries the tokenizer. Raises ConfigError."""
         if not data:
             self._attempt(self._models[key].tokenizer)
             return b""
         try:
-            return _answer(Encoded.of(self._models[key].encode(_prompt(data))))
+            return _answer(Encoded.of(map(self._models[key].encode, _prompts(data))))
         except KvloomError as error:
             return _answer(Encoded(error=error.to_wire()))
 

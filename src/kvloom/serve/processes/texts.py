@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Final, Self
 
@@ -63,19 +64,22 @@ class TextProcesses:
         except BadRequest as error:
             raise ConfigError(error.message) from None
 
-    async def encode(self, key: str, model: TextModel, prompt: Prompt, tenant: str) -> list[int]:
-        if isinstance(prompt, PlainPrompt) and model.tokenizer.plain and prompt.size <= SHORT:
+    async def encode(
+        self, key: str, model: TextModel, prompts: Sequence[Prompt], tenant: str
+    ) -> list[list[int]]:
+        plain, param = all(isinstance(prompt, PlainPrompt) for prompt in prompts), prompts[0].param
+        if plain and model.tokenizer.plain and sum(prompt.size for prompt in prompts) <= SHORT:
             await asyncio.sleep(0)  # Many short texts must not hold up the loop together.
-            return model.encode(prompt)
-        what = "its tokenizer" if isinstance(prompt, PlainPrompt) else "its chat template or its tokenizer"
+            return [model.encode(prompt) for prompt in prompts]
+        what = "its tokenizer" if plain else "its chat template or its tokenizer"
         try:
-            data = msgspec.msgpack.encode(prompt)
+            data = msgspec.msgpack.encode(prompts)
             answer = await self._run(key, model.card, data, what, tenant)
         except UnicodeEncodeError:
             said = "the text has half of a surrogate pair, which no tokenizer reads"
-            raise BadRequest(said, param=prompt.param) from None
+            raise BadRequest(said, param=param) from None
         except BadRequest as error:
-            raise BadRequest(f"model {model.card.name}: {error.message}", param=prompt.param) from None
+            raise BadRequest(f"model {model.card.name}: {error.message}", param=param) from None
         return msgspec.msgpack.decode(answer, type=Encoded).tokens()
 
     async def _run(self, key: str, card: ModelCard, data: bytes, what: str, tenant: str) -> bytes:
