@@ -191,6 +191,7 @@ class _Information:
             "max_model_len": card.context_length,
             "root": card.path if card.parent else card.name,
             "parent": card.parent,
+            "task": card.task,
         }
 
     async def health(self, request: Request) -> Response:

@@ -31,6 +31,7 @@ MAX_CONTAINERS: Final = 200_000
 MAX_QUOTES: Final = 1_000_000
 _FORMS = {
     "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids, not empty",
+    "EmbeddingBody.input": "a text or token ids, or a list of at most 2048 of either, none of them empty",
     "stop": "a string or a list of at most 16 strings, each of 1 to 1024 characters",
 }
 
@@ -224,8 +225,8 @@ def bad_parameter(error: ValidationError) -> BadRequest:
     if not first["loc"]:
         return BadRequest(f"the request body is wrong: {first['msg']}")
     field = first["loc"][0]
-    if field in _FORMS:
-        return BadRequest(f"{field}: expected {_FORMS[field]}", param=str(field))
+    if form := _FORMS.get(f"{error.title}.{field}") or _FORMS.get(str(field)):
+        return BadRequest(f"{field}: expected {form}", param=str(field))
     mine = [detail for detail in details if detail["loc"][0] == field]
     # A union tells of each of its members. The one that came furthest is the one that was meant.
     deepest = max(mine, key=lambda detail: len(detail["loc"]))

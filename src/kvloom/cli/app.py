@@ -40,7 +40,9 @@ def _read_whole(_: type, tokens: Sequence[Token]) -> int:
 
 Whole = Annotated[int, Parameter(converter=_read_whole)]
 """The type of each option that is a whole number: cyclopts by itself rounds `81.5`."""
-Url = Annotated[str, Parameter(metavar="URL", help="the server's address")]
+Url = Annotated[
+    str, Parameter(metavar="URL", env_var="KVLOOM_URL", help="the server's address ($KVLOOM_URL)")
+]
 ApiKey = Annotated[str | None, Parameter(help=f"API key of the server (${API_KEY_VARIABLE})")]
 Models = Annotated[
     tuple[str, ...],

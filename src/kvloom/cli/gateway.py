@@ -254,7 +254,8 @@ def _base(url: str) -> str:
     try:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
-            return parts.scheme + url[len(parts.scheme) :].rstrip("/")  # the scheme in small letters
+            base = parts.scheme + url[len(parts.scheme) :].rstrip("/")  # the scheme in small letters
+            return base.removesuffix("/v1").rstrip("/")  # which clients of OpenAI's want behind it
     except ValueError:  # a port that is no number
         pass
     raise ConfigError(f"--url {url}: http://HOST:PORT is right")

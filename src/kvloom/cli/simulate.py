@@ -235,7 +235,12 @@ def _planned(path: Path, policy: Policy | None, profile: Path | None, client_her
 def _configured(path: Path, profile: Path | None, policy: Policy | None, client_here: bool) -> _Fleet:
     """Returns the fleet of a config, on the machine that a profile has measured, or on several like it, if
     the config names nodes. Raises ConfigError."""
-    here, nodes = Machine.here(), named_nodes(read_yaml(path))
+    settings = read_yaml(path)
+    if "nodes" in settings and "models" in settings and "units" not in settings:
+        raise ConfigError(
+            f"{path}: describes a cluster; `kvloom plan {path} -o plan.json` makes a plan, which is right"
+        )
+    here, nodes = Machine.here(), named_nodes(settings)
     several = [replace(here, name=node) for node in nodes]
     machine = Machine.together(several) if several[1:] else next(iter(several), here)
     config = load_config(path, {}, {}, machine)

@@ -47,7 +47,7 @@ def read_settings(file: Path | None, flags: Mapping[str, Any], models: Mapping[s
     """Returns the settings in `file`, overridden by `flags`, with `models` (from --model) added. With neither
     file nor models they are the demo fleet's. Raises ConfigError."""
     if file is not None:
-        settings = read_plan_settings(file) if is_plan(file) else read_yaml(file)
+        settings = read_plan_settings(file) if is_plan(file) else read_yaml(file, right=_SERVED)
     else:
         settings = {} if models else demo_settings()
     settings |= flags
@@ -106,16 +106,19 @@ def model_named(what: Path) -> dict[str, str]:
     return {}
 
 
-def read_yaml(file: Path) -> dict[str, Any]:
-    """Returns the mapping in `file`. Raises ConfigError with the line of what is wrong."""
+_SERVED: Final = "the path of a YAML file, a model's folder, a GGUF file or a model's id on the hub"
+
+
+def read_yaml(file: Path, right: str = "the path of a YAML file") -> dict[str, Any]:
+    """Returns the mapping in `file`. right: what there could be instead of no file. Raises ConfigError with
+    the line of what is wrong."""
     try:
         text = file.read_text("utf-8")
     except OSError as error:
-        raise ConfigError(
-            told_unread(file, error, "the path of a YAML file, a model's folder or a GGUF file")
-        ) from error
+        raise ConfigError(told_unread(file, error, right)) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: not UTF-8 text at byte {error.start}") from error
+        instead = "the model's folder" if file.suffix == ".safetensors" else "a YAML file"
+        raise ConfigError(f"{file}: not UTF-8 text at byte {error.start}; {instead} is right") from error
     try:
         value = yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:

@@ -23,7 +23,7 @@ from kvloom.exec.cpu.executor import TorchExecutor, load_executor
 from kvloom.exec.huggingface import hide_progress
 from kvloom.exec.loader import check_model
 from kvloom.journal.log import Outbox
-from kvloom.kernels.cpu.warm import kernels
+from kvloom.kernels.cpu.warm import is_warm, kernels, warm
 from kvloom.kv.arena import Arena, ArenaMemory
 from kvloom.offload.cpu.attention import CpuOffloadBackend
 from kvloom.offload.loans import LoanKeeper
@@ -157,8 +157,8 @@ def require_hub(models: Iterable[ModelSpec]) -> None:
         except Exception as error:  # whatever its HTTP client makes of a network
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise ConfigError(
-                f"models.{model.name}: {model.path}: the hub at {constants.ENDPOINT} cannot be reached "
-                f"({reason}); a network, or the path of a checkpoint directory, is right"
+                f"models.{model.name}: {model.path}: is no folder here, and the hub at {constants.ENDPOINT} "
+                f"cannot be reached ({reason}); a network, or the path of a checkpoint directory, is right"
             ) from error
 
 
@@ -179,6 +179,8 @@ def load_unit(spec: EngineSpec, folder: Path, progress: Callable[[str], None]) -
         from kvloom.exec.cuda.loader import load_gpu_executor  # noqa: PLC0415
 
         return load_gpu_executor(spec, progress)
+    if not is_warm():
+        warm(lambda at, whole: progress(f"compiling kernels, once on this machine ({at}/{whole})"))
     return load_executor(spec, folder, progress)
 
 

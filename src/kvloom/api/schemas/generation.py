@@ -19,6 +19,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema, from_json
 
 from kvloom.api.schemas.closing import closed
+from kvloom.types.request import Task
 
 MAX_STOPS, MAX_STOP_LENGTH, MAX_BIASES, MAX_CHOICE = 16, 1024, 1024, 1024
 
@@ -299,7 +300,8 @@ class Usage(Answer):
 
 class ModelAnswer(Answer):
     """`max_model_len` is the context length in tokens, under the name that vLLM gave it. Likewise `parent` is
-    the base of an adapter, and `root` the folder that it lies in; of other models `root` is the name."""
+    the base of an adapter, and `root` the folder that it lies in; of other models `root` is the name. `task`
+    says what the model is for."""
 
     id: str
     object: Literal["model"]
@@ -308,6 +310,7 @@ class ModelAnswer(Answer):
     max_model_len: int
     root: str
     parent: str | None
+    task: Task
 
 
 class ModelList(Answer):

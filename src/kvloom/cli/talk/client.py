@@ -35,6 +35,7 @@ class ModelLine(Struct, frozen=True):
     id: str
     max_model_len: int | None = None
     parent: str | None = None
+    task: str = "generate"
 
 
 class _ModelList(Struct, frozen=True):
@@ -88,7 +89,7 @@ class ApiOptions:
         key = self.key or os.environ.get(API_KEY_VARIABLE)
         if key:
             key = sendable(key, "--key" if self.key else API_KEY_VARIABLE)
-        serve = " ".join(filter(None, ("kvloom serve", model)))
+        serve = f"kvloom serve {model}" if model and "/" in model else "kvloom serve"  # an id of the hub
         connection = Connection(
             self.url,
             key,
@@ -130,7 +131,9 @@ class AnswerOptions:
     ] = None
 
     def parameters(self) -> dict[str, float | int]:
-        """Returns the parameters of a request that are given."""
+        """Returns the parameters of a request that are given. Raises ConfigError."""
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ConfigError(f"--max-tokens: {self.max_tokens}; 1 or more is right")
         given = {"temperature": self.temperature, "max_completion_tokens": self.max_tokens, "seed": self.seed}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -154,7 +157,12 @@ class ApiClient:
         """Returns the name of the model that is meant: the only one if none is named, else the one of that
         name, or the one that `kvloom serve` would call so. Raises GatewayError, and CommandFailed if it is
         not clear which."""
-        served = [one.id for one in self.models()]
+        listed = self.models()
+        other = next((one.task for one in listed if one.id == name and one.task != "generate"), None)
+        if other is not None:
+            made, path = ("embeddings", "/v1/embeddings") if other == "embed" else ("scores", "/v1/score")
+            raise CommandFailed(f"{self.url}: {name} makes {made}, and no text; POST {path} asks it")
+        served = [one.id for one in listed if one.task == "generate"]
         if name is None:
             if len(served) == 1:
                 return served[0]

@@ -19,7 +19,7 @@ from kvloom.journal.samples import Sample
 
 run = App(name="run")
 models = App(name="models")
-_HEAD: Final = ("name", "context", "parent", "weights")
+_HEAD: Final = ("name", "context", "parent", "weights", "task")
 _SOON: Final = 3.0  # seconds; a sample is taken each second
 
 
@@ -72,9 +72,10 @@ def _is_fed() -> bool:
 def list_models(*, server: ApiOptions = THIS_SERVER) -> None:
     """List the models that a server serves.
 
-    It tells the context length in tokens, the parent of an adapter, and whether the weights are awake, if the
-    server may be asked for that: it wants an admin key, which $KVLOOM_ADMIN_KEY may hold. A pipe gets a line
-    for each model, whose parts are separated by tabs."""
+    It tells the context length in tokens, the parent of an adapter, whether the weights are awake, if the
+    server may be asked for that (it wants an admin key, which $KVLOOM_ADMIN_KEY may hold), and what the model
+    is for: to generate, to embed or to score. A pipe gets a line for each model, whose parts are separated by
+    tabs."""
     try:
         found = server.client().models()
     except GatewayError as error:
@@ -94,6 +95,7 @@ def _row(one: ModelLine, awake: bool | None) -> tuple[str, ...]:
         "-" if one.max_model_len is None else str(one.max_model_len),
         "-" if one.parent is None else printable(one.parent),
         "-" if awake is None else "awake" if awake else "asleep",
+        printable(one.task),
     )
 
 

@@ -58,7 +58,9 @@ class Kernel:
             entry(self._address, address, threads, 0)
 
     def compile(self) -> None:
-        """Compiles the body, or reads it from numba's cache."""
+        """Compiles the body, or reads it from numba's cache, if that was not done yet."""
+        if self._enter is not None:
+            return
         record = from_dtype(np.dtype(self.arguments))
         self._compiled = cfunc(types.void(types.CPointer(record)), cache=True, error_model="numpy")(self.body)
         self._address = self._compiled.address

@@ -111,7 +111,7 @@ function live() {
     try {
       const { data } = await askJson("/v1/models");
       for (const model of data) store.know(model.id);
-      chat.offer(data.map((model) => model.id));
+      chat.offer(data.filter((model) => model.task === "generate").map((model) => model.id));
     } catch (error) {
       setText(byId("link-problem"), error.message);
     }
