@@ -66,8 +66,8 @@ class Work:
         decodes = Work.decode(self.model, self.share, (0,) * self.rows)
         return replace(decodes, pairs=self.held + self.rows, context=self.held)
 
-    def next(self) -> Work:
-        """Returns the step that follows this decode step."""
+    def next(self, steps: int = 1) -> Work:
+        """Returns the decode step that comes so many steps after this one."""
         return Work(
             self.model,
             self.phase,
@@ -75,8 +75,8 @@ class Work:
             self.batch,
             self.tokens,
             self.drawn,
-            self.pairs + self.batch,
-            self.context + self.batch,
+            self.pairs + steps * self.batch,
+            self.context + steps * self.batch,
         )
 
     @staticmethod
