@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, Protocol
+
+from msgspec.structs import replace
 
 from kvloom.lab.sim.hosting import HostedUnit
 from kvloom.lab.workload.summary import Histogram

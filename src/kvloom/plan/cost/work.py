@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from math import hypot
 from typing import Final, NamedTuple, Protocol, runtime_checkable
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.types.geometry import I64
 from kvloom.types.job import Phase
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(Struct, frozen=True, gc=False):
     """One job of one model."""
 
     model: str
