@@ -341,7 +341,7 @@ class PrefixTree:
 
     def is_idle(self, node: Node) -> bool:
         """Returns whether nobody but the tree holds the node's page."""
-        return int(self._pages.refs[node.page]) == 1
+        return self._pages.refs[node.page] == 1
 
     def drop(self, node: Node) -> int:
         """Lets go of the node, through which no pin leads, and of all below it. Returns the number of
@@ -358,7 +358,7 @@ class PrefixTree:
             if one.name:
                 self._recency.feed.drop(one.name)
             del self._nodes[one.page]
-            self._pages.uncache(one.page)
+        self._pages.uncache([one.page for one in gone])
         return sum(len(one.tokens) for one in gone)
 
     # -- inside ---------------------------------------------------------------------------------------
@@ -416,7 +416,7 @@ class PrefixTree:
             for _ in range(node.pins):
                 self._keep(page)
                 self._let_go(node.page)
-            self._pages.uncache(node.page)
+            self._pages.uncache([node.page])
             del self._nodes[node.page]
             self._nodes[page] = node
         node.parent.remove(node)
