@@ -178,14 +178,13 @@ class PageTable:
         self.cached[page] = 1
 
     def uncache(self, pages: Sequence[int]) -> None:
-        """Takes the tree from the holders of each page."""
+        """Says of each page that the tree is none of its holders any more; `release` them next."""
         for page in pages:
             if not self.cached[page]:
                 raise ValueError(f"page {page} is not cached")
             if self.refs[page] == 1:
                 self._count_idle(-1)
             self.cached[page] = 0
-        self.release(pages)
 
     def promise(self, pages: Iterable[int]) -> None:
         """Promises these pages to a holder, whoever else wants them, until `unpromise`."""
