@@ -134,8 +134,9 @@ class PageTable:
         shape = (count, self.geometry.layers, self.geometry.kv_heads)
         blocks = self._allocator.take(count * self.geometry.blocks_per_page)
         pages = [self._ids.pop() for _ in range(count)]
-        self.map[pages] = blocks.reshape(shape)
-        self.versions[pages] += 1  # after the row: who has seen the number, sees the row
+        places = np.array(pages)
+        self.map[places] = blocks.reshape(shape)
+        self.versions[places] += 1  # after the row: who has seen the number, sees the row
         for page in pages:
             self.refs[page] = 1
         self.held += count
