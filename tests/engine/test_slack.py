@@ -86,7 +86,7 @@ def test_steps_wait_while_their_streams_are_ahead() -> None:
 
 
 def test_a_chunk_goes_with_the_steps_of_its_own_model() -> None:
-    both = replace(streams("a", 0.2005), waiting=1, head_blocks=4, head_tokens=900, head_due=NOW + 5)
+    both = replace(streams("a", 0.2005), waiting=1, head_blocks=4, head_tokens=900, head_due=NOW + 5)  # type: ignore[type-var]
     action = slack(at(both, mixes=True))
     assert action == Mixed("a", 1, action.blocks, 200 - WEIGHTS - 4)  # type: ignore[union-attr]
     assert isinstance(slack(at(both, streams("b", 0.03), mixes=True)), Decode)
@@ -97,7 +97,7 @@ def test_a_prompt_waits_if_the_steps_would_not_keep_up_with_it() -> None:
     assert slack(at(prompt("a", 5.0), heavy)) == Decode("b", 1)
     begun = prompt("a", 5.0, waiting=0, partial=1, running=1)
     assert isinstance(slack(at(begun, heavy)), Prefill)  # it holds blocks already
-    half = replace(heavy, step_seconds=0.11)
+    half = replace(heavy, step_seconds=0.11)  # type: ignore[type-var]
     assert isinstance(slack(at(prompt("a", 5.0), half)), Prefill)
     assert slack(at(prompt("a", -5.0), half)) == Decode("b", 1)  # one that is late adds to no load
 
@@ -110,13 +110,13 @@ def test_who_has_waited_for_long_is_next_whatever_is_due() -> None:
     assert isinstance(slack(at(just, heavy)), Decode)
     rested = streams("a", inf, last_decode=JOBS - RESTED - 1)
     assert slack(at(rested, streams("b", 0.01))) == Decode("a", 1)
-    assert slack(at(replace(rested, last_decode=JOBS), streams("b", 0.01))) == Decode("b", 1)
+    assert slack(at(replace(rested, last_decode=JOBS), streams("b", 0.01))) == Decode("b", 1)  # type: ignore[type-var]
 
 
 def test_planned_shares_let_prompts_and_steps_run_side_by_side() -> None:
     a, b = prompt("a", 5.0, prefill_share=6), streams("b", 0.01, decode_share=4)
     assert slack(at(a, b, compute=10)) == Prefill("a", 6, 92)
-    runs = replace(a, waiting=0, prefilling=True, running=1)
+    runs = replace(a, waiting=0, prefilling=True, running=1)  # type: ignore[type-var]
     assert slack(at(runs, b, compute=10, idle=4)) == Decode("b", 4)
 
 
