@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
+from msgspec.structs import replace
 
 from kvloom.engine.batching import POLICIES, Policy
 from kvloom.engine.batching.adbs import LONGER, WEIGHTS, adbs

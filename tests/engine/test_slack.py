@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
 import pytest
 from hypothesis import given, settings
+from msgspec.structs import replace
 
 from kvloom.engine.batching import POLICIES
 from kvloom.engine.batching.adbs import WEIGHTS

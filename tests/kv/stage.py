@@ -89,7 +89,7 @@ class Stage:
             assert cache.page_list(name[1]) == pages
         else:
             shared = cache.page_list(name[1])[: cache.geometry.pages(len(kept))]
-            assert cache.pages.cached[shared].all()
+            assert all(cache.pages.cached[page] for page in shared)
 
     def do_remove(self, name: Name, *, holds: bool = False) -> None:
         if holds:
@@ -107,15 +107,15 @@ class Stage:
         lengths = [cache.length(s) for s in chosen]
         need = sum(cache.blocks_for(s, n) for s, n in zip(chosen, appends, strict=True))
         tails = [p[-1] for p, length in zip(pages, lengths, strict=True) if length % width]
-        shared = sum(int(cache.pages.refs[tail]) > 1 for tail in tails)
+        shared = sum(cache.pages.refs[tail] > 1 for tail in tails)
         fresh = sum(cache.geometry.pages(n + m) for n, m in zip(lengths, appends, strict=True))
         fresh -= sum(map(len, pages))
-        before = (pool.available, pool.free, cached_tokens(cache.prefixes), cache.pages.refs.tolist())
+        before = (pool.available, pool.free, cached_tokens(cache.prefixes), cache.pages.refs[:])
         try:
             plan = cache.begin_forward(chosen, appends)
         except OutOfBlocks:
             assert need > pool.available
-            now = (pool.available, pool.free, cached_tokens(cache.prefixes), cache.pages.refs.tolist())
+            now = (pool.available, pool.free, cached_tokens(cache.prefixes), cache.pages.refs[:])
             assert now == before
             assert [cache.page_list(s) for s in chosen] == pages
             return False

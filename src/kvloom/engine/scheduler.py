@@ -6,7 +6,9 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from kvloom.engine.batching import BY_DEADLINES, POLICIES
 from kvloom.engine.batching.view import Mixed, Preempt, Prefill, UnitView, same_turn
@@ -67,6 +69,7 @@ class Scheduler:
         self._spec = spec
         self._clock = clock
         self._policy = POLICIES[spec.policy]
+        self._mixes = spec.abilities.mixes
         self._by_deadlines = spec.policy in BY_DEADLINES
         self._multistep = MultiStepDecode(queues, pool, executor, self._policy)
         self._speculation = Speculation(queues, spec)
@@ -108,7 +111,7 @@ class Scheduler:
         """Returns whether the policy would do something else if there were `blocks` more: a sequence waits
         for them, or is about to be preempted."""
         view = self._view()
-        richer = replace(view, free_blocks=view.free_blocks + blocks)
+        richer = structs.replace(view, free_blocks=view.free_blocks + blocks)
         return not same_turn(self._policy(view), self._policy(richer))
 
     def needs(self) -> BlockNeeds:
@@ -275,6 +278,6 @@ class Scheduler:
             jobs=self.jobs,
             overload=round(self._spec.overload * self._executor.compute),
             walls=self._spec.quotas == "fixed",
-            mixes=self._spec.abilities.mixes,
+            mixes=self._mixes,
             now=now,
         )

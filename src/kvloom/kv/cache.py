@@ -203,7 +203,7 @@ class ModelCache:
         held = self._table.held.get(sequence)
         if held is None:
             return self.geometry.blocks(count)
-        return self._table.need(held, count) * self.geometry.blocks_per_page
+        return self._table.need_each([held], count) * self.geometry.blocks_per_page
 
     def blocks_for_each(self, sequences: Sequence[int], count: int) -> int:
         """Returns the blocks that appending `count` tokens to each of these takes at least, copied pages

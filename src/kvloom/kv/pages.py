@@ -41,7 +41,6 @@ class BlockAllocator:
         self._stack: I32 = np.arange(total - 1, -1, -1, dtype=np.int32)
         self._free = total
         self._held = np.zeros(total, dtype=np.bool_)
-        self._place = np.empty(total, dtype=np.int32)  # in the list that is being given
 
     @property
     def free(self) -> int:
@@ -62,18 +61,18 @@ class BlockAllocator:
             self.cached.reclaim(min(count - self._free, self.cached.blocks))
         if count > self._free:
             self.idle.reclaim(count - self._free)
-        blocks = np.sort(self._stack[self._free - count : self._free])  # runs in order read faster
+        # Runs in order read faster. Pages that were given back are such runs, which a stable sort merges.
+        blocks = np.sort(self._stack[self._free - count : self._free], kind="stable")
         self._free -= count
-        self._held[blocks] = True
+        self._held[blocks.astype(np.intp)] = True
         return blocks
 
     def give(self, blocks: I32) -> None:
         """Takes back held blocks. Raises ValueError, with none taken back, if one is free already."""
-        places = np.arange(blocks.size, dtype=np.int32)
-        self._place[blocks] = places
-        if not self._held[blocks].all() or not np.array_equal(self._place[blocks], places):
+        ordered, places = np.sort(blocks, kind="stable"), blocks.astype(np.intp)
+        if (ordered[1:] == ordered[:-1]).any() or not self._held[places].all():
             raise ValueError("a block was freed twice")
-        self._held[blocks] = False
+        self._held[places] = False
         self._stack[self._free : self._free + blocks.size] = blocks
         self._free += blocks.size
 
@@ -87,10 +86,10 @@ class PageTable:
         self._allocator = allocator
         capacity = allocator.total // geometry.blocks_per_page
         self.map: I32 = np.zeros((capacity, geometry.layers, geometry.kv_heads), dtype=np.int32)
-        self.refs = np.zeros(capacity, dtype=np.int32)
+        self.refs = [0] * capacity
         """[pages] holders."""
-        self.cached = np.zeros(capacity, dtype=np.bool_)
-        """[pages] whether the prefix tree is one of them."""
+        self.cached = bytearray(capacity)
+        """[pages] whether the prefix tree is one of them, 1 or 0."""
         self.versions: I64 = np.zeros(capacity, dtype=np.int64)
         """[pages] another number after each change of a page's row."""
         self.promises = np.zeros(capacity, dtype=np.int32)
@@ -135,9 +134,11 @@ class PageTable:
         shape = (count, self.geometry.layers, self.geometry.kv_heads)
         blocks = self._allocator.take(count * self.geometry.blocks_per_page)
         pages = [self._ids.pop() for _ in range(count)]
-        self.map[pages] = blocks.reshape(shape)
-        self.versions[pages] += 1  # after the row: who has seen the number, sees the row
-        self.refs[pages] = 1
+        places = np.array(pages)
+        self.map[places] = blocks.reshape(shape)
+        self.versions[places] += 1  # after the row: who has seen the number, sees the row
+        for page in pages:
+            self.refs[page] = 1
         self.held += count
         self.on_change()
         return pages
@@ -148,22 +149,23 @@ class PageTable:
         for page in pages:
             if self.refs[page] < 1:
                 raise ValueError(f"page {page} is free and cannot be shared")
-            if self._is_idle(page):
+            if self.cached[page] and self.refs[page] == 1:
                 self._count_idle(-1)
             self.refs[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
         """Takes a holder from each page; pages without one give their blocks back."""
         self.on_change()
-        gone: list[int] = []
+        refs, cached, gone = self.refs, self.cached, list[int]()
         for page in pages:
-            if self.refs[page] - self.cached[page] < 1:
+            left = refs[page] - 1
+            if left < cached[page]:
                 raise ValueError(f"page {page} was released twice")
-            self.refs[page] -= 1
-            if self._is_idle(page):
-                self._count_idle(1)
-            if self.refs[page] == 0:
+            refs[page] = left
+            if left == 0:
                 gone.append(page)
+            elif left == cached[page]:
+                self._count_idle(1)
         if gone:
             self._allocator.give(self.map[gone].ravel())
             self._ids.extend(gone)
@@ -174,16 +176,16 @@ class PageTable:
         if self.cached[page]:
             raise ValueError(f"page {page} is cached already")
         self.retain([page])
-        self.cached[page] = True
+        self.cached[page] = 1
 
-    def uncache(self, page: int) -> None:
-        """Takes the tree from the holders of a page."""
-        if not self.cached[page]:
-            raise ValueError(f"page {page} is not cached")
-        if self._is_idle(page):
-            self._count_idle(-1)
-        self.cached[page] = False
-        self.release([page])
+    def uncache(self, pages: Sequence[int]) -> None:
+        """Says of each page that the tree is none of its holders any more; `release` them next."""
+        for page in pages:
+            if not self.cached[page]:
+                raise ValueError(f"page {page} is not cached")
+            if self.refs[page] == 1:
+                self._count_idle(-1)
+            self.cached[page] = 0
 
     def promise(self, pages: Iterable[int]) -> None:
         """Promises these pages to a holder, whoever else wants them, until `unpromise`."""
@@ -200,9 +202,6 @@ class PageTable:
                 raise ValueError(f"page {page} is promised to nobody")
             self.promises[page] -= 1
             self.promised -= self.promises[page] == 0
-
-    def _is_idle(self, page: int) -> bool:
-        return bool(self.cached[page]) and int(self.refs[page]) == 1
 
     def _count_idle(self, more: int) -> None:
         self.idle += more

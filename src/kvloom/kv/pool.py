@@ -112,14 +112,16 @@ class Pool:
         nodes = 0
         for cache in self.caches.values():
             pages, holders, tree = cache.pages, cache.holders(), cache.prefixes.holders()
-            refs = {int(page): int(pages.refs[page]) for page in pages.refs.nonzero()[0]}
+            refs = {page: count for page, count in enumerate(pages.refs) if count}
             assert refs == holders, f"{cache.model}: refcounts {refs} != holders {dict(holders)}"
-            marked = {int(page) for page in pages.cached.nonzero()[0]}
+            marked = {page for page, cached in enumerate(pages.cached) if cached}
             assert marked == set(tree), f"{cache.model}: cached {marked} != in the tree {set(tree)}"
             counted = int(np.count_nonzero(pages.promises))
-            assert (pages.promises <= pages.refs).all(), f"{cache.model}: more promises than holders"
+            assert (pages.promises <= np.array(pages.refs)).all(), (
+                f"{cache.model}: more promises than holders"
+            )
             assert counted == pages.promised, f"{cache.model}: {pages.promised} promised pages, not {counted}"
-            idle = int(np.count_nonzero(pages.cached & (pages.refs == 1)))
+            idle = sum(pages.refs[page] == 1 for page in marked)
             assert idle == pages.idle, f"{cache.model}: {pages.idle} idle pages, not {idle}"
             blocks += pages.map[list(refs)].ravel().tolist()
             nodes += len(tree)

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 import numpy as np
 
@@ -57,11 +57,8 @@ class Node:
 
     def beginning_with(self, run: Run) -> list[Node]:
         """Returns the children whose tokens begin with `run`."""
-        first = bisect_left(self.runs, run)
-        last = first
-        while last < len(self.runs) and self.runs[last][: len(run)] == run:
-            last += 1
-        return [self.children[one] for one in self.runs[first:last]]
+        after = self.runs[bisect_left(self.runs, run) :]
+        return [self.children[one] for one in takewhile(lambda one: one[: len(run)] == run, after)]
 
     def upwards(self) -> Iterator[Node]:
         """Yields this node and its ancestors, but not the root above them."""
@@ -137,17 +134,18 @@ class Recency:
         page like the parent. It is dropped with that parent, and stays its users'.
         """
         left = max(self.blocks - count, 0)
-        in_use: list[Node] = []
-        gone: list[CachedPage] = []
+        in_use, gone, cut = list[Node](), list[CachedPage](), dict[PrefixTree, list[int]]()
         while self.blocks > left:
             node, tree = next(iter(self._order.items()))
             if tree.is_idle(node):
                 if node.name:
                     gone.append(CachedPage(tree, node))
-                tree.drop(node)
+                cut.setdefault(tree, []).extend(tree.cut_off(node))
             else:
                 self._order.move_to_end(node)
                 in_use.append(node)
+        for tree, pages in cut.items():
+            tree.release(pages)
         for node in in_use:
             if node in self._order and not node.children:
                 self.touch(node)
@@ -208,6 +206,8 @@ class PrefixTree:
     def __init__(self, pages: PageTable, recency: Recency, model: str) -> None:
         self.model = model
         self._pages = pages
+        self.release = pages.release
+        """Lets go of pages that have been cut off."""
         self._width = pages.geometry.tokens_per_block
         self._recency = recency
         self._roots: dict[str, Root] = {}  # by salt; a root without children is dropped
@@ -229,9 +229,8 @@ class PrefixTree:
         return self._walk(_plain(tokens), limit, salt)[1]
 
     def insert(self, tokens: TokenIds, pages: Sequence[int], salt: str = "") -> list[int]:
-        """Caches `tokens`, which `pages` hold, with `salt`. Returns the pages that hold them here, which are
-        others if the same tokens were cached with it before. Raises ValueError if the pages are not as many
-        as it takes."""
+        """Caches `tokens`, which `pages` hold, with `salt`. Returns the pages that hold them here: others if
+        they were cached with it before. Raises ValueError if the pages are too few or too many."""
         if len(pages) != -(-len(tokens) // self._width):
             raise ValueError(f"{len(pages)} pages cannot be those of {len(tokens)} tokens")
         if not pages:
@@ -251,7 +250,7 @@ class PrefixTree:
     def give_up(self, page: int) -> None:
         """Lets go of a page, if it is cached, and of all below it: its user is about to write to it."""
         if page in self._nodes:
-            self.drop(self._nodes[page])
+            self.release(self.cut_off(self._nodes[page]))
 
     def holders(self) -> dict[int, int]:
         """Returns how often the tree and its pins hold each page."""
@@ -341,13 +340,12 @@ class PrefixTree:
 
     def is_idle(self, node: Node) -> bool:
         """Returns whether nobody but the tree holds the node's page."""
-        return int(self._pages.refs[node.page]) == 1
+        return self._pages.refs[node.page] == 1
 
-    def drop(self, node: Node) -> int:
-        """Lets go of the node, through which no pin leads, and of all below it. Returns the number of
-        tokens."""
-        gone = node.subtree()
-        parent = node.parent
+    def cut_off(self, node: Node) -> list[int]:
+        """Takes the node, through which no pin leads, and all below it out of the tree. Returns their pages;
+        `release` them next."""
+        gone, parent = node.subtree(), node.parent
         assert parent is not None, "a root is dropped with its last child"
         assert not node.pins, "a pinned page stays"
         parent.remove(node)
@@ -358,8 +356,8 @@ class PrefixTree:
             if one.name:
                 self._recency.feed.drop(one.name)
             del self._nodes[one.page]
-            self._pages.uncache(one.page)
-        return sum(len(one.tokens) for one in gone)
+        self._pages.uncache(pages := [one.page for one in gone])
+        return pages
 
     # -- inside ---------------------------------------------------------------------------------------
 
@@ -416,7 +414,8 @@ class PrefixTree:
             for _ in range(node.pins):
                 self._keep(page)
                 self._let_go(node.page)
-            self._pages.uncache(node.page)
+            self._pages.uncache([node.page])
+            self._pages.release([node.page])
             del self._nodes[node.page]
             self._nodes[page] = node
         node.parent.remove(node)
@@ -438,7 +437,9 @@ class PrefixTree:
         return sum(self._drop_idle_leaf(node) for node in reversed(top.subtree()))
 
     def _drop_idle_leaf(self, node: Node) -> int:
-        return self.drop(node) if not node.children and self.is_idle(node) else 0
+        if gone := not node.children and self.is_idle(node):
+            self.release(self.cut_off(node))
+        return len(node.tokens) * gone
 
 
 def _plain(tokens: TokenIds) -> Sequence[int]:

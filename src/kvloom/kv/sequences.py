@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 
 from kvloom.kv.pages import PageTable
 from kvloom.kv.prefix import PrefixTree
-from kvloom.types.geometry import I32, I64
+from kvloom.types.geometry import I32
 from kvloom.types.job import PageCopy
 from kvloom.types.transfer import PageCopies, Transfer
-
-_FEW: Final = 6  # sequences, looked at one by one sooner than as arrays
 
 
 @dataclass(slots=True)
@@ -48,6 +45,7 @@ class SequenceTable:
         self.width = pages.geometry.tokens_per_block
         self.tables: I32 = np.zeros((max_sequences, pages.geometry.pages(max_tokens)), dtype=np.int32)
         """[max_sequences, pages] page ids, each sequence's in its own row."""
+        self._cells = self.tables.data  # for single ids
         self.held: dict[int, SequencePages] = {}
         self._prefixes = prefixes
         self._rows = list(range(max_sequences - 1, -1, -1))
@@ -104,37 +102,32 @@ class SequenceTable:
     def tail(self, held: SequencePages) -> int | None:
         """Returns the page that the next token goes into, if it holds tokens already; None for a new one."""
         edge, offset = divmod(held.length, self.width)
-        return int(self.tables[held.row, edge]) if offset else None
+        return self._cells[held.row, edge] if offset else None
 
     def shares_tail(self, held: SequencePages) -> bool:
         tail = self.tail(held)
-        return tail is not None and int(self.pages.refs[tail]) > 1
-
-    def _fits(self, held: SequencePages, count: int) -> bool:
-        """Returns whether `count` more tokens go into pages that the sequence has to itself."""
-        return held.length + count <= held.pages * self.width and not self.shares_tail(held)
-
-    def need(self, held: SequencePages, count: int) -> int:
-        """Returns the pages that appending `count` tokens takes at least, a copied one included."""
-        fresh = max(self.pages.geometry.pages(held.length + count) - held.pages, 0)
-        return fresh + (self.shares_tail(held) and not self._takers([held]))
+        return tail is not None and self.pages.refs[tail] > 1
 
     def need_each(self, helds: Sequence[SequencePages], count: int) -> int:
-        """Returns the pages that all of them take for `count` more tokens each, by `need`."""
-        if len(helds) <= _FEW:
-            return sum(self.need(held, count) for held in helds)
-        lengths, pages, shared = self._tails(helds)
-        fresh = int(np.maximum(-(-(lengths + count) // self.width) - pages, 0).sum())
-        return fresh + sum(not self._takers([held]) for held in shared)
+        """Returns the pages that appending `count` tokens to each of these takes at least, copied ones
+        included."""
+        fresh, shared = self._growth(helds, [count] * len(helds))
+        return sum(fresh) + sum(not self._takers([held]) for held in shared)
 
-    def _tails(self, helds: Sequence[SequencePages]) -> tuple[I64, I64, list[SequencePages]]:
-        """Returns [B] lengths, [B] pages, and those that share their tail."""
-        each = np.asarray([(h.row, h.length, h.pages) for h in helds], dtype=np.int64)
-        rows, lengths, pages = each.reshape(-1, 3).T
-        edges, offsets = np.divmod(lengths, self.width)
-        inside = np.flatnonzero(offsets)
-        shares = self.pages.refs[self.tables[rows[inside], edges[inside]]] > 1
-        return lengths, pages, [helds[i] for i in inside[shares].tolist()]
+    def _growth(
+        self, helds: Sequence[SequencePages], appends: Sequence[int]
+    ) -> tuple[list[int], list[SequencePages]]:
+        """Returns how many new pages each takes for its new tokens, and those that share their tail.
+        This is asked several times a job."""
+        refs, cells, width = self.pages.refs, self._cells, self.width
+        fresh, shared = list[int](), list[SequencePages]()
+        for held, count in zip(helds, appends, strict=True):
+            length = held.length
+            more = -(-(length + count) // width) - held.pages
+            fresh.append(more if more > 0 else 0)
+            if length % width and refs[cells[held.row, length // width]] > 1:
+                shared.append(held)
+        return fresh, shared
 
     def grow(self, helds: Sequence[SequencePages], appends: Sequence[int]) -> tuple[PageCopy, ...]:
         """Gives each sequence the pages for its new tokens, and one of its own for a tail that others hold.
@@ -144,24 +137,23 @@ class SequenceTable:
         holds the page beside these sequences, one of them writes to it, and the tree lets go of it: what is
         cached never costs a sequence more than it would take without.
         """
-        if len(helds) <= _FEW and all(self._fits(*each) for each in zip(helds, appends, strict=True)):
+        fresh, shared = self._growth(helds, appends)
+        if not shared and not any(fresh):
             return ()
-        lengths, pages, shared = self._tails(helds)
-        fresh = np.maximum(-(-(lengths + np.asarray(appends)) // self.width) - pages, 0)
-        if (pages + fresh > self.tables.shape[1]).any():
+        if any(held.pages + more > self.tables.shape[1] for held, more in zip(helds, fresh, strict=True)):
             raise ValueError(
                 f"{self.model}: a sequence would outgrow its table of {self.tables.shape[1]} pages"
             )
-        need = int(fresh.sum()) + len(shared)
+        need = sum(fresh) + len(shared)
         takers = self._takers(shared)[: max(need - self.pages.available, 0)]
         new = self.pages.allocate(need - len(takers))
         for held in takers:
-            self._prefixes.give_up(self.tables[held.row, held.length // self.width].item())
+            self._prefixes.give_up(self._cells[held.row, held.length // self.width])
         copies = [self._copy_tail(held, new.pop()) for held in shared if held not in takers]
-        for i in np.flatnonzero(fresh).tolist():
-            held, count = helds[i], int(fresh[i])
-            held.pages += count
-            self.row(held)[held.pages - count :] = [new.pop() for _ in range(count)]
+        for held, more in zip(helds, fresh, strict=True):
+            for at in range(held.pages, held.pages + more):
+                self._cells[held.row, at] = new.pop()
+            held.pages += more
         return tuple(copies)
 
     def _takers(self, shared: Sequence[SequencePages]) -> list[SequencePages]:
@@ -179,8 +171,8 @@ class SequenceTable:
 
     def _copy_tail(self, held: SequencePages, page: int) -> PageCopy:
         edge, offset = divmod(held.length, self.width)
-        copy = PageCopy(int(self.tables[held.row, edge]), page, offset)
-        self.tables[held.row, edge] = page
+        copy = PageCopy(self._cells[held.row, edge], page, offset)
+        self._cells[held.row, edge] = page
         return copy
 
 

@@ -79,21 +79,20 @@ class RequestProgress:
         failure = None
         if behind:
             frame = [event for event in frame if not self._told(event)]
-        for event in frame:
-            if isinstance(event, EndEvent):
-                if moved or computed or self._spared:
-                    frame = self._ends_as_one(frame, moved, computed)
-                frame, failure = self._failed(frame)
-                break
+        tellers = [event.choice for event in frame if isinstance(event, TokenEvent)]
+        if len(tellers) < len(frame) and any(isinstance(event, EndEvent) for event in frame):
+            if moved or computed or self._spared:
+                frame = self._ends_as_one(frame, moved, computed)
+            frame, failure = self._failed(frame)
         if not frame:
             return frame, failure
         before, now = self._told_at, self._clock.now()
         self._told_at = now
-        tellers = [event.choice for event in frame if isinstance(event, TokenEvent)]
         once = len(tellers) < 2 or len(set(tellers)) == len(tellers)
         self.step = now - before if once and before is not None else None
         self._news.set()
         self.begun = True
+        self.tokens += len(tellers)
         for event in frame:
             if isinstance(event, PromptEvent):
                 self.prompt_told = True
@@ -107,7 +106,6 @@ class RequestProgress:
                 raise KvloomError(f"choice {event.choice}: token {event.index} came after {len(tokens)}")
             else:
                 tokens.append(event.token)
-                self.tokens += 1
         return frame, failure
 
     async def news(self) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from kvloom.lab.reproduce.muxserve.ablation import figure_3
 from kvloom.lab.reproduce.muxserve.end_to_end import (

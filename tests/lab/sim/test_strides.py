@@ -205,3 +205,16 @@ def test_strides_change_nothing(models: list[str], policy: Policy, seed: int, ra
 @given(seed=st.integers(0, 2**32), blocks=st.integers(66, 160))
 def test_strides_change_nothing_in_a_short_pool(seed: int, blocks: int) -> None:
     check_like([unit(models=["small"], blocks=blocks)], seed=seed, rate=50)
+
+
+@pytest.mark.parametrize("models", [["small"], ["small", "deep"]])
+@settings(deadline=None, max_examples=8, derandomize=True)
+@given(seed=st.integers(0, 2**32), blocks=st.integers(66, 400), rate=st.sampled_from([1.0, 20.0, 200.0]))
+def test_steps_that_nobody_looks_at_end_when_they_would_one_by_one(
+    models: list[str], seed: int, blocks: int, rate: float
+) -> None:
+    """To the last bit, and with the same loads."""
+    foreseen = unit(models=models, blocks=blocks)
+    looked_at = replace(foreseen, content=NoContent({name: shape.vocab for name, shape in SHAPES.items()}))
+    played = asks(16, seed=seed, rate=rate, models=models)
+    assert outcomes([foreseen], played) == outcomes([looked_at], played)

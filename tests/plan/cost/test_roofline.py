@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
+from msgspec.structs import replace
 
 from kvloom.offload.queueing import Exchange, cut_up, issued, parts_of
 from kvloom.plan.cost.devices import DEVICES, FITTED, find_device

@@ -63,17 +63,17 @@ class PrefillSpeed:
     short one, as it does for those who wait."""
 
     def __init__(self) -> None:
-        self._last: deque[tuple[int, float]] = deque(maxlen=STEP_WINDOW)
+        self._tokens: deque[int] = deque(maxlen=STEP_WINDOW)
+        self._seconds: deque[float] = deque(maxlen=STEP_WINDOW)
+        self.tokens_a_second = 0.0
+        """0 if there was no job yet."""
 
     def note(self, tokens: int, seconds: float) -> None:
         """Notes one more job."""
-        self._last.append((tokens, seconds))
-
-    @property
-    def tokens_a_second(self) -> float:
-        """Returns 0 if there was no job yet."""
-        seconds = sum(seconds for _, seconds in self._last)
-        return sum(tokens for tokens, _ in self._last) / seconds if seconds > 0 else 0.0
+        self._tokens.append(tokens)
+        self._seconds.append(seconds)
+        whole = sum(self._seconds)
+        self.tokens_a_second = sum(self._tokens) / whole if whole > 0 else 0.0
 
 
 class JobTimes:
@@ -81,7 +81,8 @@ class JobTimes:
     beside."""
 
     def __init__(self) -> None:
-        self._prompts: deque[tuple[int, float]] = deque(maxlen=STEP_WINDOW)
+        self._tokens: deque[int] = deque(maxlen=STEP_WINDOW)
+        self._seconds: deque[float] = deque(maxlen=STEP_WINDOW)
         self._steps: deque[tuple[int, float]] = deque(maxlen=STEP_WINDOW)
         self.token = 0.0
         """Seconds of a token of a prompt, and of a sequence more in a step; 0 if there was no job yet."""
@@ -92,9 +93,9 @@ class JobTimes:
         if phase is Phase.DECODE:
             self._steps.append((tokens, seconds))
         else:
-            self._prompts.append((tokens + WEIGHTS, seconds))
-        if self._prompts:
-            self.token = sum(took for _, took in self._prompts) / sum(count for count, _ in self._prompts)
+            self._tokens.append(tokens + WEIGHTS)
+            self._seconds.append(seconds)
+            self.token = sum(self._seconds) / sum(self._tokens)
         beside = [took - count * self.token for count, took in self._steps]
         self._base = max(0.0, median(beside)) if beside else WEIGHTS * self.token
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
+from msgspec import Struct
+
 GROWING = 8  # sequences that run for each page that stays free for them when a prompt is let in
 STARVING = 64  # jobs that may start elsewhere before a waiting model may take blocks beyond its quota
 LASTING = 256  # jobs for which quotas leave a model its only sequence, so that it is not computed in vain
@@ -17,8 +19,7 @@ def kept_to_grow(running: int, page_blocks: int) -> int:
     return page_blocks * -(-running // GROWING)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelView:
+class ModelView(Struct, frozen=True):
     """One model of the unit."""
 
     name: str
@@ -79,8 +80,7 @@ class ModelView:
         return self.used - self.quota
 
 
-@dataclass(frozen=True, slots=True)
-class UnitView:
+class UnitView(Struct, frozen=True):
     """The unit at one moment."""
 
     models: tuple[ModelView, ...]  # those with requests that wait or run, in the order of the configuration

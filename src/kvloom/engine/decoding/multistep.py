@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from kvloom.engine.batching import Policy
 from kvloom.engine.batching.view import Decode, UnitView
@@ -92,8 +94,10 @@ class MultiStepDecode:
         if view.served > 1:
             return False
         jobs = view.jobs + 1
-        model = replace(view.models[0], last_decode=jobs)
-        return self._policy(replace(view, models=(model,), last_was_prefill=False, jobs=jobs)) == action
+        model = structs.replace(view.models[0], last_decode=jobs)
+        return (
+            self._policy(structs.replace(view, models=(model,), last_was_prefill=False, jobs=jobs)) == action
+        )
 
     def started(self, inflight: InflightBatch) -> int:
         """Notes that a job begins. If it has a single step, running jobs are cut short. Returns what `cut`

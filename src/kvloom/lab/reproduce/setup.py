@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import count
 from typing import Final, TypeVar
 
@@ -98,7 +97,7 @@ class UnderMPS:
         return self._cost.seconds(self._fixed(work), [self._fixed(other) for other in beside])
 
     def _fixed(self, work: Work) -> Work:
-        return replace(work, share=self._shares[work.model, work.phase])
+        return structs.replace(work, share=self._shares[work.model, work.phase])
 
 
 def poisson_requests(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, Protocol
+
+from msgspec.structs import replace
 
 from kvloom.lab.sim.hosting import HostedUnit
 from kvloom.lab.workload.summary import Histogram
@@ -17,6 +20,7 @@ from kvloom.types.job import Job, JobResult, Phase
 from kvloom.types.request import ModelCard, TokenLogprob
 
 NO_VECTOR: Final = bytes(4)  # the one number that a modelled device makes of a text
+_FORESEEN: Final = 16  # steps of a job that runs alone, of which only the last has a timer
 
 
 class JobFailed(Exception):
@@ -74,7 +78,8 @@ class Loans(Protocol):
 class _Running:
     """A job at one of its steps. left: the part of the step that is still to do, at `since`; seconds: all of
     it beside what runs now. layers: that are written. steps: that it will take; tokens: of those it has
-    taken. timer: the end of the next layer that a peer waits for, or of the step."""
+    taken. timer: the end of the next layer that a peer waits for, or of the last step that is foreseen.
+    ends: when the steps end that are foreseen, from the present one on; paces: what each of them takes."""
 
     job: Job
     work: Work
@@ -89,10 +94,19 @@ class _Running:
     lost: str | None = None
     tokens: list[int] = field(default_factory=list)
     timer: asyncio.TimerHandle | None = None
+    ends: list[float] = field(default_factory=list)
+    paces: list[float] = field(default_factory=list)
 
     @property
     def all_layers(self) -> int:
         return int(self.job.plan.page_map.shape[1])
+
+    def take(self, steps: int) -> None:
+        """Takes so many of the steps that are foreseen, the present one first."""
+        self.since, self.seconds = self.ends[steps - 1], self.paces[steps]
+        self.ends, self.paces = self.ends[steps:], self.paces[steps:]
+        self.work, self.left = self.work.next(steps), 1.0
+        self.step += steps
 
 
 class ModelledWeights:
@@ -180,6 +194,7 @@ class ModelledExecutor:
         self._cost = cost
         self._overhead = overhead or (lambda sequences: 0.0)
         self._content = content or NoContent({name: card.vocab_size for name, card in cards.items()})
+        self._foresees = content is None and host is None  # nobody looks at each step
         self._running: list[_Running] = []
         self._host = host
         self.loans: Loans | None = None
@@ -213,6 +228,7 @@ class ModelledExecutor:
 
     def _begin(self, running: _Running) -> None:
         running.since = asyncio.get_running_loop().time()
+        self._catch_up(running.since)
         self._running.append(running)
         self._content.begin(running.job)
         self._changed()
@@ -249,10 +265,32 @@ class ModelledExecutor:
         due = running.since + max(0.0, running.left - after) * running.seconds
         if running.timer is not None:
             running.timer.cancel()
-        running.timer = loop.call_at(due, self._computed, running, layer)
+        running.ends, running.paces = [due], [running.seconds]
+        if self._foresees and self.loans is None and len(self._running) == 1 and not running.job.plan.sends:
+            self._foresee(running)
+        running.timer = loop.call_at(running.ends[-1], self._computed, running, layer)
+
+    def _foresee(self, running: _Running) -> None:
+        """Finds when the next steps end if nothing comes between. Nobody needs a timer for each."""
+        work = running.work
+        for _ in range(min(_FORESEEN, running.steps - running.step) - 1):
+            work = work.next()
+            seconds = self._cost.seconds(work) + self._overhead(work.batch)
+            running.ends.append(running.ends[-1] + seconds)
+            running.paces.append(seconds)
+
+    def _catch_up(self, now: float) -> None:
+        """Takes the steps that have ended by now without anybody being told."""
+        for running in self._running:
+            steps = bisect_right(running.ends, now, hi=len(running.ends) - 1)
+            for step in range(running.step, running.step + steps):
+                running.tokens += self._content.draw(running.job, step)
+            if steps:
+                running.take(steps)
 
     def _computed(self, running: _Running, layer: int) -> None:
         loop = asyncio.get_running_loop()
+        self._catch_up(loop.time())
         try:
             self._write(running, layer)
             if layer < running.all_layers:
@@ -318,8 +356,15 @@ class ModelledExecutor:
         running = self._find(job)
         if running:
             running.steps = running.step + 1
+            if running.timer is not None and len(running.ends) > 1:
+                running.timer.cancel()
+                running.ends, running.paces = running.ends[:1], running.paces[:1]
+                loop = asyncio.get_running_loop()
+                running.timer = loop.call_at(running.ends[0], self._computed, running, running.all_layers)
 
     def _find(self, job: Job) -> _Running | None:
+        """Returns the job's state as it is now."""
+        self._catch_up(asyncio.get_running_loop().time())
         return next((running for running in self._running if running.job is job), None)
 
 

@@ -77,11 +77,11 @@ async def _play(
     try:
         async with aclosing(server.start_generate(body)) as frames:
             async for frame in frames:
+                came = clock.now() - begin
                 for event in frame:
                     if isinstance(event, TokenEvent):
-                        tokens += 1
-                        last = clock.now() - begin
-                        first = last if first is None else first
+                        tokens, last = tokens + 1, came
+                        first = came if first is None else first
                     elif isinstance(event, EndEvent):
                         cached, problem = event.cached_tokens, event.message or _missing(tokens, ask)
     except KvloomError as error:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import heapq
 import itertools
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from contextvars import Context
 from typing import Any, Final, TypeVar, TypeVarTuple
 
@@ -17,6 +19,7 @@ Ts = TypeVarTuple("Ts")
 
 MOST_TURNS: Final = 10_000_000  # callbacks at one moment, after which time counts as standing still
 _SHOWN: Final = 12  # waiting tasks in a report
+_YOUNG: Final = 100_000  # objects more, after which Python looks for cycles that are garbage
 
 
 class Stalled(RuntimeError):
@@ -141,18 +144,26 @@ def _whereabouts(task: asyncio.Task[Any]) -> str:
 
 def run_virtual(main: Coroutine[Any, Any, T], *, seed: int | None = None, most_turns: int = MOST_TURNS) -> T:
     """Runs `main` in virtual time, from 0 on. Raises Stalled if it can never end."""
-    with asyncio.Runner(loop_factory=lambda: VirtualLoop(seed, most_turns)) as runner:
+    with _rare_collections(), asyncio.Runner(loop_factory=lambda: VirtualLoop(seed, most_turns)) as runner:
         return runner.run(main)
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Lets Python look for cycles rarely meanwhile: a run makes many objects and few cycles."""
+    before = gc.get_threshold()
+    gc.set_threshold(_YOUNG, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class LoopClock:
     """Satisfies `Clock`: the time of an event loop, virtual or not."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-
-    def now(self) -> float:
-        return self._loop.time()
+        self.now = loop.time
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

@@ -9,7 +9,6 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from dataclasses import replace as but
 from statistics import median
 from typing import Final
 
@@ -183,7 +182,7 @@ class Measured:
     def _alone(self, work: Work) -> float:
         if work.phase is Phase.MIXED:
             step = work.step  # its products are in the prefill's, whose weights are read once for both
-            return self._alone(work.prompts) + self._alone(step) - self._alone(but(step, context=0))
+            return self._alone(work.prompts) + self._alone(step) - self._alone(replace(step, context=0))
         shares = self._shares.get((work.model, work.phase is Phase.DECODE))
         if shares is None:
             known = sorted({model for model, _ in self._shares})
@@ -195,7 +194,7 @@ class Measured:
 
     def operators(self, work: Work) -> tuple[Operator, ...]:
         shape, whole = self._shapes[work.model], self.seconds(work)
-        products = self.seconds(but(work, pairs=0, context=0, held=0))
+        products = self.seconds(replace(work, pairs=0, context=0, held=0))
         read = [part for part in layer_parts(shape, shape.experts) if part.read]
         head = shape.vocab * shape.hidden
         each = products / (shape.layers * sum(part.read for part in read) + head)
@@ -210,7 +209,7 @@ class Measured:
     def attention(self, model: str, shape: ModelShape, rows: int, context: int) -> float:
         """Returns the seconds of attention of a model that this machine was measured with."""
         step = Work(model, Phase.DECODE, 1.0, rows, rows, rows, rows + context, context)
-        return (self.seconds(step) - self.seconds(but(step, context=0))) / shape.layers
+        return (self.seconds(step) - self.seconds(replace(step, context=0))) / shape.layers
 
     def between(self, sequences: int) -> float:
         """Returns the seconds of the engine's own work from the result of a step of so many sequences to the

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import hypot
 
+from msgspec import Struct
+
 from kvloom.plan.cost.devices import FITTED, Constants, DeviceSpec
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import Operator, Work, WorkPace, layer_parts, operators_of
@@ -36,8 +38,7 @@ class _Costs:
     missed: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
+class _Parts(Struct, frozen=True, gc=False):
     """A job's seconds on the whole unit: products and attention compute, weights and traffic are read and
     written; the rest takes what it takes on any share."""
 

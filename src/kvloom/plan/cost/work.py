@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from math import hypot
 from typing import Final, NamedTuple, Protocol, runtime_checkable
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.types.geometry import I64
 from kvloom.types.job import Phase
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(Struct, frozen=True, gc=False):
     """One job of one model."""
 
     model: str
@@ -66,8 +67,8 @@ class Work:
         decodes = Work.decode(self.model, self.share, (0,) * self.rows)
         return replace(decodes, pairs=self.held + self.rows, context=self.held)
 
-    def next(self) -> Work:
-        """Returns the step that follows this decode step."""
+    def next(self, steps: int = 1) -> Work:
+        """Returns the decode step that comes so many steps after this one."""
         return Work(
             self.model,
             self.phase,
@@ -75,8 +76,8 @@ class Work:
             self.batch,
             self.tokens,
             self.drawn,
-            self.pairs + self.batch,
-            self.context + self.batch,
+            self.pairs + steps * self.batch,
+            self.context + steps * self.batch,
         )
 
     @staticmethod
