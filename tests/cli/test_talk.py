@@ -108,9 +108,9 @@ def test_models_are_lines_for_a_pipe(url: str) -> None:
     done = kvloom("models", "--url", url)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
-        "guide\t1024\t-\tawake",
-        "stories\t1024\t-\tawake",
-        "sums\t512\t-\tawake",
+        "guide\t1024\t-\tawake\tgenerate",
+        "stories\t1024\t-\tawake\tgenerate",
+        "sums\t512\t-\tawake\tgenerate",
     ]
 
 
