@@ -72,3 +72,10 @@ def test_no_kernel_is_compiled_after_the_rehearsal() -> None:
     assert launched["_write"] == launched["_rotate"] == launched["_gated"] == layers * steps
     assert launched["_norm"] == (4 * layers + 1) * steps  # two a layer, those of q and of k, and the last
     assert launched["_decode"] + launched["_prefill"] == layers * steps
+
+
+def test_triton_launches_each_kernel_that_is_served() -> None:
+    """No parameter has a name that Triton's binder keeps to itself, or a kind that its launcher refuses."""
+    found = run("launches")
+    assert {"_decode", "_draw", "_prefill", "_serve"} <= set(found["kernels"])
+    assert found["launched"] == found["kernels"]

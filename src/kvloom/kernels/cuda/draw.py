@@ -153,14 +153,14 @@ def _best(x, size, edge, rejected, top, inverse, least_p, stream, TILE: tl.const
     return winner
 
 
-@triton.jit(do_not_specialize=("top_k", "stream"))  # parts of other tensors, which begin anywhere
+@triton.jit(do_not_specialize=("top_k", "streams"))  # parts of other tensors, which begin anywhere
 def _draw(  # type: ignore[no-untyped-def]
     logits,
     inverses,
     top_k,
     top_p,
     lowest,
-    stream,
+    streams,  # Triton's launcher keeps `stream` to itself
     ids,
     size,
     logits_row,
@@ -169,7 +169,7 @@ def _draw(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     x = logits + row * logits_row
     inverse, least_p = tl.load(inverses + row), tl.load(lowest + row)
-    k, p, own = tl.load(top_k + row), tl.load(top_p + row), tl.load(stream + row)
+    k, p, own = tl.load(top_k + row), tl.load(top_p + row), tl.load(streams + row)
     tops = tl.full((TILE,), float("-inf"), tl.float32)
     for start in range(0, size, TILE):
         token = start + tl.arange(0, TILE)
@@ -212,7 +212,7 @@ def draw_launch(
         check(name, one, rows, dtypes=(torch.float64,))
     arguments = {
         **{"logits": logits, "inverses": inverse, "top_k": top_k, "top_p": top_p, "lowest": lowest},
-        **{"stream": stream, "ids": ids, "size": size, "logits_row": logits.stride(0), "TILE": _TILE},
+        **{"streams": stream, "ids": ids, "size": size, "logits_row": logits.stride(0), "TILE": _TILE},
         "enable_fp_fusion": False,
     }
     return Launch(_draw, (rows,), arguments, warps=8)

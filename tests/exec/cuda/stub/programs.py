@@ -19,7 +19,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -241,6 +241,20 @@ def serving() -> dict[str, Any]:
         found["compiled later"] = [one for one in later if one.startswith("load ")]
         found["launched"] = Counter(one.split()[1] for one in later if one.startswith("launch "))
     return found
+
+
+def launches() -> dict[str, Any]:
+    """Launches each kernel that is served, on tensors without memory, by Triton's own binder and launcher."""
+    from kvloom.kernels.cuda.compile import served  # noqa: PLC0415
+
+    take_gpu()
+    each = {launch.kernel.__name__: launch for _, launch in served()}
+    names = []
+    for name, launch in each.items():
+        replace(launch, then=None).run()
+        names.append(name)
+    told = [one.split()[1] for one in notes() if one.startswith("launch ")]
+    return {"kernels": names, "launched": told}
 
 
 if __name__ == "__main__":
