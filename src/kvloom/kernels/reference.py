@@ -152,6 +152,8 @@ def prefill_attention(
     for b, start in enumerate(starts.tolist()):
         new = slice(edges[b], edges[b + 1])
         end = start + edges[b + 1] - edges[b]
+        if end == start:
+            continue
         k, v = _cached(arena, page_map, layer, tables[b], end, q.shape[2])
         positions = torch.arange(end, device=q.device)
         ahead = positions[start:, None] - positions

@@ -136,4 +136,4 @@ def test_a_model_whose_steps_wait_for_the_device_is_not_tried_to_record(
     spec = spec_of({"m": make_checkpoint(tmp_path, "llama", num_hidden_layers=1)}, max_running=2)
     load_executor(spec, device, plain_operations()).close()
     assert whole.recorded == half.recorded == 0
-    assert caplog.text.count("decodes without graphs: called a synchronizing CUDA operation") == 1
+    assert caplog.text.count("runs without graphs: called a synchronizing CUDA operation") == 1

@@ -112,8 +112,54 @@ def test_a_model_that_cannot_be_recorded_decodes_step_by_step(
     answers, _, _ = asyncio.run(on_device(spec, one_lane(_Unrecordable())))
     assert tokens(answers) == tokens(wanted[: len(answers)])
     assert [record.message for record in caplog.records if "without graphs" in record.message] == [
-        "a decodes without graphs: operation not permitted when stream is capturing"
+        "a runs without graphs: operation not permitted when stream is capturing"
     ]
+
+
+class _Counting(HostStream):
+    """Counts what is done again out of recordings."""
+
+    replays = 0
+
+    def record(self, work: Callable[[], None]) -> Recording:
+        recording = super().record(work)
+
+        def count() -> None:
+            self.replays += 1
+            recording.replay()
+
+        return super().record(count)
+
+
+def test_short_prefills_are_recorded_and_others_are_not(paths: dict[str, Path]) -> None:
+    """With the tokens that the CPU draws. The only token of each is drawn from its prefill."""
+    path = {"a": paths["a"]}
+    prompt, long = PROMPTS[2], [(7 * j) % 250 for j in range(40)]
+    requests = {
+        "short": body("a", prompt, max_tokens=1),
+        "two choices": body("a", PROMPTS[3], max_tokens=1, n=2, temperature=1.0),
+        "more logits than a recording has": body("a", PROMPTS[4], max_tokens=1, prompt_logprobs=0),
+        "in three chunks": body("a", long, max_tokens=1),
+    }
+
+    async def replays() -> tuple[list[Answer], list[int]]:
+        spec, stream = spec_of(path, max_running=4, chunk_tokens=16), _Counting()
+        async with running_on_device(spec, one_lane(stream)) as (engine, _):
+            answers, counts = [], []
+            for request in requests.values():
+                before = stream.replays
+                answers.append(await ask(engine, request))
+                counts.append(stream.replays - before)
+            return answers, counts
+
+    async def on_the_cpu() -> list[Answer]:
+        async with running(spec_of(path)) as engine:
+            return [await ask(engine, one) for one in requests.values()]
+
+    answers, counts = asyncio.run(replays())
+    chunks = [-(-len(one.prompt) // 16) for one in requests.values()]
+    assert counts == [chunks[0], chunks[1], 1, chunks[3]]  # the last 3 of 35 tokens have few logits
+    assert tokens(answers) == tokens(asyncio.run(on_the_cpu()))
 
 
 def test_out_of_memory_fails_the_job_and_nothing_else(paths: dict[str, Path]) -> None:

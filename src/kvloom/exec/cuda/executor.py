@@ -1,5 +1,5 @@
-"""The executor of one GPU: it runs decode steps from recordings and prefills as they come, side by side on
-the GPU's partitions."""
+"""The executor of one GPU: it runs decode steps and short prefills from recordings, and long ones as they
+come, side by side on the GPU's partitions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvloom.exec.cuda.device import GpuDevice, PartitionLane, StreamEvent
-from kvloom.exec.cuda.graphs import Buffers, DecodeSteps, buckets_up_to
+from kvloom.exec.cuda.graphs import Buffers, DecodeSteps, PrefillSteps, buckets_up_to, prefill_sizes
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.offloaded import CudaLoans
 from kvloom.exec.cuda.prefill import Draws, prefill_inputs, rehearse, run_prefill
@@ -82,6 +82,7 @@ class GpuExecutor:
         self._slots = Slots(device)
         self._progress: dict[int, StepProgress] = {}  # by id, for as long as somebody holds the job
         self._steps: dict[tuple[str, PartitionLane], DecodeSteps] = {}
+        self._prefills: dict[tuple[str, PartitionLane], PrefillSteps] = {}
         self._buffers: dict[PartitionLane, Buffers] = {}
         self._plain: set[str] = set()  # models whose steps cannot be recorded
         self.loans = CudaLoans(models, self._buffers, device.partitions.lanes, self._plain)
@@ -105,7 +106,7 @@ class GpuExecutor:
         pages = max(one.geometry.pages(one.card.context_length) for one in self._models.values())
         for lane in self.lanes:
             with lane.entered():
-                self._buffers[lane] = Buffers(most_running, pages, self._device.torch)
+                self._buffers[lane] = Buffers(most_running, pages, chunk, self._device.torch)
         for name, model in self._models.items():
             with nullcontext() if self.weights is None else self.weights.awake(name):
                 progress(f"warming up {name}")
@@ -113,14 +114,24 @@ class GpuExecutor:
                 for tokens in (*(1 << i for i in range(longest.bit_length())), longest):
                     rehearse(model, tokens, self._device)
                 for i, lane in enumerate(self.lanes):
-                    progress(f"recording decode steps of {name} ({i + 1}/{len(self.lanes)})")
-                    self._record(name, lane, most_running, agree)
+                    progress(f"recording steps of {name} ({i + 1}/{len(self.lanes)})")
+                    self._record(name, lane, most_running, longest, agree)
 
-    def _record(self, name: str, lane: PartitionLane, most: int, agree: Callable[[bool], bool]) -> None:
-        """Records a model's decode steps on a lane, for batches of up to `most` sequences."""
-        steps = self._steps[name, lane] = DecodeSteps(self._models[name], lane, self._buffers[lane])
-        for rows in buckets_up_to(most):
-            if name in self._plain or not agree(steps.record(rows, self._device.unasked)):
+    def _record(
+        self, name: str, lane: PartitionLane, most: int, chunk: int, agree: Callable[[bool], bool]
+    ) -> None:
+        """Records a model's prefills of up to `chunk` tokens on a lane, which take the most memory, unless
+        they may have to wait for weights, and its decode steps for batches of up to `most` sequences."""
+        given = self._models[name], lane, self._buffers[lane]
+        prefills = self._prefills[name, lane] = PrefillSteps(*given)
+        steps = self._steps[name, lane] = DecodeSteps(*given)
+        sizes = prefill_sizes(chunk) if self.weights is None else ()
+        wanted = [
+            *((prefills.record, size) for size in sizes),
+            *((steps.record, size) for size in buckets_up_to(most)),
+        ]
+        for record, size in wanted:
+            if name in self._plain or not agree(record(size, self._device.unasked)):
                 self._plain.add(name)
                 break
 
@@ -309,7 +320,13 @@ class GpuExecutor:
     def _prefill(
         self, model: DeviceModel, job: Job, lane: PartitionLane, staging: Staging, draws: Draws
     ) -> tuple[Tensor, SentInputs]:
-        """Asks for a prefill. Returns what `_decode` does."""
+        """Asks for a prefill. Returns what `_decode` does. One that sends K and V layer by layer, or looks
+        for tasks of others in between, is not recorded."""
+        prefills = self._prefills[job.model, lane]
+        arrays = None if job.plan.sends or self.loans.polls else prefills.arrays(job)
+        if arrays is not None:
+            sent = self._send(model, job, lane, staging, arrays | draws.arrays)
+            return prefills.run(sent, job.kept.size), sent
         sent = self._send(model, job, lane, staging, prefill_inputs(job) | draws.arrays)
         self._follow_weights(job, lane, 0)
 

@@ -1,4 +1,4 @@
-"""One model's decode steps on one lane, recorded once for each size of a batch."""
+"""One model's decode steps and short prefills on one lane, recorded once for each size."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from kvloom.exec.cuda.device import PartitionLane, Recording
 from kvloom.exec.cuda.model import DecodeState, DeviceModel, Places
+from kvloom.exec.cuda.prefill import prefill_inputs, run_prefill
 from kvloom.exec.cuda.staging import Layout, SentInputs, padded, widened
 from kvloom.types.errors import Unavailable
 from kvloom.types.geometry import AnyArray
@@ -31,6 +33,17 @@ def buckets_up_to(most: int) -> tuple[int, ...]:
     return tuple(reversed(sizes))
 
 
+PROMPT_TOKENS: Final = (16, 32, 64, 128, 192, 256, 384, 512)
+"""Of prefills that are recorded: more take the device longer than the host."""
+PROMPTS: Final = 8
+"""Sequences of a recorded prefill."""
+
+
+def prefill_sizes(chunk: int) -> tuple[int, ...]:
+    """Returns the tokens of the prefills to record if no job has more than `chunk`, the largest first."""
+    return tuple(sorted({min(size, chunk) for size in PROMPT_TOKENS}, reverse=True))
+
+
 def fitting(most: int, rows: int) -> int:
     """Returns the size to record for a batch of `rows`; 0 if it is larger than all."""
     return min((size for size in buckets_up_to(most) if size >= rows), default=0)
@@ -39,9 +52,12 @@ def fitting(most: int, rows: int) -> int:
 class Buffers:
     """The memory that all recordings of a lane read and write: they run one after the other."""
 
-    def __init__(self, rows: int, pages: int, device: torch.device) -> None:
-        self.rows = rows  # sequences of the largest batch
-        self.inputs = torch.zeros(Layout(_arrays(rows)).size, dtype=torch.uint8, device=device)
+    def __init__(self, rows: int, pages: int, chunk: int, device: torch.device) -> None:
+        """rows: sequences of the largest batch. chunk: tokens of the largest prefill."""
+        self.rows = rows
+        self.prompts = min(rows, PROMPTS)
+        sizes = Layout(_arrays(rows)).size, Layout(_prompt_arrays(prefill_sizes(chunk)[0], self.prompts)).size
+        self.inputs = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
         self.tables = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         self._logits = torch.empty(0, dtype=torch.uint8, device=device)
 
@@ -55,9 +71,49 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    rows: int
+    rows: int  # of tokens
     recording: Recording
     logits: Tensor
+
+
+def _record(
+    model: DeviceModel,
+    lane: PartitionLane,
+    buffers: Buffers,
+    arrays: Mapping[str, AnyArray],
+    forward: Callable[[Mapping[str, Tensor]], Tensor],
+    unasked: Callable[[], AbstractContextManager[None]],
+) -> _Step | None:
+    """Records a forward over inputs like `arrays`, padding alone. Returns None if the model cannot be
+    recorded. Raises torch's OutOfMemoryError."""
+    views = Layout(arrays).views(buffers.inputs)
+
+    def step() -> None:
+        logits.copy_(forward(views))
+
+    try:
+        with torch.inference_mode(), lane.entered():
+            for name, array in arrays.items():
+                views[name].copy_(torch.from_numpy(array))
+            logits = buffers.logits(forward(views))
+            with unasked():
+                step()  # has compiled and loaded all that it needs
+            recording = lane.record(step)
+    except torch.OutOfMemoryError:
+        raise  # at one rank alone, perhaps: what the others exchange would not be what this one does
+    except (RuntimeError, Unavailable) as error:  # one of an exchange between ranks among them
+        _log.warning("%s runs without graphs: %s", model.card.name, " ".join(str(error).split())[:200])
+        return None
+    return _Step(len(arrays["tokens"]), recording, logits)
+
+
+def _replay(step: _Step, arrays: Mapping[str, AnyArray], buffers: Buffers, sent: SentInputs) -> None:
+    """Runs a recording for what was sent, whose first arrays are like `arrays`, which it was recorded for."""
+    tables, size = sent.arrays["tables"], Layout(arrays).size
+    width = min(tables.shape[1], buffers.tables.shape[1])
+    buffers.inputs[:size].copy_(sent.memory[:size])
+    buffers.tables[: len(tables), :width].copy_(tables[:, :width])
+    step.recording.replay()
 
 
 class DecodeSteps:
@@ -85,27 +141,12 @@ class DecodeSteps:
         """Records for batches of up to `rows` sequences. unasked: a context in which a step raises that waits
         for the device, if it can be told before recording. Returns False if the model cannot be recorded, and
         runs step by step. Raises torch's OutOfMemoryError."""
-        model, buffers = self._model, self._buffers
-        views = Layout(_arrays(rows)).views(buffers.inputs)
-        tables = buffers.tables[:rows, : self._pages]
-
-        def step() -> None:
-            logits.copy_(self._forward(views, tables))
-
-        try:
-            with torch.inference_mode(), self._lane.entered():
-                _fill(views)
-                logits = buffers.logits(self._forward(views, tables))
-                with unasked():
-                    step()  # has compiled and loaded all that it needs
-                recording = self._lane.record(step)
-        except torch.OutOfMemoryError:
-            raise  # at one rank alone, perhaps: what the others exchange would not be what this one does
-        except (RuntimeError, Unavailable) as error:  # one of an exchange between ranks among them
-            _log.warning("%s decodes without graphs: %s", model.card.name, " ".join(str(error).split())[:200])
-            return False
-        self._steps = sorted([*self._steps, _Step(rows, recording, logits)], key=lambda step: step.rows)
-        return True
+        tables = self._buffers.tables[:rows, : self._pages]
+        forward = partial(self._forward, tables=tables)
+        step = _record(self._model, self._lane, self._buffers, _arrays(rows), forward, unasked)
+        if step is not None:
+            self._steps = sorted([*self._steps, step], key=lambda step: step.rows)
+        return step is not None
 
     def record_late(self, rows: int, plain: set[str]) -> None:
         """Records for a batch of `rows` while serving, if the device has room for it when it is first wanted,
@@ -145,12 +186,8 @@ class DecodeSteps:
         step = next((step for step in self._steps if step.rows == rows), None)
         if step is None:
             return self._forward(sent.arrays, sent.arrays["tables"])
-        tables = sent.arrays["tables"][:, : self._pages]
-        size = Layout(_arrays(step.rows)).size
-        self._buffers.inputs[:size].copy_(sent.memory[:size])
-        self._buffers.tables[: len(tables), : tables.shape[1]].copy_(tables)
-        step.recording.replay()
-        return step.logits[: len(tables)]
+        _replay(step, _arrays(rows), self._buffers, sent)
+        return step.logits[: len(sent.arrays["tables"])]
 
     def _step(self, job: Job) -> _Step | None:
         return next((step for step in self._steps if step.rows >= job.tokens.size), None)
@@ -162,6 +199,55 @@ class DecodeSteps:
         )
         state = self._state(model.operations, places, inputs["lengths"], self._lane.compute, self._poll)
         return model.logits(inputs["tokens"], inputs["positions"], state)
+
+
+class PrefillSteps:
+    """Runs prefills of few tokens and sequences by the smallest recording that holds them: the host takes
+    longer to ask for these than the device to do them."""
+
+    def __init__(self, model: DeviceModel, lane: PartitionLane, buffers: Buffers) -> None:
+        self._model = model
+        self._lane = lane
+        self._buffers = buffers
+        self._tables = buffers.tables[: buffers.prompts, : model.geometry.pages(model.card.context_length)]
+        self._steps: list[_Step] = []  # the smallest first
+
+    def record(self, tokens: int, unasked: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
+        """Records for up to `tokens` tokens; see `DecodeSteps.record`."""
+        arrays = _prompt_arrays(tokens, self._buffers.prompts)
+        step = _record(self._model, self._lane, self._buffers, arrays, self._forward, unasked)
+        if step is not None:
+            self._steps = sorted([*self._steps, step], key=lambda step: step.rows)
+        return step is not None
+
+    def arrays(self, job: Job) -> dict[str, AnyArray] | None:
+        """Returns what `run` needs on the device; None if the job fits no recording."""
+        step = next((step for step in self._steps if step.rows >= job.tokens.size), None)
+        kept, most = job.kept, self._buffers.prompts
+        if step is None or max(len(job.plan.sequences), kept.size) > most:
+            return None
+        found, rows = prefill_inputs(job), step.rows
+        for name, size, fill in (
+            ("tokens", rows, 0),
+            ("positions", rows, 0),
+            ("slot_page", rows, -1),
+            ("slot_offset", rows, 0),
+            ("starts", most, 0),
+            ("begins", most + 1, job.tokens.size),
+            ("kept", most, 0),
+        ):
+            found[name] = padded(found[name], size, fill)
+        return found
+
+    def run(self, sent: SentInputs, kept: int) -> Tensor:
+        """Returns logits [kept, V], there until the lane's next step."""
+        rows = len(sent.arrays["tokens"])
+        step = next(step for step in self._steps if step.rows == rows)
+        _replay(step, _prompt_arrays(rows, self._buffers.prompts), self._buffers, sent)
+        return step.logits[:kept]
+
+    def _forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        return run_prefill(self._model, {**inputs, "tables": self._tables}, lambda layer: None, lambda: None)
 
 
 def _arrays(rows: int) -> dict[str, AnyArray]:
@@ -176,7 +262,15 @@ def _arrays(rows: int) -> dict[str, AnyArray]:
     }
 
 
-def _fill(views: Mapping[str, Tensor]) -> None:
-    rows = len(next(iter(views.values())))
-    for name, array in _arrays(rows).items():
-        views[name].copy_(torch.from_numpy(array))
+def _prompt_arrays(tokens: int, prompts: int) -> dict[str, AnyArray]:
+    """Returns the inputs of a prefill of padding alone, in the order of `prefill_inputs`."""
+    wide, narrow = np.zeros(tokens, dtype=np.int64), np.zeros(tokens, dtype=np.int32)
+    return {
+        "tokens": wide,
+        "positions": wide,
+        "slot_page": np.full(tokens, -1, dtype=np.int32),
+        "slot_offset": narrow,
+        "starts": np.zeros(prompts, dtype=np.int32),
+        "begins": np.zeros(prompts + 1, dtype=np.int32),
+        "kept": np.zeros(prompts, dtype=np.int64),
+    }

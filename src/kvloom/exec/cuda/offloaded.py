@@ -222,6 +222,11 @@ class CudaLoans:
         return None if polled is None else polled.steps(job, lane)
 
     @property
+    def polls(self) -> bool:
+        """Whether forwards look for tasks between their operators."""
+        return self._polled is not None
+
+    @property
     def poll(self) -> Callable[[], None]:
         """The action of forwards between operators."""
         return self._polled.server.poll if self._polled else _nothing

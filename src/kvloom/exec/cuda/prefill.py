@@ -1,5 +1,4 @@
-"""Prefill jobs on a device: the inputs and the forward of one, which is not recorded, and the draws of any
-job."""
+"""Prefill jobs on a device: the inputs and the forward of one, and the draws of any job."""
 
 from __future__ import annotations
 
@@ -77,17 +76,17 @@ def _simple(row: SampleRow) -> bool:
 
 
 def prefill_inputs(job: Job) -> dict[str, AnyArray]:
-    """Returns what a forward needs on the device."""
+    """Returns what a forward needs on the device; the arrays of a recording come first."""
     plan = job.plan
     return {
         "tokens": job.tokens,
         "positions": plan.positions,
         "slot_page": plan.slot_page,
         "slot_offset": plan.slot_offset,
-        "tables": widened(plan.tables),
         "starts": plan.starts.astype(np.int32),
         "begins": np.concatenate(([0], np.cumsum(plan.appends))).astype(np.int32),
         "kept": job.kept,
+        "tables": widened(plan.tables),
     }
 
 

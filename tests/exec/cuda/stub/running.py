@@ -20,17 +20,20 @@ SOURCE = Path(__file__).parent / "libcuda.c"
 ROOT = Path(__file__).parents[4]
 
 
-def run(program: str, bindings: Path | None = None, **environment: str) -> Any:
+class NoStub(Exception):
+    """The stub cannot stand for the driver here."""
+
+
+def run(program: str, bindings: Path | None = None, **more: str) -> Any:
     """Returns what a function of `programs.py` returns. Skips the test where the stub cannot stand for the
     driver."""
-    library = _library()
-    folders = [ROOT / "src", ROOT, *([] if bindings is None else [bindings])]
-    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    stub = {"LD_LIBRARY_PATH": str(library), "TRITON_LIBCUDA_PATH": str(library)}
-    path = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    try:
+        around = environment(bindings)
+    except NoStub as error:
+        pytest.skip(str(error))
     done = subprocess.run(
         [sys.executable, "-m", "tests.exec.cuda.stub.programs", program],
-        env=inherited | stub | path | environment,
+        env=around | more,
         capture_output=True,
         text=True,
         check=False,
@@ -39,13 +42,22 @@ def run(program: str, bindings: Path | None = None, **environment: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def environment(bindings: Path | None = None) -> dict[str, str]:
+    """Returns the environment of a process for which the stub is the driver. Raises NoStub."""
+    library = _library()
+    folders = [ROOT / "src", ROOT, *([] if bindings is None else [bindings])]
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    stub = {"LD_LIBRARY_PATH": str(library), "TRITON_LIBCUDA_PATH": str(library)}
+    return inherited | stub | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+
+
 def _library() -> Path:
     found = importlib.util.find_spec("triton")
     compiler = shutil.which("cc") or shutil.which("gcc")
     if torch.version.cuda is not None:
-        pytest.skip("this torch is built for CUDA, which a stub of the driver is not enough for")
+        raise NoStub("this torch is built for CUDA, which a stub of the driver is not enough for")
     if found is None or found.origin is None or compiler is None:
-        pytest.skip("want triton, which brings the driver's declarations, and a C compiler")
+        raise NoStub("want triton, which brings the driver's declarations, and a C compiler")
     declarations = Path(found.origin).parent / "backends/nvidia/include"
     key = hashlib.sha256(SOURCE.read_bytes() + str(declarations).encode()).hexdigest()[:16]
     folder = Path(sys.prefix) / "stub-of-cuda" / key
