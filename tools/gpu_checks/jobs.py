@@ -39,18 +39,26 @@ class Jobs:
         for one in ids:
             cache.remove_sequence(one)
 
-    async def run(
+    @contextmanager
+    def job(
         self, phase: Phase, share: int, ids: Sequence[int], appends: int, steps: int = 1
-    ) -> JobResult:
+    ) -> Iterator[Job]:
+        """A job that appends so many tokens to each sequence, all as before afterwards."""
         cache = self._pool.caches[self._model]
         plan = cache.begin_forward(list(ids), [appends] * len(ids), steps if steps > 1 else 0)
         tokens = np.random.default_rng(0).integers(self._vocabulary, size=appends * len(ids))
         params = SamplingParams(max_tokens=1, seed=0)
         rows = tuple(SampleRow((i + 1) * appends - 1, i, 0, params) for i in range(len(ids)))
         try:
-            return await self.executor.launch(Job(self._model, phase, share, plan, tokens, rows, steps=steps))
+            yield Job(self._model, phase, share, plan, tokens, rows, steps=steps)
         finally:
             cache.abort_forward(plan)
+
+    async def run(
+        self, phase: Phase, share: int, ids: Sequence[int], appends: int, steps: int = 1
+    ) -> JobResult:
+        with self.job(phase, share, ids, appends, steps) as job:
+            return await self.executor.launch(job)
 
     def seconds(
         self, phase: Phase, ids: Sequence[int], appends: int, times: int, steps: int = 1
