@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,24 @@ def test_all_that_is_served_compiles_for_hopper() -> None:
     kernels = "decode", "merge", "prefill", "write", "copy", "norm", "rotate", "gated", "draw"
     for kernel in (*kernels, "serve", "post", "collect"):
         assert any(line.startswith(kernel) and " shared" in line for line in lines), kernel
+    assert all(line.endswith(" B stack") for line in lines)  # or spills would not have been looked for
+
+
+def test_what_is_compiled_badly_is_told() -> None:
+    """Of a launch whose code is all that it is meant to be, and of code that is nothing of it."""
+    launch = next(one for _, one in compiling.served() if one.kernel.__name__ == "_prefill")
+    serve = next(one for _, one in compiling.served() if one.kernel.__name__ == "_serve")
+
+    def found(launch: Launch, ptx: str, shared: int = 0, capability: int = 90) -> list[str]:
+        made = SimpleNamespace(asm={"ptx": ptx, "cubin": b""}, metadata=SimpleNamespace(shared=shared))
+        return list(compiling.faults(launch, made, capability))
+
+    assert launch.arguments["ROWS"] >= 64
+    assert found(launch, "wgmma.mma_async") == found(launch, "mma.sync", capability=80) == []
+    assert found(launch, "mma.sync") == ["does not multiply by wgmma.mma_async"]
+    (fault,) = found(launch, "wgmma.mma_async", shared=1 << 18)
+    assert fault.startswith("wants 262144 bytes of shared memory, the GPU has 232448")
+    assert found(serve, "ld.global.sys.acquire") == ["has no global.sys.release"]
 
 
 def _decode(sequences: int, pages: int) -> Launch:

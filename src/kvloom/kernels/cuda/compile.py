@@ -3,7 +3,9 @@
 `python -m kvloom.kernels.cuda.compile` compiles for Hopper, and with the argument 80 for Ampere.
 
 Each is launched as it is when it serves, but on tensors without memory; what Triton would specialise on such
-a launch is compiled down to a cubin. It prints a line each, and exits with 1 if one does not compile.
+a launch is compiled down to a cubin. It prints a line each, and exits with 1 if one does not compile, wants
+more shared memory than there is, spills registers, multiplies by other instructions than it is meant to, or
+lacks an order towards other processes. The latter three are looked for in what the compiler has made.
 """
 
 from __future__ import annotations
@@ -42,6 +44,13 @@ _ORDERS = {  # towards other processes, that PTX must have; a plain load or stor
     "_post": ("global.sys.release",),
     "_collect": ("global.sys.acquire",),
 }
+_LOAD, _EXCHANGE, _FENCE = r"LDG\S*\.STRONG\.SYS", r"EXCH\S*\.STRONG\.SYS", r"MEMBAR\S*\.SYS"
+_MACHINE_ORDERS = {  # the same in the machine's own code
+    "_serve": (_LOAD, _EXCHANGE, _FENCE),
+    "_post": (_EXCHANGE, _FENCE),
+    "_collect": (_LOAD,),
+}
+_WARPGROUP_ROWS = 64  # of the least product of a warpgroup
 _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -178,23 +187,50 @@ def source(launch: Launch) -> ASTSource:
     return ASTSource(launch.kernel, signature, constants, attributes)
 
 
-def _registers(cubin: bytes) -> str:
-    """Returns the registers of a thread and the bytes that are spilled, as cuobjdump tells them; empty
-    without it."""
+def _told(cubin: bytes, what: str) -> str:
+    """Returns what cuobjdump tells of a cubin; empty without it."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     if not tool.exists():
         return ""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=False)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", told.stdout)
-    return f"{found[1]:>4} registers {found[2]:>5} B stack" if found else ""
+        return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=False).stdout
+
+
+def _usage(cubin: bytes) -> tuple[int, int] | None:
+    """Returns the registers of a thread and the bytes of its stack, where they are told. Kernels have no
+    other use for a stack than registers that are spilled."""
+    found = re.search(r"REG:(\d+) STACK:(\d+)", _told(cubin, "-res-usage"))
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def faults(launch: Launch, compiled: Any, capability: int) -> Iterator[str]:
+    """Yields what is wrong with what was compiled for a launch. Arithmetic in float32, which serves nobody
+    where a half precision will do, may spill."""
+    kernel, ptx, cubin = launch.kernel.__name__, compiled.asm["ptx"], compiled.asm["cubin"]
+    if compiled.metadata.shared > _SHARED[capability]:
+        yield f"wants {compiled.metadata.shared} bytes of shared memory, the GPU has {_SHARED[capability]}"
+    wide = launch.arguments.get("PRECISION") == "ieee"
+    usage = _usage(cubin)
+    if usage is not None and usage[1] and not wide:
+        yield f"spills registers into {usage[1]} bytes"
+    if kernel in ("_prefill", "_decode") and not wide:
+        groups = capability >= 90 and launch.arguments["ROWS"] >= _WARPGROUP_ROWS
+        product = "wgmma.mma_async" if groups else "mma.sync"
+        if product not in ptx:
+            yield f"does not multiply by {product}"
+    for order in _ORDERS.get(kernel, ()):
+        if order not in ptx:
+            yield f"has no {order}"
+    if orders := _MACHINE_ORDERS.get(kernel):
+        code = _told(cubin, "-sass")
+        yield from (f"has no {order} in its code" for order in orders if code and not re.search(order, code))
 
 
 def main(arguments: list[str]) -> int:
     capability = int(arguments[0]) if arguments else 90
-    target, room, failed = GPUTarget("cuda", capability, 32), _SHARED[capability], 0
+    target, failed = GPUTarget("cuda", capability, 32), 0
     for name, launch in served():
         if not isinstance(launch.kernel, JITFunction):
             raise SystemExit("TRITON_INTERPRET is set: unset it to compile")
@@ -206,15 +242,12 @@ def main(arguments: list[str]) -> int:
             failed += 1
             print(f"{name}: does not compile: {error}")
             continue
-        shared = compiled.metadata.shared
-        print(f"{name:<58} {launch.warps:>2} warps {shared:>7} B shared {_registers(compiled.asm['cubin'])}")
-        for order in _ORDERS.get(launch.kernel.__name__, ()):
-            if order not in compiled.asm["ptx"]:
-                failed += 1
-                print(f"{name}: has no {order}")
-        if shared > room:
+        usage = _usage(compiled.asm["cubin"])
+        told = f"{usage[0]:>4} registers {usage[1]:>5} B stack" if usage else ""
+        print(f"{name:<58} {launch.warps:>2} warps {compiled.metadata.shared:>7} B shared {told}")
+        for fault in faults(launch, compiled, capability):
             failed += 1
-            print(f"{name}: wants {shared} bytes of shared memory, the GPU has {room}")
+            print(f"{name}: {fault}")
     return 1 if failed else 0
 
 
