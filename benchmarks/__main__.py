@@ -5,6 +5,7 @@ go to build/bench.json and, as tables for docs/benchmarks.md, build/bench.md. Ra
 benchmark starts both sides itself. Some two hours in full; --quick proves that all of it runs.
 
   engine-step    the engine's own work a step
+  gpu-host       the host's work a job of the GPU's executor, without a GPU
   verbs          a verb's round trip, and how many an engine answers
   fleet          how long a period of the fleet scheduler takes, in CPU time
   planner        how long planning takes, in CPU time
@@ -57,6 +58,7 @@ from benchmarks import (
     faces,
     fleet,
     formats,
+    gpu_host,
     kept_prefixes,
     kv_formats,
     many_models,
@@ -109,6 +111,7 @@ def alone(options: argparse.Namespace, console: Console) -> dict[str, Measure]:
     talks = shared_prefix.Effort(talks=4, turns=3, pools=(0.75,)) if quick else shared_prefix.Effort()
     return {
         "engine-step": lambda: asyncio.to_thread(engine_step.measure, 64, 100 if quick else 1000),
+        "gpu-host": lambda: asyncio.to_thread(gpu_host.measure, 2 if quick else 32, 3 if quick else 20),
         "verbs": lambda: verbs.measure(640 if quick else 6400, 1 if quick else 3),
         "fleet": lambda: asyncio.to_thread(fleet.measure, [*fleet.MOST], 4 if quick else fleet.PERIODS),
         "planner": lambda: asyncio.to_thread(planner.measure, [32] if quick else [*planner.SIZES]),
