@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from kvloom.exec.cuda.fuse import DeviceGatedMLP, DeviceNorm, fuse_on_device
 from kvloom.exec.cuda.operations import plain_operations
 from kvloom.exec.fuse import MergedLinearPart
+from kvloom.kernels import reference
 from tests.checkpoints import make_checkpoint
 
 
@@ -65,3 +67,19 @@ def test_a_norm_that_is_another_is_left_as_it_is() -> None:
     model = nn.Sequential(OddRMSNorm())
     fuse_on_device(model, plain_operations())
     assert type(model[0]) is OddRMSNorm
+
+
+def test_norms_of_heads_read_their_part_of_a_merged_product() -> None:
+    """Where it lies, without a copy."""
+    asked: list[Tensor] = []
+
+    def watched(x: Tensor, *form: Any) -> Tensor:
+        asked.append(x)
+        return reference.rms_norm(x, *form)
+
+    product = torch.randn(1, 5, 3 * 16)
+    heads = product[..., 16:].view(1, 5, 2, 16)
+    norm = DeviceNorm(replace(plain_operations(), rms_norm=watched), torch.rand(16), 1e-6, 0.0)
+    found = norm(heads)
+    assert asked[0].data_ptr() == heads.data_ptr()
+    assert torch.equal(found, reference.rms_norm(heads, norm.weight, 1e-6))

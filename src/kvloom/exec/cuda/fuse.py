@@ -22,7 +22,8 @@ class DeviceNorm(nn.Module):
         self._form = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
+        heads = x.dim() == 4 and len(x) == 1  # [1, N, heads, D], perhaps a part of a merged product's columns
+        rows = x[0] if heads else x.reshape(-1, x.shape[-1])
         return self._operations.rms_norm(rows, self.weight, *self._form).view(x.shape)
 
 

@@ -176,7 +176,7 @@ def norm_launch(out: Tensor, x: Tensor, weight: Tensor, eps: float, offset: floa
     tile = max(1, _NORM_VALUES // padded)
     arguments = {
         **{"out": out, "x": flat, "weight": weight, "rows": rows, "eps": eps, "offset": offset},
-        **{"x_row": flat.stride(0), "x_head": flat.stride(1), "HEADS": flat.shape[1]},
+        **{"x_row": flat.stride(0), "x_head": _head_stride(flat), "HEADS": flat.shape[1]},
         **{"SIZE": size, "SIZE_PADDED": padded, "OFFSET": offset != 0, "ROWS": tile},
     }
     warps = max(4, min(16, padded // 512))
