@@ -34,7 +34,7 @@ def buckets_up_to(most: int) -> tuple[int, ...]:
 
 
 PROMPT_TOKENS: Final = (16, 32, 64, 128, 192, 256, 384, 512)
-"""Of prefills that are recorded: more take the device longer than the host."""
+"""Of prefills that are recorded. By estimate, with more of them the device takes longer than the host."""
 PROMPTS: Final = 8
 """Sequences of a recorded prefill."""
 
