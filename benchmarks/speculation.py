@@ -27,7 +27,6 @@ from kvloom.engine.engine import Engine
 from kvloom.exec.cpu.executor import load_executor
 from kvloom.types.clock import WallClock
 from kvloom.types.request import SamplingParams, StartGenerate, TokenEvent
-from kvloom.types.spec import Speculating
 from kvloom.types.transfer import NoTransport
 
 WORDS: Final = 8000  # of the vocabulary, from which prompts are drawn
@@ -69,7 +68,7 @@ async def _seconds(engine: Engine, bodies: list[StartGenerate]) -> tuple[float, 
 
 
 @asynccontextmanager
-async def _engine(shape: str, how: Speculating, threads: int) -> AsyncIterator[Engine]:
+async def _engine(shape: str, how: str, threads: int) -> AsyncIterator[Engine]:
     spec = spec_of(shape, f"unit-{how}", kv_bytes=512 << 20, threads=threads)
     spec = replace(spec, models=(replace(spec.models[0], speculation=how),))
     executor = load_executor(spec)

@@ -193,11 +193,11 @@ def save_tokenizer(path: Path, vocab: int) -> None:
     fast.save_pretrained(path)
 
 
-def make_repeating(path: Path, *, period: int = 10, seed: int = 0) -> Path:
+def make_repeating(path: Path, *, period: int = 10, seed: int = 0, layers: int = 3) -> Path:
     """Writes a checkpoint whose text goes round in circles of `period` tokens, a divisor of the vocabulary's
     size, and leaves them now and then if it is drawn with a temperature: a token's row in the head is the
     embedding of the one before it."""
-    config = config_of("qwen2", max_position_embeddings=512)
+    config = config_of("qwen2", max_position_embeddings=512, num_hidden_layers=layers)
     torch.manual_seed(seed)
     model: Any = transformers.AutoModelForCausalLM.from_config(config)
     places = torch.arange(config.vocab_size)

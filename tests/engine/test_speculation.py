@@ -1,18 +1,19 @@
-"""Law 2 with drafts: streams of a model that speculates are those of one that does not."""
+"""Law 2 with drafts by n-grams and by a smaller model: streams of a model that speculates are those of one that
+does not."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from msgspec.structs import replace
 
 from kvloom.engine.engine import Engine
 from kvloom.types.request import Guide, StartGenerate
-from kvloom.types.spec import EngineSpec, Speculating
+from kvloom.types.spec import EngineSpec
 from tests.checkpoints import VOCAB, make_checkpoint, make_repeating
 from tests.engines import Answer, ask, body, running, spec_of
 from tests.examples import examples
@@ -28,14 +29,26 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+SMALL = "small"  # the model that drafts
+BOTH = pytest.mark.parametrize("how", ["ngram", SMALL])
+
+
+class Paths(NamedTuple):
+    """The model that speculates, and one that may draft for it."""
+
+    m: Path
+    small: Path
+
+
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_repeating(tmp_path_factory.mktemp("repeating"))
+def paths(tmp_path_factory: pytest.TempPathFactory) -> Paths:
+    folder = tmp_path_factory.mktemp("repeating")
+    return Paths(make_repeating(folder / "m"), make_repeating(folder / SMALL, seed=1, layers=1))
 
 
-def speculating(path: Path, how: Speculating, **changes: int) -> EngineSpec:
-    spec = replace(spec_of({"m": path}), **changes)
-    return replace(spec, models=(replace(spec.models[0], speculation=how),))
+def speculating(paths: Paths, how: str, **changes: int) -> EngineSpec:
+    spec = replace(spec_of({"m": paths.m} | ({SMALL: paths.small} if how == SMALL else {})), **changes)
+    return replace(spec, models=(replace(spec.models[0], speculation=how), *spec.models[1:]))
 
 
 def drawn_bodies(seed: int, count: int) -> list[StartGenerate]:
@@ -69,12 +82,12 @@ async def accepted(engine: Engine) -> int:
     return (await engine.load()).models["m"].accepted_tokens_total
 
 
-def check_same(path: Path, bodies: list[StartGenerate], together: int, **changes: int) -> int:
+def check_same(paths: Paths, how: str, bodies: list[StartGenerate], together: int, **changes: int) -> int:
     """Returns how many drafted tokens were right."""
 
     async def both() -> int:
-        plain, _ = await answers(speculating(path, "none"), bodies, 1)
-        found, engine = await answers(speculating(path, "ngram", **changes), bodies, together)
+        plain, _ = await answers(speculating(paths, "none"), bodies, 1)
+        found, engine = await answers(speculating(paths, how, **changes), bodies, together)
         for request, one, other in zip(bodies, plain, found, strict=True):
             assert other.tokens == one.tokens, request
             ends = [
@@ -91,18 +104,20 @@ def check_same(path: Path, bodies: list[StartGenerate], together: int, **changes
     return asyncio.run(both())
 
 
+@BOTH
 @pytest.mark.parametrize("together", [1, 8])
-def test_streams_are_those_without_drafts(path: Path, together: int) -> None:
-    assert check_same(path, drawn_bodies(together, examples(40)), together) > 20
+def test_streams_are_those_without_drafts(paths: Paths, how: str, together: int) -> None:
+    assert check_same(paths, how, drawn_bodies(together, examples(40)), together) > 20
 
 
-def test_streams_are_the_same_while_sequences_are_preempted(path: Path) -> None:
+@BOTH
+def test_streams_are_the_same_while_sequences_are_preempted(paths: Paths, how: str) -> None:
     bodies = [body("m", [i], max_tokens=120, seed=i, temperature=0.4) for i in range(12)]
 
     async def crowded() -> int:
-        spec = speculating(path, "ngram", kv_bytes=160 << 10)
+        spec = speculating(paths, how, kv_bytes=160 << 10)
         found, engine = await answers(spec, bodies, 12)
-        plain, _ = await answers(speculating(path, "none"), bodies, 1)
+        plain, _ = await answers(speculating(paths, "none"), bodies, 1)
         assert [one.tokens for one in found] == [one.tokens for one in plain]
         assert await accepted(engine) > 20
         return (await engine.load()).models["m"].preemptions_total
@@ -110,13 +125,14 @@ def test_streams_are_the_same_while_sequences_are_preempted(path: Path) -> None:
     assert asyncio.run(crowded()) > 0
 
 
-def test_aborts_and_pauses_in_mid_stream_leave_no_trace(path: Path) -> None:
+@BOTH
+def test_aborts_and_pauses_in_mid_stream_leave_no_trace(paths: Paths, how: str) -> None:
     """Some leave in the middle, some are paused and go on; pool and tree are right afterwards (`running`)."""
     bodies = [body("m", [i, i + 1], max_tokens=90, seed=i, temperature=0.3) for i in range(8)]
 
     async def play() -> None:
-        plain, _ = await answers(speculating(path, "none"), bodies, 1)
-        async with running(speculating(path, "ngram")) as engine:
+        plain, _ = await answers(speculating(paths, "none"), bodies, 1)
+        async with running(speculating(paths, how)) as engine:
 
             async def one(i: int, request: StartGenerate) -> None:
                 answer = Answer()
@@ -140,9 +156,10 @@ def test_aborts_and_pauses_in_mid_stream_leave_no_trace(path: Path) -> None:
     asyncio.run(play())
 
 
-def test_a_guided_request_does_not_draft(path: Path) -> None:
+@BOTH
+def test_a_guided_request_does_not_draft(paths: Paths, how: str) -> None:
     async def play() -> None:
-        async with running(speculating(path, "ngram")) as engine:
+        async with running(speculating(paths, how)) as engine:
             guide = Guide(kind="regex", text="(ab)+", param="guided_regex")
             await ask(engine, body("m", [97, 98] * 8, max_tokens=40, guide=guide))
             assert (await engine.load()).models["m"].drafted_tokens_total == 0
@@ -160,4 +177,4 @@ def test_other_architectures_verify_as_well(architecture: str, tmp_path: Path) -
     bodies = [
         body("m", circle * n, max_tokens=60, seed=n, temperature=2.0, logit_bias=bias) for n in range(1, 5)
     ]
-    assert check_same(made, bodies, 1) > 10
+    assert check_same(Paths(made, made), "ngram", bodies, 1) > 10

@@ -114,6 +114,16 @@ def units_that_serve(spec: FleetSpec, model: str) -> list[str]:
     return found
 
 
+def refuse_drafting(spec: FleetSpec, model: str) -> None:
+    """Raises Conflict if the model drafts for another one, which would not load without it."""
+    for name, unit in _kept(spec):
+        for other in unit.engine.models:
+            if other.draft == model:
+                raise Conflict(
+                    f"{model} drafts for {other.name} on {name}; to remove {other.name} first is right"
+                )
+
+
 def without_units(groups: Mapping[str, GroupSpec], gone: Iterable[str]) -> dict[str, GroupSpec]:
     """Returns the groups without these units; one that would be empty is left out."""
     some = set(gone)

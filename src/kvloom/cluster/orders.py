@@ -20,6 +20,7 @@ from kvloom.cluster.models import (
     ModelState,
     differences,
     node_states,
+    refuse_drafting,
     units_that_serve,
     units_to_serve,
     without_units,
@@ -302,8 +303,10 @@ class FleetOrders:
 
     async def remove_model(self, model: str, seconds: float | None = None) -> ModelState:
         """Lets no unit serve the model any more, once what runs of it has ended or the time is over, and
-        returns what it was. A unit that would serve nothing is removed. Raises UnknownModel."""
+        returns what it was. A unit that would serve nothing is removed. Raises UnknownModel, and Conflict if
+        the model drafts for another one."""
         serving = units_that_serve(self.mirror.spec, model)
+        refuse_drafting(self.mirror.spec, model)
         last = next(one for one in self.models if one.name == model)
         drain = self._time(seconds)
         for name in serving:

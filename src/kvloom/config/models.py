@@ -24,7 +24,6 @@ from kvloom.types.spec import (
     AdapterSpec,
     Dtype,
     Slo,
-    Speculating,
 )
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
@@ -64,8 +63,8 @@ class ModelConfig(ConfigSection):
     sha256: Sha256 = None
     dtype: Dtype = "auto"
     kv_dtype: KVDtype = "auto"
-    speculation: Speculating = "none"
-    """What drafts tokens that decode steps verify."""
+    speculation: Annotated[str, Field(min_length=1)] = "none"
+    """What drafts tokens that decode steps verify: `none`, `ngram`, or a smaller model of the same units."""
     rate: Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1e9)] = 1.0
     max_context: Count | None = None
     slo: SloConfig = SloConfig()

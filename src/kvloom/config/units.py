@@ -211,11 +211,7 @@ def check_abilities(specs: Sequence[EngineSpec], engines: Sequence[ConfiguredEng
                     f"models.{model.name}.kv_dtype: {model.kv_dtype}, but {engine.key} is on {spec.device}; "
                     f"{', '.join(spec.abilities.kv_dtypes)} are right there"
                 )
-            if model.speculation != "none" and not spec.abilities.speculates:
-                raise ValueError(
-                    f"models.{model.name}.speculation: {model.speculation}, but {engine.key} is on "
-                    f"{spec.device}; `none` is right there"
-                )
+        _check_speculation(engine.key, spec)
         for name, own in (engine.unit.shares or {}).items():
             for what, share in (("prefill", own.prefill), ("decode", own.decode)):
                 if share is not None and share < 1.0 and not spec.abilities.shares:
@@ -223,6 +219,24 @@ def check_abilities(specs: Sequence[EngineSpec], engines: Sequence[ConfiguredEng
                         f"{engine.key}.shares.{name}.{what}: {share:g}, but jobs of {spec.tensor_parallel} "
                         "GPUs take turns; 1, or nothing, is right"
                     )
+
+
+def _check_speculation(key: str, spec: EngineSpec) -> None:
+    """Raises ValueError if tokens are to be drafted on a unit whose kind verifies none, or by a model that is
+    not there or not always in memory."""
+    for model in spec.models:
+        if model.speculation != "none" and not spec.abilities.speculates:
+            raise ValueError(
+                f"models.{model.name}.speculation: {model.speculation}, but {key} is on {spec.device}; "
+                "`none` is right there"
+            )
+        if model.draft is not None and spec.sleep_dir:
+            raise ValueError(
+                f"memory: {model.draft} drafts for {model.name} on {key}, so that its weights must stay; "
+                "kv_memory is right there"
+            )
+    if spec.draft_problem is not None:
+        raise ValueError(f"{spec.draft_problem} ({key})")
 
 
 def refuse_moves(key: str, spec: EngineSpec, program: str) -> None:

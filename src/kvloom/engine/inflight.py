@@ -12,7 +12,7 @@ from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.requests import Requests
 from kvloom.engine.sequence import Sequence
 from kvloom.types.geometry import I64
-from kvloom.types.job import ForwardPlan, Job, JobResult, Phase, PromptRow, SampleRow
+from kvloom.types.job import DraftSteps, ForwardPlan, Job, JobResult, Phase, PromptRow, SampleRow
 from kvloom.types.request import PromptEvent, TokenEvent, TokenLogprob
 
 
@@ -44,15 +44,15 @@ class InflightBatch:
         """Returns the batch and its result without what was drafted wrongly, and how many tokens of each
         sequence are valid, by its id; if nothing was drafted, all as it is, and no numbers.
 
-        A sequence's draws count up to the first that is not the draft which follows it; of one that is over,
-        and so has no draft any more, the first alone.
+        A sequence's draws count up to the first that is not the draft which follows it, or ends the sequence;
+        of one that is over, and so has no draft any more, the first alone.
         """
         if self.job.phase is not Phase.DECODE or self.tokens == len(self.batch):
             return self, result, {}
         valid, kept, at = dict[int, int](), list[int](), 0
         for sequence, count in self.batch:
             drawn, tried = result.tokens[at : at + count - 1], self.job.tokens[at + 1 : at + count].tolist()
-            same = takewhile(lambda both: both[0] == both[1], zip(drawn, tried, strict=True))
+            same = takewhile(_goes_on(sequence), zip(drawn, tried, strict=True))
             right = valid[sequence.id] = 1 if sequence.over else 1 + sum(1 for _ in same)
             kept += range(at, at + right)
             at += count
@@ -87,6 +87,29 @@ class InflightBatch:
         return sum(not drawer.over for drawer in self.drawers)
 
 
+def _goes_on(sequence: Sequence) -> Callable[[tuple[int, int]], bool]:
+    """Returns whether a drawn token is the draft that was tried, and does not end the sequence."""
+    ends = sequence.sampling.stop_token_ids
+    return lambda both: both[0] == both[1] and both[0] not in ends
+
+
+@dataclass(frozen=True, slots=True)
+class StepDrafts:
+    """The tokens that a decode job of one step tries."""
+
+    tokens: dict[int, list[int]]
+    """For some sequences, by id, those after their own; any, if a model is yet to draft them."""
+    steps: DraftSteps | None = None
+    """The steps of the model that drafts them."""
+
+    def placed(self, places: Mapping[int, tuple[I64, ...]]) -> DraftSteps | None:
+        """Returns the steps, which put what they draft into these places of each sequence."""
+        if self.steps is None:
+            return None
+        each = (replace(one, places=places.get(one.sequence, ())) for one in self.steps.sequences)
+        return replace(self.steps, sequences=tuple(each))
+
+
 def compose(
     queue: ModelQueue,
     phase: Phase,
@@ -94,14 +117,14 @@ def compose(
     batch: list[tuple[Sequence, int]],
     steps: int = 1,
     on_step: Callable[[Job, list[int]], None] | None = None,
-    drafts: Mapping[int, list[int]] | None = None,
+    drafts: StepDrafts | None = None,
 ) -> InflightBatch:
     """Plans one job and describes it. Raises OutOfBlocks, with nothing changed, if the pool is short.
 
     batch: the sequences with the tokens that they append; in a mixed job those that decode are the first.
 
     steps: of a decode job. on_step: as in `Job`, for a job that has the blocks for all its steps at once.
-    drafts: tokens that a decode job of one step tries for some sequences after their own, by id.
+    drafts: of a decode job of one step.
     """
     if queue.card.task != "generate":
         return _compose_texts(queue, share, batch)
@@ -117,16 +140,18 @@ def compose(
     prompts: list[PromptRow] = []
     drawers: list[Sequence] = []
     asked: list[Sequence] = []
+    places = dict[int, tuple[int, I64]]()  # of drafts: the first row, and the outputs that draws read
     for sequence, count in batch:
         sequence.in_job = True
         rows = sequence.prompt_rows(count, total)
         prompts += rows
         asked += [sequence] * len(rows)
-        if drafts and sequence.id in drafts:
-            tried = np.asarray(drafts[sequence.id], np.int64)
+        if drafts and sequence.id in drafts.tokens:
+            tried = np.asarray(drafts.tokens[sequence.id], np.int64)
             tokens += [sequence.tokens.between(sequence.computed, sequence.tokens.length), tried]
             drawers += [sequence] * count
             samples += sequence.draft_rows(total, tried)
+            places[sequence.id] = total + 1, samples[-1].output[sequence.output_length :]
             total += count
             continue
         tokens.append(sequence.tokens.between(sequence.computed, sequence.computed + count))
@@ -151,8 +176,14 @@ def compose(
         decoding,
         adapters if any(adapters) else (),
         on_step,
+        drafting=drafts.placed(_arrays(places, inputs)) if drafts else None,
     )
     return InflightBatch(job, batch, drawers, asked)
+
+
+def _arrays(places: Mapping[int, tuple[int, I64]], inputs: I64) -> dict[int, tuple[I64, ...]]:
+    """Returns the arrays that take each sequence's drafts: a part of the job's inputs, and the outputs."""
+    return {one: (inputs[first : first + output.size], output) for one, (first, output) in places.items()}
 
 
 def _compose_texts(queue: ModelQueue, share: int, batch: list[tuple[Sequence, int]]) -> InflightBatch:

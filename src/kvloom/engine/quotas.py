@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol, TypeVar
 import msgspec
 
 from kvloom.engine.batching.fair_queue import INPUT_COST
+from kvloom.engine.drafts.lengths import MOST_ROWS
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.sequence import Sequence, Status
 from kvloom.journal.records import Recorder, nobody
@@ -256,7 +257,7 @@ def fit(
     pool = Pool(
         executor.blocks,
         executor.geometries,
-        max_sequences=spec.max_running + reserved,
+        max_sequences=spec.max_running + reserved + (MOST_ROWS if spec.drafting else 0),
         max_tokens={name: card.context_length for name, card in cards.items()},
     )
     shares = {model.name: _planned_shares(model, executor.compute) for model in spec.models}

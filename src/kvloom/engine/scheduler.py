@@ -14,7 +14,7 @@ from kvloom.engine.batching import BY_DEADLINES, POLICIES
 from kvloom.engine.batching.view import Mixed, Preempt, Prefill, UnitView, same_turn
 from kvloom.engine.decoding.multistep import MultiStepDecode
 from kvloom.engine.decoding.speculation import Speculation
-from kvloom.engine.inflight import InflightBatch, OutputProcessor, compose
+from kvloom.engine.inflight import InflightBatch, OutputProcessor, StepDrafts, compose
 from kvloom.engine.model_queue import BusyModels, ModelQueue
 from kvloom.engine.quotas import QuotaTuner
 from kvloom.engine.requests import Requests
@@ -121,9 +121,7 @@ class Scheduler:
         alone = min(prompts, key=lambda m: m.head, default=None) if self.is_idle else None
         first = view.urgent or alone
         return BlockNeeds(
-            next_jobs=sum(
-                m.head_blocks * m.wants_prefill + m.decode_blocks * m.wants_decode for m in view.models
-            ),
+            next_jobs=view.next_blocks,
             starving=first.name if first and first.head_blocks > view.free_blocks else None,
             stuck=self.is_idle and self._policy(view) is None,
         )
@@ -149,8 +147,9 @@ class Scheduler:
         if self._arrivals.waits(queue):
             return False
         own = next(model for model in view.models if model.name == action.model)
-        drafts = self._speculation.drafts(queue, ready, view.free(own) - self._multistep.claimed)
-        batch = [(sequence, 1 + len(drafts.get(sequence.id, ()))) for sequence in ready]
+        drafts = self._speculation.drafts(queue, ready, view, view.free(own) - self._multistep.claimed)
+        tried = drafts.tokens if drafts else {}
+        batch = [(sequence, 1 + len(tried.get(sequence.id, ()))) for sequence in ready]
         # time lets more in
         single = drafts or self._settling or watched or (self._by_deadlines and queue.waiting)
         steps = 1 if single else self._multistep.steps(view, action, batch)
@@ -179,7 +178,7 @@ class Scheduler:
         share: int,
         batch: list[tuple[Sequence, int]],
         steps: int = 1,
-        drafts: Mapping[int, list[int]] | None = None,
+        drafts: StepDrafts | None = None,
     ) -> bool:
         if not batch:
             return False
@@ -243,6 +242,7 @@ class Scheduler:
                     self.cut()
             else:
                 self._multistep.failed(inflight)
+                self._speculation.failed(inflight)
                 gone = queue.planner.fail(inflight.job)
                 queue.stats.failed(inflight.job)
                 failed = {sequence.id for sequence, _ in inflight.batch}

@@ -95,7 +95,7 @@ def _spec(file: Path, unit: PlannedUnit, known: dict[str, ModelSpec], like: Engi
         unit.check_pool(like.block_bytes)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error.message}") from error
-    return replace(
+    made = replace(
         like,
         unit="",
         models=tuple(model.share_of(known[model.name]) for model in unit.models),
@@ -103,6 +103,9 @@ def _spec(file: Path, unit: PlannedUnit, known: dict[str, ModelSpec], like: Engi
         threads=unit.gpus,
         tensor_parallel=unit.tensor_parallel,
     )
+    if made.draft_problem is not None:
+        raise ConfigError(f"{file}: {unit.name}: {made.draft_problem}")
+    return made
 
 
 def _are_unlike(planned: str | None, served: str) -> bool:

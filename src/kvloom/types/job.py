@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -50,6 +50,21 @@ class ForwardPlan:
         """Returns the plan of a forward without sequences."""
         words, ids = np.zeros(0, np.int64), np.zeros(0, np.int32)
         return ForwardPlan(model, (), words, words, page_map, ids.reshape(0, 1), words, ids, ids)
+
+    def part(self, tokens: I64, *, first: bool) -> ForwardPlan:
+        """Returns the plan of a forward over some tokens of this one, each of which is a row of its own, by
+        their numbers. first: it is the first such forward, so that it does the copies."""
+        return replace(
+            self,
+            sequences=tuple(self.sequences[i] for i in tokens.tolist()),
+            appends=self.appends[tokens],
+            starts=self.starts[tokens],
+            tables=self.tables[tokens],
+            positions=self.positions[tokens],
+            slot_page=self.slot_page[tokens],
+            slot_offset=self.slot_offset[tokens],
+            copies=self.copies if first else (),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +130,69 @@ class PromptRow:
     top: int
 
 
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A sequence of a decode job for which a smaller model drafts."""
+
+    sequence: int
+    """Its id."""
+    known: I64
+    """Its tokens that the smaller model has no K and V of: at least the last one, which is not drafted."""
+    count: int
+    """Tokens to draft; 0 if it is only to have K and V of these."""
+    places: tuple[I64, ...] = ()
+    """Arrays [count] that take the drafts: parts of the job's `tokens` and of its draws' outputs."""
+
+    @property
+    def computed(self) -> int:
+        """Tokens that the smaller model computes: all but the last draft, which nothing follows."""
+        return self.known.size + max(0, self.count - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSteps:
+    """Decode steps of a smaller model that come before the step of a decode job, and draft for it: in each
+    the most likely token follows.
+
+    The first step takes `known` of all sequences, and each later one the draft before it."""
+
+    model: str
+    plan: ForwardPlan
+    """Over all tokens that are computed, sequence by sequence, each a row of its own."""
+    sequences: tuple[Drafted, ...]
+
+    @property
+    def steps(self) -> int:
+        """Returns the number of steps."""
+        return max(1, *(one.count for one in self.sequences))
+
+    def step(self, number: int, share: int) -> tuple[Job, I64]:
+        """Returns the forward of one step as a job that draws nothing, and the rows of it after which a draft
+        comes, whose sequences are those that `take` fills. The drafts before it are in their places."""
+        rows, tokens, ends = list[I64](), list[I64](), list[int]()
+        first = size = 0
+        for one in self.sequences:
+            if number == 0:
+                rows.append(np.arange(first, first + one.known.size))
+                tokens.append(one.known)
+            elif one.count > number:
+                rows.append(np.array([first + one.known.size + number - 1]))
+                tokens.append(one.places[0][number - 1 : number])
+            size = sum(map(len, rows))
+            if one.count > number:
+                ends.append(size - 1)
+            first += one.computed
+        plan = self.plan.part(np.concatenate(rows), first=number == 0)
+        job = Job(self.model, Phase.DECODE, share, plan, np.concatenate(tokens), ())
+        return job, np.array(ends, np.int64)
+
+    def take(self, number: int, drafts: I64) -> None:
+        """Puts the drafts of one step into their places."""
+        for one, draft in zip((s for s in self.sequences if s.count > number), drafts.tolist(), strict=True):
+            for place in one.places:
+                place[number] = draft
+
+
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Job:
     """One prefill step of a model, one or several decode steps, or one of both.
@@ -141,6 +219,8 @@ class Job:
     # Of a job of a model that makes vectors, for each text the position from which its tokens are the second
     # text of a pair; 0 if it is none. Such a job has whole texts, draws nothing, and has no pages.
     pairs: tuple[int, ...] = ()
+    # Steps that come before that of a decode job, and put what they draft into `tokens`.
+    drafting: DraftSteps | None = None
 
     @property
     def kept(self) -> I64:
@@ -159,6 +239,7 @@ class JobResult:
     seconds: float  # on the device
     lost: str | None = None  # why the offloaded rows have no output; their tokens mean nothing then
     vectors: list[bytes] = field(default_factory=list)  # one for each text of a job with `pairs`
+    drafting: float = 0.0  # of `seconds`, those of `Job.drafting`
 
 
 class WeightMemory(Protocol):

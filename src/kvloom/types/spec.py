@@ -15,8 +15,9 @@ Quotas = Literal["adaptive", "fixed"]
 Control = Literal["operators", "iterations"]
 Splitting = Literal["auto", "none"]
 TransportName = Literal["auto", "shm", "nixl", "tcp"]
-Speculating = Literal["none", "ngram"]
-"""What drafts tokens that decode steps verify: nothing, or the n-grams of a sequence's own text."""
+BY_NAME: Final = ("none", "ngram")
+"""What `speculation` may be, but for a model's name: nothing is drafted, or the n-grams of a sequence's own
+text are."""
 Option = bool | int | float | str | list[str]
 
 
@@ -59,7 +60,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     decode_share: float | None = None
     quota: float | None = None  # of the pool's blocks, to begin with
     memory: int = 0  # bytes of the host's memory that it takes besides the pool, as far as that is known
-    speculation: Speculating = "none"
+    speculation: str = "none"  # what drafts tokens: `BY_NAME`, or the name of a smaller model of the unit
     slo: Slo = Slo()  # by which the policy `slack` chooses
     adapters: tuple[AdapterSpec, ...] = ()
 
@@ -67,6 +68,11 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     def names(self) -> tuple[str, ...]:
         """The names by which it is served: its own, and those of its adapters."""
         return self.name, *(adapter.name for adapter in self.adapters)
+
+    @property
+    def draft(self) -> str | None:
+        """The model that drafts tokens for this one; None if none does."""
+        return None if self.speculation in BY_NAME else self.speculation
 
 
 class WeaveSpec(Struct, frozen=True):
@@ -165,6 +171,25 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     def abilities(self) -> UnitAbilities:
         """Returns what the unit can do, by its kind."""
         return unit_abilities(self.device, self.tensor_parallel, self.transport)
+
+    @property
+    def drafting(self) -> bool:
+        """Whether a model of the unit drafts for another one."""
+        return any(model.draft is not None for model in self.models)
+
+    @property
+    def draft_problem(self) -> str | None:
+        """Says which model lacks the one that is to draft for it, and what would be right; None if none
+        does."""
+        names = [model.name for model in self.models]
+        for model in self.models:
+            if model.draft is not None and (model.draft not in names or model.draft == model.name):
+                others = ", ".join(name for name in names if name != model.name) or "no other model"
+                return (
+                    f"models.{model.name}.speculation: {model.draft!r} is to draft for it, and the unit has "
+                    f"{others}; {', '.join(BY_NAME)} or another model of the same unit is right"
+                )
+        return None
 
 
 class SchedulerSpec(Struct, frozen=True):

@@ -100,6 +100,16 @@ class UnitView(Struct, frozen=True):
         """Returns the blocks that `model` may take without anybody giving way."""
         return min(self.free_blocks, max(0, -model.excess)) if self.walls else self.free_blocks
 
+    @property
+    def next_blocks(self) -> int:
+        """Returns the blocks that the next jobs of all models that are awake take."""
+        return sum(m.head_blocks * m.wants_prefill + m.decode_blocks * m.wants_decode for m in self.models)
+
+    @property
+    def unclaimed(self) -> int:
+        """Returns the free blocks that neither the next jobs take nor what runs is to grow into."""
+        return self.free_blocks - self.next_blocks - sum(model.growth for model in self.models)
+
     def givers(self, model: ModelView) -> list[ModelView]:
         """Returns the models that could give way to `model`."""
         return [m for m in self.models if m.held and (m is model or not self.walls)]

@@ -9,6 +9,8 @@ A sequence drafts only if its next draws read nothing but its tokens: none with 
 have to step ahead, and none that is sent to a peer. No sequence of a model drafts while one of the step
 shares the page of its next token (so that it is copied), while the model borrows from another unit, beside
 prompts in a mixed job, or if blocks for drafts are not free: no sequence is preempted for a draft.
+
+Drafts come from the n-grams of a sequence's own text, or from a smaller model of the unit (`DraftModel`).
 """
 
 from __future__ import annotations
@@ -16,17 +18,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from kvloom.engine.drafts.drafting import Drafting, first_rates
-from kvloom.engine.drafts.lengths import RowTimes, best_lengths
-from kvloom.engine.drafts.ngrams import NgramIndex
-from kvloom.engine.inflight import InflightBatch
+from kvloom.engine.batching.adbs import WEIGHTS
+from kvloom.engine.batching.view import UnitView
+from kvloom.engine.decoding.draft_model import DraftModel
+from kvloom.engine.drafts.drafting import FIRST_PAUSE, Drafting
+from kvloom.engine.drafts.lengths import MOST_ROWS, Acceptance, RowTimes, best_lengths
+from kvloom.engine.drafts.ngrams import SIZES, NgramIndex
+from kvloom.engine.inflight import InflightBatch, StepDrafts
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.sequence import Sequence as OneSequence
+from kvloom.types.errors import ConfigError
 from kvloom.types.job import JobResult, Phase
 from kvloom.types.spec import EngineSpec
 
 MOST_DRAFTED: Final = 15  # tokens of a sequence in a step
-MOST_ROWS: Final = 64  # of a step with drafts
 PATIENCE: Final = 8  # steps that a job of a model that drafts takes at most
 
 
@@ -35,88 +40,124 @@ class Speculation:
     it."""
 
     def __init__(self, queues: Mapping[str, ModelQueue], spec: EngineSpec) -> None:
-        wanted = {model.name for model in spec.models if model.speculation == "ngram"}
-        self._models = {
-            name: _ModelDrafts(queue)
-            for name, queue in queues.items()
-            if name in wanted and queue.card.task == "generate"
-        }
+        """Raises ConfigError if a model is to draft for another one that is not there, or whose vocabulary is
+        another one."""
+        if spec.draft_problem is not None:
+            raise ConfigError(spec.draft_problem)
+        self._models = dict[str, _ModelDrafts]()
+        for model in spec.models:
+            if model.speculation != "none" and queues[model.name].card.task == "generate":
+                queue = queues[model.name]
+                drafter = DraftModel.of(queues[model.draft], queue.card) if model.draft else None
+                self._models[model.name] = _ModelDrafts(queue, drafter)
 
-    def drafts(self, queue: ModelQueue, ready: Sequence[OneSequence], free: int) -> dict[int, list[int]]:
-        """Returns the tokens that are drafted for a decode step of `ready`, by the sequence's id; none for
-        sequences for which it does not pay. free: blocks that the step may take."""
+    def drafts(
+        self, queue: ModelQueue, ready: Sequence[OneSequence], view: UnitView, free: int
+    ) -> StepDrafts | None:
+        """Returns what is drafted for a decode step of `ready`; None if it does not pay. free: blocks that
+        the step may take. If a model drafts, its forward has begun, and ends by `verified` or `failed`."""
         model = self._models.get(queue.card.name)
-        return {} if model is None else model.drafts(ready, free)
+        return None if model is None else model.drafts(ready, view, free)
 
     def most_steps(self, queue: ModelQueue, steps: int) -> int:
         """Returns how many of the steps a job takes before drafts are looked for again."""
-        model = self._models.get(queue.card.name)
-        return steps if model is None or model.rests else min(steps, PATIENCE)
+        paused = all(one.drafting is not None and one.drafting.pause for one in queue.running)
+        return steps if queue.card.name not in self._models or paused else min(steps, PATIENCE)
 
     def verified(self, inflight: InflightBatch, valid: Mapping[int, int], result: JobResult) -> None:
         """Learns from a job that has ended. valid: see `InflightBatch.verified`."""
         model = self._models.get(inflight.job.model)
         if model is not None and inflight.job.phase is Phase.DECODE and inflight.job.steps == 1:
-            model.verified(inflight, valid, result.seconds)
+            model.verified(inflight, valid, result)
+
+    def failed(self, inflight: InflightBatch) -> None:
+        """Forgets what was drafted in a job that has failed."""
+        model = self._models.get(inflight.job.model)
+        if model is not None and model.drafter is not None and inflight.job.drafting is not None:
+            model.drafter.failed(inflight.job.drafting)
 
 
 class _ModelDrafts:
     """The drafts of one model's sequences."""
 
-    def __init__(self, queue: ModelQueue) -> None:
+    def __init__(self, queue: ModelQueue, drafter: DraftModel | None) -> None:
+        """drafter: the model that drafts; None if n-grams do."""
         self._queue = queue
+        self.drafter = drafter
         self._times = RowTimes()
-        self._rates = first_rates()
-        self.rests = False
-        """Whether no sequence of the last step looks for drafts for now."""
+        self._next_pause = FIRST_PAUSE  # of a new sequence for which a model drafts
+        self._rates = [Acceptance() for _ in (SIZES if drafter is None else (1,))]
 
-    def drafts(self, ready: Sequence[OneSequence], free: int) -> dict[int, list[int]]:
+    def drafts(self, ready: Sequence[OneSequence], view: UnitView, free: int) -> StepDrafts | None:
         queue, rows = self._queue, len(ready)
-        most = min(MOST_ROWS, queue.max_running) - rows
-        if most < 1 or not rows or not queue.planner.multi_step:
-            return {}
-        self.rests = all(one.drafting is not None and one.drafting.resting > 0 for one in ready)
+        if not 0 < rows < MOST_ROWS or not queue.planner.multi_step:
+            return None
         found = {sequence: drafted for sequence in ready if (drafted := self._found(sequence))}
         if not found or queue.cache.shares_a_tail([sequence.id for sequence in ready]):
-            return {}
-        most = min(most, sum(map(len, found.values())))
+            return None
+        lengths = self._lengths(found, rows)
+        needs = sum(queue.cache.blocks_for(s.id, 1 + lengths.get(s, 0)) for s in ready)
+        if not lengths or needs > free:
+            return None
+        tokens = {sequence.id: found[sequence][:length] for sequence, length in lengths.items()}
+        if self.drafter is None:
+            return StepDrafts(tokens)
+        steps = self.drafter.begin(lengths, self.drafter.room(view) - needs)
+        if steps is None:
+            return None
+        return StepDrafts({one.sequence: tokens[one.sequence] for one in steps.sequences if one.count}, steps)
+
+    def _lengths(self, found: Mapping[OneSequence, list[int]], rows: int) -> dict[OneSequence, int]:
+        """Returns how many of the tokens that were found for some of the `rows` sequences are to be tried."""
+        most = min(MOST_ROWS - rows, sum(map(len, found.values())))
+        seconds = self._times.expected(rows, rows + most)
+        drafting = 0.0 if self.drafter is None else self.drafter.seconds(len(found), seconds[0], self._queue)
         offers = [(_drafting(sequence).rate, len(drafted)) for sequence, drafted in found.items()]
-        lengths = best_lengths(offers, self._times.expected(rows, rows + most), rows)
-        drafts = dict[int, list[int]]()
-        for (sequence, drafted), length in zip(found.items(), lengths, strict=True):
-            taken = length or _drafting(sequence).refused(len(drafted))
-            if taken:
-                drafts[sequence.id] = drafted[:taken]
-        counts = [1 + len(drafts.get(sequence.id, ())) for sequence in ready]
-        needs = (queue.cache.blocks_for(s.id, n) for s, n in zip(ready, counts, strict=True))
-        return drafts if drafts and sum(needs) <= free else {}
+        lengths = best_lengths(offers, seconds, rows, drafting)
+        taken = {
+            sequence: length or _drafting(sequence).refused(len(found[sequence]))
+            for sequence, length in zip(found, lengths, strict=True)
+        }
+        return {sequence: length for sequence, length in taken.items() if length}
 
     def _found(self, sequence: OneSequence) -> list[int]:
-        """Returns what is drafted for a sequence, as far as it could count: nothing after its end does."""
+        """Returns what is drafted for a sequence, as far as it could count: nothing after its end does. If a
+        model is to draft it, as many zeros."""
         tokens, limit = sequence.tokens, self._queue.card.context_length
         most = min(MOST_DRAFTED, sequence.remaining - 1, limit - tokens.length - 1)
         if most < 1 or sequence.guide or sequence.transfer:
             return []
-        if sequence.drafting is None:
-            room = min(limit, sequence.prompt_length + sequence.sampling.max_tokens)
-            sequence.drafting = Drafting(NgramIndex(room), [rate.heir() for rate in self._rates])
-        drafting = sequence.drafting
-        if drafting.resting:
-            drafting.resting -= 1
+        drafting = sequence.drafting = sequence.drafting or self._begun(sequence)
+        if drafting.pauses():
             return []
+        if drafting.index is None:
+            lacking = tokens.length - drafting.followed
+            return [0] * most if lacking <= WEIGHTS * sequence.remaining else []
         drafted, drafting.kind = drafting.index.draft(tokens, most)
         ends = sequence.sampling.stop_token_ids
         return next((drafted[:i] for i, token in enumerate(drafted) if token in ends), drafted)
 
-    def verified(self, inflight: InflightBatch, valid: Mapping[int, int], seconds: float) -> None:
-        self._times.note(inflight.tokens, seconds)
+    def _begun(self, sequence: OneSequence) -> Drafting:
+        """Returns what is known of a sequence at first."""
+        rates = [rate.heir() for rate in self._rates]
+        if self.drafter is not None:
+            next_pause, self._next_pause = self._next_pause, max(FIRST_PAUSE, self._next_pause // 2)
+            return Drafting(rates, followed=self.drafter.cached(sequence), next_pause=next_pause)
+        most = sequence.prompt_length + sequence.sampling.max_tokens
+        return Drafting(rates, NgramIndex(min(self._queue.card.context_length, most)))
+
+    def verified(self, inflight: InflightBatch, valid: Mapping[int, int], result: JobResult) -> None:
+        self._times.note(inflight.tokens, result.seconds - result.drafting)
         for sequence, count in inflight.batch:
             if count > 1 and not sequence.over:
                 right, drafting = valid[sequence.id] - 1, _drafting(sequence)
                 drafting.verified(right, count - 1)
+                self._next_pause = drafting.next_pause
                 self._rates[drafting.kind].note(right, count - 1)
                 self._queue.stats.drafted_tokens += count - 1
                 self._queue.stats.accepted_tokens += right
+        if self.drafter is not None and inflight.job.drafting is not None:
+            self.drafter.ended(inflight.job.drafting, inflight.batch, valid, result.drafting)
 
 
 def _drafting(sequence: OneSequence) -> Drafting:

@@ -2,57 +2,66 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from kvloom.engine.drafts.lengths import Acceptance
-from kvloom.engine.drafts.ngrams import SIZES, NgramIndex
+from kvloom.engine.drafts.ngrams import NgramIndex
 
-_FIRST_REST, _LONGEST_REST = 16, 1024  # steps
-_TRIED: Final = 2  # tokens, after a rest
-_HOPELESS: Final = 0.3  # the rate below which drafts rest that do not pay; others wait for fewer rows
-
-
-def first_rates() -> list[Acceptance]:
-    """Returns what is expected of n-grams of each size before any was tried."""
-    return [Acceptance() for _ in SIZES]
+FIRST_PAUSE: Final = 16  # steps
+_LONGEST_PAUSE: Final = 1024
+_TRIAL: Final = 2  # tokens that are drafted after a pause, whether they pay or not
+_HOPELESS: Final = 0.3  # the rate below which drafts pause that do not pay; others wait for fewer rows
 
 
 @dataclass(slots=True)
 class Drafting:
-    """The drafts of one sequence. Where they do not pay, they rest for so many steps, then a few tokens are
-    tried, and if those are wrong the next rest is twice as long."""
+    """The drafts of one sequence. Where they do not pay, they pause for so many steps, then there is a trial
+    of a few tokens, and if those are wrong the next pause is twice as long."""
 
-    index: NgramIndex
-    rates: list[Acceptance] = field(default_factory=first_rates)
-    """By the size of the n-gram."""
+    rates: list[Acceptance]
+    """By the size of the n-gram; a single one if a model drafts."""
+    index: NgramIndex | None = None
+    """The n-grams of its text; None if a model drafts."""
     kind: int = 0
-    """The index in `SIZES` of the n-gram that was found last."""
-    resting: int = 0
-    """Steps for which nothing is looked up any more."""
-    rest: int = _FIRST_REST
-    """Steps of the next rest."""
-    tries: bool = False
-    """It has rested, and what is found next is tried."""
+    """The index in `rates` of what drafted last."""
+    followed: int = 0
+    """Tokens of which the model that drafts had K and V, when it was last asked."""
+    pause: int = 0
+    """Steps that are left of a pause."""
+    next_pause: int = FIRST_PAUSE
+    """Steps of the next pause."""
+    trial_due: bool = False
+    """It has paused, and what is drafted next is tried."""
 
     @property
     def rate(self) -> float:
         """The probability that a token of the last drafts is right."""
         return self.rates[self.kind].rate
 
+    def pauses(self) -> bool:
+        """Returns whether nothing is to be drafted for the step that comes, and counts it."""
+        if not self.pause:
+            return False
+        self.pause -= 1
+        return True
+
     def refused(self, found: int) -> int:
         """Takes note that of the `found` tokens that are drafted none pays. Returns how many are tried
-        anyway."""
-        if self.tries:
-            self.tries = False
-            return min(_TRIED, found)
-        if self.rate < _HOPELESS:
-            self.resting, self.tries = self.rest, True
-            self.rest = min(2 * self.rest, _LONGEST_REST)
+        anyway. Of a model, whose steps cost, even likely ones may not pay, and only a trial tells if they do
+        again."""
+        if self.trial_due:
+            self.trial_due = False
+            return min(_TRIAL, found)
+        hopeless = self.rate < _HOPELESS
+        if hopeless or self.index is None:
+            self.pause, self.trial_due = self.next_pause, True
+        if hopeless:
+            self.next_pause = min(2 * self.next_pause, _LONGEST_PAUSE)
         return 0
 
     def verified(self, right: int, drafted: int) -> None:
         """Takes note that of the drafted tokens the first ones were right."""
         self.rates[self.kind].note(right, drafted)
         if right == drafted:
-            self.rest = _FIRST_REST
+            self.next_pause = FIRST_PAUSE

@@ -3,7 +3,7 @@ by what steps of more rows took.
 
 A verification of k drafts, each right with probability a if those before it are, gives on average
 (1 - a^(k+1)) / (1 - a) tokens (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding",
-ICML 2023, section 3.1); it costs a step of k more rows.
+ICML 2023, section 3.1); it costs a step of k more rows, and if a model drafts, k steps of that one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Final
 
 from kvloom.engine.batching.adbs import WEIGHTS
 
+MOST_ROWS: Final = 64
+"""Rows of a step with drafts, or of a step of the model that drafts."""
 LEAST_GAIN: Final = 1.03  # the least speed-up for which drafts are taken
 SURE: Final = 0.98  # the highest acceptance rate that is assumed
 _WINDOW: Final = 5  # the last steps of so many rows that count
@@ -63,25 +65,29 @@ class RowTimes:
         last.append(seconds)
         self._known[rows] = self._steps, median(last)
 
-    def expected(self, least: int, most: int) -> list[float]:
+    def expected(self, least: int, most: int, unseen: float = 1.0) -> list[float]:
         """Returns the seconds of a step of each number of rows from `least` to `most`. One that was not seen
         of late is scaled from the nearest that was, by its rows beside `WEIGHTS`, the rows whose products
-        take as long as reading the weights. If none was seen, the numbers are relative, and no seconds."""
+        take as long as reading the weights. unseen: what a step of `least` rows takes if none was seen; if it
+        is left out, the numbers are relative then, and no seconds."""
         since = self._steps - _OLD
         known = {rows: seconds for rows, (step, seconds) in self._known.items() if step >= since}
         found = list[float]()
         for rows in range(least, most + 1):
             near = min(known, key=lambda other: abs(other - rows), default=rows)
-            found.append(known.get(near, 1.0) * (WEIGHTS + rows) / (WEIGHTS + near))
+            found.append(known.get(near, unseen) * (WEIGHTS + rows) / (WEIGHTS + near))
         return found
 
 
-def best_lengths(offers: Sequence[tuple[float, int]], seconds: Sequence[float], drawn: int) -> list[int]:
+def best_lengths(
+    offers: Sequence[tuple[float, int]], seconds: Sequence[float], drawn: int, drafting: float = 0.0
+) -> list[int]:
     """Returns how many tokens of each offer a step takes so that most tokens a second come of it; none if
     that is less than `LEAST_GAIN` times what there is without.
 
     offers: each with the probability that a token of it is right, and its tokens. seconds: of a step with so
     many drafted tokens, from 0 on; no more are taken than it tells of. drawn: tokens that come anyway.
+    drafting: seconds in which each offer has one more token; the longest counts.
     """
     taken, best = [0] * len(offers), [0] * len(offers)
     heap = list[tuple[float, int]]()
@@ -97,6 +103,7 @@ def best_lengths(offers: Sequence[tuple[float, int]], seconds: Sequence[float], 
         gain -= likely
         if taken[i] < offers[i][1]:
             heappush(heap, (likely * offers[i][0], i))
-        if gain / took > most:
-            best, most = list(taken), gain / took
+        pace = gain / (took + drafting * max(taken))
+        if pace > most:
+            best, most = list(taken), pace
     return best

@@ -34,7 +34,7 @@ from kvloom.kv.memory import available_memory, return_free_memory
 from kvloom.offload.cpu.attention import CpuLoans
 from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import I64, Geometry, KVDtype
-from kvloom.types.job import Job, JobResult
+from kvloom.types.job import DraftSteps, Job, JobResult
 from kvloom.types.request import ModelCard
 from kvloom.types.spec import RESERVE, EngineSpec, ModelSpec, shared_bytes
 
@@ -251,15 +251,27 @@ class TorchExecutor:
                 vectors = pooled(job.tokens, job.plan.appends, job.pairs).numpy()
             made = [vector.astype("<f4").tobytes() for vector in vectors]
             return JobResult([], [], [], time.perf_counter() - started, vectors=made)
-        kept = job.kept
+        kept, drafted = job.kept, 0.0
         with torch.inference_mode():
+            if job.drafting is not None:
+                self._draft(slot, job.drafting, job.share)
+                drafted = time.perf_counter() - started
             with self.loans.attend(job) as part:
                 state = ForwardState(job.plan, self._views[job.model], part.remote, part.polls)
                 logits = self._forward(slot, job, kept, state, adapters)
             count = len(job.samples)
             tokens, reports = sample(logits[:count], job.samples)
             prompts = prompt_logprobs(logits[count : len(kept)], job.prompts)
-        return JobResult(tokens, reports, prompts, time.perf_counter() - started, part.lost)
+        seconds = time.perf_counter() - started
+        return JobResult(tokens, reports, prompts, seconds, part.lost, drafting=drafted)
+
+    def _draft(self, slot: int, drafting: DraftSteps, share: int) -> None:
+        """Runs the steps of the model that drafts."""
+        for number in range(drafting.steps):
+            step, ends = drafting.step(number, share)
+            state = ForwardState(step.plan, self._views[step.model])
+            logits = self._forward(slot, step, ends, state, {})
+            drafting.take(number, logits[: len(ends)].argmax(1).numpy())
 
     def _forward(
         self,

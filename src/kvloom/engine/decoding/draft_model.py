@@ -1,0 +1,128 @@
+"""A smaller model of the unit that drafts for a larger one.
+
+Its steps are a part of the larger model's decode job (`DraftSteps`), so that policies, quotas and preemption
+know of nothing new. While such a job runs, a sequence of the smaller model's cache, with the id of the larger
+one's, holds the K and V that it reads and writes. Between two jobs these are a cached prefix like any other:
+they give way whenever somebody wants the blocks, and nothing is to be given back if the sequence ends, is
+preempted or moves. What has given way, and a prompt at first, is computed again beside the larger model's
+steps, a few tokens at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from kvloom.engine.batching.view import UnitView
+from kvloom.engine.drafts.lengths import MOST_ROWS, RowTimes
+from kvloom.engine.model_queue import ModelQueue
+from kvloom.engine.sequence import Sequence as OneSequence
+from kvloom.types.errors import ConfigError
+from kvloom.types.job import Drafted, DraftSteps
+from kvloom.types.request import ModelCard
+
+
+class DraftModel:
+    """The model that drafts for one other."""
+
+    def __init__(self, queue: ModelQueue) -> None:
+        """queue: its own, in which its own requests run."""
+        self._queue = queue
+        self._times = RowTimes()
+
+    @classmethod
+    def of(cls, queue: ModelQueue, other: ModelCard) -> DraftModel:
+        """Returns the model of `queue` as the one that drafts for another. Raises ConfigError if their tokens
+        are not the same."""
+        card, key = queue.card, f"models.{other.name}.speculation"
+        if card.task != "generate":
+            raise ConfigError(f"{key}: {card.name} makes vectors of texts; a model that generates is right")
+        if card.vocab_size != other.vocab_size:
+            raise ConfigError(
+                f"{key}: {card.name} has {card.vocab_size} tokens and {other.name} {other.vocab_size}; a "
+                "model with the same vocabulary is right"
+            )
+        if card.tokenizer != other.tokenizer and _vocabulary(card) != _vocabulary(other):
+            raise ConfigError(
+                f"{key}: {card.name} and {other.name} have unlike tokenizers; a model with the same one is "
+                "right"
+            )
+        return cls(queue)
+
+    def seconds(self, sequences: int, step: float, other: ModelQueue) -> float:
+        """Returns what a step of so many sequences is expected to take: as was measured, or if none was, by
+        the numbers of parameters and the seconds of a step of the larger model, `other`."""
+        unseen = step * self._queue.card.parameters / max(1, other.card.parameters)
+        return self._times.expected(sequences, sequences, unseen)[0]
+
+    def cached(self, sequence: OneSequence) -> int:
+        """Returns the tokens of a sequence whose K and V this model has already."""
+        tokens = sequence.tokens.list()
+        return self._queue.cache.prefixes.length(tokens, len(tokens) - 1, sequence.salt)
+
+    def room(self, view: UnitView) -> int:
+        """Returns the blocks that drafts may hold during a job: those that nobody wants, and of its own
+        quota if quotas are walls."""
+        own = self._queue.quota - self._queue.cache.used_blocks
+        return min(view.unclaimed, own) if view.walls else view.unclaimed
+
+    def begin(self, wanted: Mapping[OneSequence, int], room: int) -> DraftSteps | None:
+        """Begins the steps that draft so many tokens for each sequence, in `room` blocks; None if they hold
+        nothing. A sequence for which more is to be computed first than there are rows has no drafts yet."""
+        cache, rows, found = self._queue.cache, MOST_ROWS, list[Drafted]()
+        for sequence, count in wanted.items():
+            length = sequence.tokens.length
+            need = cache.geometry.blocks(length + count) + cache.geometry.blocks_per_page  # one may be copied
+            if not rows or need > room or length + count > self._queue.card.context_length:
+                continue
+            held = cache.adopt(sequence.id, sequence.tokens.list(), length - 1, salt=sequence.salt)
+            end = min(length, held + rows)
+            known = sequence.tokens.between(held, end)
+            if end < length and sequence.drafting is not None:
+                sequence.drafting.trial_due = True
+            found.append(Drafted(sequence.id, known, count if end == length else 0))
+            room, rows = room - need, rows - known.size
+        if not found:
+            return None
+        ids, counts = [one.sequence for one in found], [one.computed for one in found]
+        plan = cache.begin_forward(ids, counts, by_token=True)
+        return DraftSteps(self._queue.card.name, plan, tuple(found))
+
+    def ended(
+        self,
+        drafting: DraftSteps,
+        batch: Sequence[tuple[OneSequence, int]],
+        valid: Mapping[int, int],
+        seconds: float,
+    ) -> None:
+        """Caches what the steps of a job have computed, as far as it was right. batch: that of the job;
+        valid: see `InflightBatch.verified`; seconds: of all steps."""
+        cache = self._queue.cache
+        right = {
+            one.sequence: min(valid.get(one.sequence, 1), max(1, one.count)) - 1 for one in drafting.sequences
+        }
+        kept = {one.sequence: one.known.size + right[one.sequence] for one in drafting.sequences}
+        cache.end_forward(drafting.plan, kept)
+        places = {one.sequence: one.places for one in drafting.sequences}
+        for sequence, _ in batch:
+            if sequence.id in kept:
+                drafts = places[sequence.id][0][: right[sequence.id]].tolist() if right[sequence.id] else []
+                assert sequence.drafting is not None
+                sequence.drafting.followed = cache.length(sequence.id)
+                cache.keep(sequence.id, [*sequence.tokens.list(), *drafts], tail=True)
+                cache.remove_sequence(sequence.id)
+        known = sum(one.known.size for one in drafting.sequences)
+        if known <= 2 * len(kept):  # no step in which tokens were made up for
+            self._times.note(len(kept), seconds / drafting.steps)
+
+    def failed(self, drafting: DraftSteps) -> None:
+        """Undoes `begin`."""
+        self._queue.cache.abort_forward(drafting.plan)
+        for one in drafting.sequences:
+            self._queue.cache.remove_sequence(one.sequence)
+
+
+def _vocabulary(card: ModelCard) -> object:
+    """Returns what a tokenizer has tokens for."""
+    tokenizer = json.loads(card.tokenizer)
+    return tokenizer.get("model"), tokenizer.get("added_tokens")
