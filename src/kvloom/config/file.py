@@ -162,6 +162,7 @@ def read_plan_settings(file: Path) -> dict[str, Any]:
     """Returns a plan as the settings of a config, whose units are the plan's. Raises ConfigError."""
     plan = read_plan(file)
     models: dict[str, dict[str, Any]] = {}
+    drafted: dict[str, set[str]] = {}
     for unit in plan.units:
         try:
             unit.check_sleep()
@@ -175,6 +176,15 @@ def read_plan_settings(file: Path) -> dict[str, Any]:
             models[model.name] = {"path": model.path, "rate": max(model.rate, LEAST_RATE)}
             if model.slo:
                 models[model.name]["slo"] = asdict(model.slo)
+            if model.speculation and model.speculation != "none":
+                drafted.setdefault(model.name, set()).add(model.speculation)
+                models[model.name]["acceptance"] = model.acceptance
+            else:
+                drafted.setdefault(model.name, set()).add("none")
+    for name, ways in drafted.items():
+        models[name]["speculation"] = (
+            min(ways) if len(ways) == 1 else "none"
+        )  # a config has one for all units
     return {"models": models, "units": [_unit(unit) for unit in plan.units]}
 
 

@@ -10,7 +10,6 @@ from typing import Any, Final, Protocol, TypeVar
 import msgspec
 
 from kvloom.engine.batching.fair_queue import INPUT_COST
-from kvloom.engine.drafts.lengths import MOST_ROWS
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.sequence import Sequence, Status
 from kvloom.journal.records import Recorder, nobody
@@ -23,7 +22,7 @@ from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import Geometry
 from kvloom.types.job import Executor, Job, ProvenAdapter
 from kvloom.types.request import ModelCard
-from kvloom.types.spec import AdapterSpec, EngineSpec, ModelSpec, Slo
+from kvloom.types.spec import MOST_ROWS, AdapterSpec, EngineSpec, ModelSpec, Slo
 
 _PERIOD = 8.0  # seconds, MuxServe's
 

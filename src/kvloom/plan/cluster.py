@@ -14,7 +14,7 @@ from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import CostModel
 from kvloom.types.errors import ConfigError
-from kvloom.types.spec import Slo, UnitAbilities, unit_abilities
+from kvloom.types.spec import BY_NAME, Slo, UnitAbilities, unit_abilities
 
 CPU: Final = "cpu"  # its `gpus` are cores: they share one memory, and split no head
 _TENTHS: Final = tuple(tenth / 10 for tenth in range(3, 11))  # MuxServe profiles 30 % to 100 % of the SMs
@@ -37,6 +37,15 @@ class Demand:
     output: float
     path: str | None = None
     slo: Slo | None = None
+    speculation: str = "none"
+    """What drafts tokens, as in `ModelSpec`."""
+    acceptance: float = 0.0
+    """The probability that a drafted token is right if those before it are."""
+
+    @property
+    def draft(self) -> str | None:
+        """The model that drafts for this one; None if none does."""
+        return None if self.speculation in BY_NAME else self.speculation
 
     @property
     def flops(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp
 from typing import Final
 
@@ -14,6 +14,7 @@ import numpy as np
 from kvloom.plan.cluster import Costs, Demand, MeshKind
 from kvloom.plan.cost.loading import load_bandwidth
 from kvloom.plan.cost.shapes import ModelShape
+from kvloom.plan.cost.speculation import seconds_a_token
 from kvloom.plan.cost.work import CostModel, Work
 from kvloom.plan.growth import AMPLE, BATCHES, BEYOND, Bound, Growth, ModelShare, grow
 from kvloom.plan.plan import CHUNK_TOKENS, LEAST_RATE, pool_bytes, request_bytes, usable_bytes
@@ -69,7 +70,7 @@ class CandidateCatalog:
         self._costs = costs
         self._models: dict[MeshKind, CostModel] = {}
         self._prefills: dict[tuple[MeshKind, str], tuple[float, tuple[float, ...]]] = {}
-        self._decodes: dict[tuple[MeshKind, str, float], Decoding] = {}
+        self._decodes: dict[tuple[MeshKind, str, float, str], Decoding] = {}
 
     def candidate(self, kind: MeshKind, demand: Demand, rate: float) -> UnitCandidate | None:
         """Returns the candidate for `rate` of the demand's requests; None if the mesh is too small for the
@@ -123,11 +124,17 @@ class CandidateCatalog:
 
     def decoding(self, kind: MeshKind, demand: Demand, share: float) -> Decoding:
         """Returns the decodes on that share."""
-        found = self._decodes.get((kind, demand.name, share))
+        key = kind, demand.name, share, demand.speculation
+        found = self._decodes.get(key)
         if found is None:
             cost, context = self._model(kind), round(demand.prompt + demand.output / 2)
             works = [Work.decode(demand.name, share, [context] * batch) for batch in BATCHES]
-            steps = [cost.seconds(work) for work in works]
+            steps = tokens = [cost.seconds(work) for work in works]
+            if demand.speculation != "none":
+                each, rate, draft = demand.name, demand.acceptance, demand.draft
+                tokens = [
+                    seconds_a_token(cost, each, share, [context] * batch, rate, draft) for batch in BATCHES
+                ]
             probed = range(0, len(works), _PROBED)
             if kind.abilities.shares:
                 beside = [cost.seconds(works[n], [works[n]] * (_CROWD - 1)) for n in probed]
@@ -136,14 +143,14 @@ class CandidateCatalog:
                 crowded = [1.0] * len(probed)
             found = Decoding(
                 share,
-                tuple(demand.output * step for step in steps),
+                tuple(demand.output * token for token in tokens),
                 tuple(
                     np.interp(range(len(works)), probed, np.maximum.accumulate(crowded))
                     .clip(0.0, 1.0)
                     .tolist()
                 ),
             )
-            self._decodes[kind, demand.name, share] = found
+            self._decodes[key] = found
         return found
 
 
@@ -199,7 +206,7 @@ class Estimator:
         self._catalog = CandidateCatalog(demands, costs)
         self._items: list[tuple[int, int]] = []  # (demand, replicas)
         self._numbers: dict[tuple[int, int], Item] = {}
-        self._candidates: dict[tuple[MeshKind, Item], UnitCandidate | None] = {}
+        self._candidates: dict[tuple[MeshKind, Item, str], UnitCandidate | None] = {}
         self._known: dict[tuple[MeshKind, frozenset[Item]], Estimate | None] = {}
 
     def item(self, demand: int, replicas: int) -> Item:
@@ -222,10 +229,21 @@ class Estimator:
         demand, replicas = self._items[item]
         return self.item(demand, replicas * times)
 
-    def candidate(self, kind: MeshKind, item: Item) -> UnitCandidate | None:
-        key = kind, item
+    def served(self, kind: MeshKind, item: Item, beside: Sequence[Item] = ()) -> Demand:
+        """Returns the demand as a unit of these items meets it: it speculates only on a mesh of a kind that
+        does, and with a model that drafts only if that is on the unit."""
+        demand = self.demands[self.demand(item)]
+        names = [self.demands[self.demand(other)].name for other in beside]
+        if kind.abilities.speculates and (demand.draft is None or demand.draft in names):
+            return demand
+        return replace(demand, speculation="none")
+
+    def candidate(self, kind: MeshKind, item: Item, beside: Sequence[Item] = ()) -> UnitCandidate | None:
+        """Returns the candidate for an item on a mesh; None if that is too small. beside: the unit's
+        items."""
+        demand = self.served(kind, item, beside)
+        key = kind, item, demand.speculation
         if key not in self._candidates:
-            demand = self.demands[self.demand(item)]
             self._candidates[key] = self._catalog.candidate(kind, demand, self.rate(item))
         return self._candidates[key]
 
@@ -335,7 +353,7 @@ class Estimator:
         for share in kind.shares:
             decodings = [
                 self._catalog.decoding(
-                    kind, self.demands[self.demand(item)], min(max(share, c.lean.share), c.full.share)
+                    kind, self.served(kind, item, items), min(max(share, c.lean.share), c.full.share)
                 )
                 for item, c in zip(items, candidates, strict=True)
             ]
@@ -356,7 +374,7 @@ class Estimator:
         return growth
 
     def _held(self, kind: MeshKind, items: Sequence[Item]) -> list[UnitCandidate]:
-        found = [self.candidate(kind, item) for item in items]
+        found = [self.candidate(kind, item, items) for item in items]
         return [candidate for candidate in found if candidate is not None]
 
     def _grow(

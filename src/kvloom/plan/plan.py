@@ -59,6 +59,10 @@ class PlannedModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The mean seconds for which a cold request is expected to wait for them."""
     slo: Slo | None = None
     """Its objective; None for that of the config, or the usual one."""
+    speculation: str | None = None
+    """What drafts tokens, as in a config; None for what the config says."""
+    acceptance: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    """The probability that a drafted token is taken to be right if those before it are."""
 
     def share_of(self, known: ModelSpec) -> ModelSpec:
         """Returns a model as this unit is to serve it, and else as it is known."""
@@ -69,6 +73,8 @@ class PlannedModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             decode_share=self.decode_share,
             quota=self.quota,
             slo=self.slo or known.slo,
+            speculation=self.speculation or known.speculation,
+            acceptance=self.acceptance or known.acceptance,
         )
 
 

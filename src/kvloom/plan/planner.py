@@ -81,7 +81,7 @@ def _models(estimator: Estimator, kind: MeshKind, items: Sequence[Item]) -> Iter
     decodings, estimate = estimator.settled(kind, items), estimator.known(kind, frozenset(items))
     parts, residency = quotas(kind, demands, rates), estimate.residency
     for n, item in enumerate(items):
-        candidate = estimator.candidate(kind, item)
+        candidate = estimator.candidate(kind, item, items)
         assert candidate is not None
         yield PlannedModel(
             name=demands[n].name,
@@ -95,6 +95,8 @@ def _models(estimator: Estimator, kind: MeshKind, items: Sequence[Item]) -> Iter
             quota=parts[n],
             throughput=estimate.throughput[n],
             slo=demands[n].slo,
+            speculation=estimator.served(kind, item, items).speculation,
+            acceptance=demands[n].acceptance,
             awake=residency.awake[n] if residency else 1.0,
             cold_wait=residency.waits[n] if residency and residency.awake[n] < 1.0 else 0.0,
         )

@@ -18,6 +18,10 @@ TransportName = Literal["auto", "shm", "nixl", "tcp"]
 BY_NAME: Final = ("none", "ngram")
 """What `speculation` may be, but for a model's name: nothing is drafted, or the n-grams of a sequence's own
 text are."""
+MOST_DRAFTED: Final = 15
+"""Tokens that are drafted for a sequence in a step."""
+MOST_ROWS: Final = 64
+"""Rows of a step with drafts, or of a step of the model that drafts."""
 Option = bool | int | float | str | list[str]
 
 
@@ -61,6 +65,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     quota: float | None = None  # of the pool's blocks, to begin with
     memory: int = 0  # bytes of the host's memory that it takes besides the pool, as far as that is known
     speculation: str = "none"  # what drafts tokens: `BY_NAME`, or the name of a smaller model of the unit
+    acceptance: float = 0.0  # the probability that a drafted token is right, for plans and simulations
     slo: Slo = Slo()  # by which the policy `slack` chooses
     adapters: tuple[AdapterSpec, ...] = ()
 

@@ -36,6 +36,7 @@ from kvloom.plan.plan import CPU_ITEMSIZE, FLEET_BYTES, PROCESS_BYTES
 from kvloom.plan.traffic import SeenTraffic
 from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import KVDtype
+from kvloom.types.spec import BY_NAME
 
 MOST_DEVICES: Final = 4096
 
@@ -81,6 +82,10 @@ class DemandConfig(ConfigSection):
     rate: _Rate | None = None
     prompt: _Tokens | None = None
     output: _Tokens | None = None
+    speculation: Annotated[str, Field(min_length=1)] = "none"
+    """What drafts tokens on cores: `none`, `ngram`, or another model, where that is on the same unit."""
+    acceptance: Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1)] = 0.0
+    """The probability that a drafted token is right if those before it are."""
     slo: SloConfig | None = None
     """The objective that the plan is to tell; None for the usual one. Only `--memory` plans by it."""
 
@@ -204,7 +209,13 @@ def read_demands(
                 shape = replace(shape, kv_dtype=model.kv_dtype)
             rate, prompt, output = _wanted(name, model) if seen is None else seen(name, model)
             slo = model.slo.slo if model.slo else None
-            demands.append(Demand(name, shape, rate, prompt, output, path, slo))
+            demand = Demand(name, shape, rate, prompt, output, path, slo, model.speculation, model.acceptance)
+            if demand.draft == name or demand.draft not in (None, *cluster.config.models):
+                others = [other for other in (*BY_NAME, *cluster.config.models) if other != name]
+                raise ConfigError(
+                    f"models.{name}.speculation: {model.speculation!r}; {', '.join(others)} are right"
+                )
+            demands.append(demand)
     except ConfigError as error:
         raise ConfigError(f"{cluster.file}: {error.message}") from error
     return demands

@@ -111,7 +111,11 @@ def plan_by_traffic(server: AdminClient, profile: Profile, at: At) -> PlacementP
     for name, model in models.items():
         asked = seen.models.get(name) or but(seen.mean, rate=0.0)
         demands.append(
-            Demand(name, profile.shapes[name], asked.rate, asked.prompt, asked.output, model.path, model.slo)
+            Demand(
+                *(name, profile.shapes[name], asked.rate, asked.prompt, asked.output, model.path, model.slo),
+                speculation=model.speculation,
+                acceptance=model.acceptance,
+            )
         )
     nodes = (cpu_nodes(_memory(fleet, profile), fleet.cores),)
     console = console_for(width=140)

@@ -14,12 +14,13 @@ import json
 from collections.abc import Mapping, Sequence
 
 from kvloom.engine.batching.view import UnitView
-from kvloom.engine.drafts.lengths import MOST_ROWS, RowTimes
+from kvloom.engine.drafts.lengths import RowTimes
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.sequence import Sequence as OneSequence
 from kvloom.types.errors import ConfigError
 from kvloom.types.job import Drafted, DraftSteps
 from kvloom.types.request import ModelCard
+from kvloom.types.spec import MOST_ROWS
 
 
 class DraftModel:

@@ -22,16 +22,15 @@ from kvloom.engine.batching.adbs import WEIGHTS
 from kvloom.engine.batching.view import UnitView
 from kvloom.engine.decoding.draft_model import DraftModel
 from kvloom.engine.drafts.drafting import FIRST_PAUSE, Drafting
-from kvloom.engine.drafts.lengths import MOST_ROWS, Acceptance, RowTimes, best_lengths
+from kvloom.engine.drafts.lengths import Acceptance, RowTimes, best_lengths
 from kvloom.engine.drafts.ngrams import SIZES, NgramIndex
 from kvloom.engine.inflight import InflightBatch, StepDrafts
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.sequence import Sequence as OneSequence
 from kvloom.types.errors import ConfigError
 from kvloom.types.job import JobResult, Phase
-from kvloom.types.spec import EngineSpec
+from kvloom.types.spec import MOST_DRAFTED, MOST_ROWS, EngineSpec
 
-MOST_DRAFTED: Final = 15  # tokens of a sequence in a step
 PATIENCE: Final = 8  # steps that a job of a model that drafts takes at most
 
 
@@ -60,9 +59,18 @@ class Speculation:
         return None if model is None else model.drafts(ready, view, free)
 
     def most_steps(self, queue: ModelQueue, steps: int) -> int:
-        """Returns how many of the steps a job takes before drafts are looked for again."""
-        paused = all(one.drafting is not None and one.drafting.pause for one in queue.running)
-        return steps if queue.card.name not in self._models or paused else min(steps, PATIENCE)
+        """Returns how many of the steps a job takes before drafts are looked for again: a few, or as many as
+        all its sequences still pause."""
+        if queue.card.name not in self._models or steps == 1:
+            return steps
+        known = [sequence.drafting for sequence in queue.running if sequence.drafting is not None]
+        if len(known) == len(queue.running) and all(one.pause for one in known):
+            steps = min(steps, 1 + min(one.pause for one in known))
+        else:
+            steps = min(steps, PATIENCE)
+        for one in known:
+            one.pause = max(0, one.pause - steps + 1)  # one was counted
+        return steps
 
     def verified(self, inflight: InflightBatch, valid: Mapping[int, int], result: JobResult) -> None:
         """Learns from a job that has ended. valid: see `InflightBatch.verified`."""

@@ -17,8 +17,6 @@ from typing import Final
 
 from kvloom.engine.batching.adbs import WEIGHTS
 
-MOST_ROWS: Final = 64
-"""Rows of a step with drafts, or of a step of the model that drafts."""
 LEAST_GAIN: Final = 1.03  # the least speed-up for which drafts are taken
 SURE: Final = 0.98  # the highest acceptance rate that is assumed
 _WINDOW: Final = 5  # the last steps of so many rows that count

@@ -8,15 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+import numpy as np
 from msgspec.structs import replace
 
 from kvloom.lab.sim.hosting import HostedUnit
+from kvloom.lab.workload.request import mix
 from kvloom.lab.workload.summary import Histogram
 from kvloom.plan.cost.loading import wake_seconds
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import CostModel, Operator, Work
 from kvloom.types.geometry import I32, Geometry
-from kvloom.types.job import Job, JobResult, Phase
+from kvloom.types.job import Job, JobResult, Phase, SampleRow
 from kvloom.types.request import ModelCard, TokenLogprob
 
 NO_VECTOR: Final = bytes(4)  # the one number that a modelled device makes of a text
@@ -42,10 +44,16 @@ class Content(Protocol):
 
 
 class NoContent:
-    """Satisfies `Content`: nothing is written, and each draw gives a number of its own."""
+    """Satisfies `Content`: nothing is written, and each draw gives a number of its own.
 
-    def __init__(self, vocab: Mapping[str, int]) -> None:
+    The text of a model with an acceptance goes round in a circle, but for tokens that are drawn otherwise by
+    the sequence's key and their index: as many as drafts are wrong. So n-grams foretell it, and a model that
+    drafts, which knows the circle.
+    """
+
+    def __init__(self, vocab: Mapping[str, int], acceptance: Mapping[str, float] | None = None) -> None:
         self._vocab = vocab
+        self._acceptance = acceptance or {}
 
     def begin(self, job: Job) -> None:
         """Pages hold nothing."""
@@ -54,8 +62,22 @@ class NoContent:
         """Pages hold nothing."""
 
     def draw(self, job: Job, step: int) -> list[int]:
-        size = self._vocab[job.model]
-        return [(sample.key + 7919 * (sample.index + step)) % size for sample in job.samples]
+        return [self._token(job.model, sample.key, sample.index + step) for sample in job.samples]
+
+    def draft(self, model: str, key: int, index: int) -> int:
+        """Returns the token that stands there in the circle."""
+        return (key + 7919 * (index % _CIRCLE)) % self._vocab[model]
+
+    def _token(self, model: str, key: int, index: int) -> int:
+        rate, size = self._acceptance.get(model, 0.0), self._vocab[model]
+        if not rate:
+            return (key + 7919 * index) % size
+        drawn = mix(key ^ mix(index))
+        other = 1 + drawn % (size - 1) if drawn >= rate * 2**64 else 0
+        return (self.draft(model, key, index) + other) % size
+
+
+_CIRCLE: Final = 16  # tokens
 
 
 class Loans(Protocol):
@@ -76,13 +98,15 @@ class Loans(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A job at one of its steps. left: the part of the step that is still to do, at `since`; seconds: all of
-    it beside what runs now. layers: that are written. steps: that it will take; tokens: of those it has
-    taken. timer: the end of the next layer that a peer waits for, or of the last step that is foreseen.
-    ends: when the steps end that are foreseen, from the present one on; paces: what each of them takes."""
+    """A job at one of its steps. drafting: the steps of a model that drafts, which are a part of its own.
+    left: the part of the step that is still to do, at `since`; seconds: all of it beside what runs now.
+    layers: that are written. steps: that it will take; tokens: of those it has taken. timer: the end of the
+    next layer that a peer waits for, or of the last step that is foreseen. ends: when the steps end that are
+    foreseen, from the present one on; paces: what each of them takes."""
 
     job: Job
     work: Work
+    drafting: list[Work]
     future: asyncio.Future[JobResult]
     started: float
     since: float
@@ -169,7 +193,7 @@ class ModelledExecutor:
 
     compute: units to share out. blocks: in the arena. overhead: seconds of the engine's own work before a
     job of so many sequences. stride: steps that a decode job may take. host: what slows jobs, and comes
-    between a job's end and its result.
+    between a job's end and its result. acceptance: the probability that a draft is right, by model.
     """
 
     def __init__(
@@ -185,6 +209,7 @@ class ModelledExecutor:
         stride: int = 4096,
         host: HostedUnit | None = None,
         weights: ModelledWeights | None = None,
+        acceptance: Mapping[str, float] | None = None,
     ) -> None:
         self.cards = cards
         self.geometries = geometries
@@ -193,7 +218,8 @@ class ModelledExecutor:
         self.max_steps, self.lookahead = stride, 0
         self._cost = cost
         self._overhead = overhead or (lambda sequences: 0.0)
-        self._content = content or NoContent({name: card.vocab_size for name, card in cards.items()})
+        self._text = NoContent({name: card.vocab_size for name, card in cards.items()}, acceptance)
+        self._content = content or self._text
         self._foresees = content is None and host is None  # nobody looks at each step
         self._running: list[_Running] = []
         self._host = host
@@ -211,7 +237,8 @@ class ModelledExecutor:
     def launch(self, job: Job) -> asyncio.Future[JobResult]:
         loop = asyncio.get_running_loop()
         running = _Running(
-            job, self._work(job), loop.create_future(), loop.time(), loop.time(), steps=job.steps
+            *(job, self._work(job), self._drafted(job), loop.create_future(), loop.time(), loop.time()),
+            steps=job.steps,
         )
         if self.loans is None:
             self._begin(running)
@@ -223,8 +250,28 @@ class ModelledExecutor:
         """Counts of offloaded rows only what is done here: all but their attention."""
         plan, share = job.plan, min(1.0, job.share / self.compute)
         work = Work.of(job.model, job.phase, share, plan.appends, plan.starts, len(job.samples), job.rows)
+        held = dict(zip(reversed(plan.sequences), plan.starts[::-1].tolist(), strict=True))
+        if len(held) < len(plan.sequences):  # rows of one sequence read what it holds once
+            work = replace(work, context=sum(held.values()))
         rows = len(job.offloaded.plan.sequences) if job.offloaded else 0
         return replace(work, batch=work.batch + rows, tokens=work.tokens + rows) if rows else work
+
+    def _drafted(self, job: Job) -> list[Work]:
+        """Lets the model draft that is to, if there is one. Returns the work of its steps."""
+        drafting, found = job.drafting, list[Work]()
+        if drafting is None:
+            return found
+        samples: dict[int, list[SampleRow]] = {}
+        for sample in job.samples:
+            samples.setdefault(job.plan.sequences[sample.row], []).append(sample)
+        for number in range(drafting.steps):
+            step, ends = drafting.step(number, job.share)
+            work = self._work(step)
+            found.append(replace(work, drawn=len(ends)))
+            after = [samples[one.sequence][number] for one in drafting.sequences if one.count > number]
+            drafts = [self._text.draft(job.model, sample.key, sample.index) for sample in after]
+            drafting.take(number, np.array(drafts, np.int64))
+        return found
 
     def _begin(self, running: _Running) -> None:
         running.since = asyncio.get_running_loop().time()
@@ -252,6 +299,7 @@ class ModelledExecutor:
             running.since = now
             beside = [other.work for other in self._running if other is not running]
             running.seconds = self._cost.seconds(running.work, beside) + self._overhead(running.work.batch)
+            running.seconds += sum(self._cost.seconds(work, beside) for work in running.drafting)
             if self._host is not None:
                 running.seconds *= self._host.slower(running.work, running.job.share)
             if self.loans is not None:
@@ -339,7 +387,10 @@ class ModelledExecutor:
         seconds = now - running.started
         logprobs: list[TokenLogprob | None] = [None] * len(running.tokens)
         vectors = [NO_VECTOR] * len(running.job.pairs)
-        return JobResult(running.tokens, logprobs, prompts, seconds, running.lost, vectors)
+        drafting = sum(map(self._cost.seconds, running.drafting))
+        if drafting:
+            drafting *= seconds / (drafting + self._cost.seconds(running.work))
+        return JobResult(running.tokens, logprobs, prompts, seconds, running.lost, vectors, drafting)
 
     def halt(self) -> None:
         """Takes the device away: no job ends any more."""

@@ -95,6 +95,7 @@ def modelled_executor(
         stride=1 if host else unit.stride,
         host=host,
         weights=_weights(unit) if spec.sleep_dir else None,
+        acceptance={model.name: model.acceptance for model in spec.models if model.speculation != "none"},
     )
 
 

@@ -92,6 +92,15 @@ class Work(Struct, frozen=True, gc=False):
         batch, held = len(contexts), sum(contexts)
         return Work(model, Phase.DECODE, share, batch, batch, batch, held + batch, held)
 
+    @staticmethod
+    def verify(model: str, share: float, contexts: Sequence[int], drafted: int) -> Work:
+        """Returns a decode step of sequences that hold so many tokens, which computes their next ones and so
+        many drafts of each. All rows of a sequence read what it holds, and it is read once."""
+        each, held = drafted + 1, sum(contexts)
+        rows = each * len(contexts)
+        pairs = each * held + len(contexts) * each * (each + 1) // 2
+        return Work(model, Phase.DECODE, share, rows, rows, rows, pairs, held)
+
 
 class CostModel(Protocol):
     """Says for one unit, that is for a group of devices and the models on it, how long jobs take."""
