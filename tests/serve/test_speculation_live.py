@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from tests.checkpoints import make_repeating
 from tests.processes import DEADLINE
 from tests.serve.streaming import asking, serving
@@ -23,8 +25,9 @@ block_bytes: 4KiB
 threads: 1
 models:
   plain: {path}
-  fast: {{path: {path}, speculation: ngram}}
-units: [{{models: [plain, fast], replicas: 2}}]
+  fast: {{path: {path}, speculation: {how}}}
+  small: {small}
+units: [{{models: [plain, fast, small], replicas: 2}}]
 """
 STREAMS, SOON, LONG = 4, 8, 300  # streams; pieces of each after which the engines die; tokens of an answer
 
@@ -46,9 +49,10 @@ def accepted(url: str) -> float:
     return sum(map(float, found))
 
 
-def test_drafts_change_no_stream_while_engines_die(tmp_path: Path) -> None:
-    path = make_repeating(tmp_path / "model")
-    with serving(tmp_path, CONFIG.format(path=path)) as (fleet, url):
+@pytest.mark.parametrize("how", ["ngram", "small"])
+def test_drafts_change_no_stream_while_engines_die(tmp_path: Path, how: str) -> None:
+    path, small = make_repeating(tmp_path / "model"), make_repeating(tmp_path / "small", seed=1, layers=1)
+    with serving(tmp_path, CONFIG.format(path=path, small=small, how=how)) as (fleet, url):
         alone = ["".join(pieces(url, "plain", seed)) for seed in range(STREAMS)]
 
         def kill() -> None:

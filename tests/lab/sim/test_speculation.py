@@ -123,13 +123,13 @@ class Fails(NoContent):
 def test_streams_are_those_without_drafts_in_a_crowd(how: str) -> None:
     asked = [(20 + 5 * n, 90) for n in range(24)]
     plain, _, _ = play(pair("none", 0.0, content=text(0.8)), asked)
-    found, _, load = play(pair(how, 0.8, blocks=400), asked)
+    found, _, load = play(pair(how, 0.8, blocks=800), asked)
     assert [one.tokens for one in found] == [one.tokens for one in plain]
     assert load.preemptions_total
     assert load.accepted_tokens_total
 
 
 def test_jobs_that_fail_leave_no_block_of_the_model_that_drafts() -> None:
-    answers, _, _ = play(pair("draft", 0.8, content=Fails(0.8, 0.1)), [(9, 2 + 3 * n) for n in range(12)])
+    answers, _, _ = play(pair("draft", 0.8, content=Fails(0.8, 0.3)), [(9, 2 + 3 * n) for n in range(12)])
     reasons = {end.reason for one in answers for end in one.ends.values()}
     assert reasons == {"error", "length"}

@@ -14,6 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from kvloom.engine.batching.view import UnitView
+from kvloom.engine.drafts.drafting import Drafting
 from kvloom.engine.drafts.lengths import RowTimes
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.sequence import Sequence as OneSequence
@@ -61,6 +62,11 @@ class DraftModel:
         tokens = sequence.tokens.list()
         return self._queue.cache.prefixes.length(tokens, len(tokens) - 1, sequence.salt)
 
+    def lacking(self, sequence: OneSequence) -> int:
+        """Returns the tokens of a sequence that are to be computed before more can be drafted, as far as is
+        known: what has given way since is not."""
+        return sequence.tokens.length - drafting_of(sequence).followed
+
     def room(self, view: UnitView) -> int:
         """Returns the blocks that drafts may hold during a job: those that nobody wants, and of its own
         quota if quotas are walls."""
@@ -71,7 +77,8 @@ class DraftModel:
         """Begins the steps that draft so many tokens for each sequence, in `room` blocks; None if they hold
         nothing. A sequence for which more is to be computed first than there are rows has no drafts yet."""
         cache, rows, found = self._queue.cache, MOST_ROWS, list[Drafted]()
-        for sequence, count in wanted.items():
+        for sequence in sorted(wanted, key=self.lacking):
+            count = wanted[sequence]
             length = sequence.tokens.length
             need = cache.geometry.blocks(length + count) + cache.geometry.blocks_per_page  # one may be copied
             if not rows or need > room or length + count > self._queue.card.context_length:
@@ -79,8 +86,8 @@ class DraftModel:
             held = cache.adopt(sequence.id, sequence.tokens.list(), length - 1, salt=sequence.salt)
             end = min(length, held + rows)
             known = sequence.tokens.between(held, end)
-            if end < length and sequence.drafting is not None:
-                sequence.drafting.trial_due = True
+            if end < length:
+                drafting_of(sequence).trial_due = True
             found.append(Drafted(sequence.id, known, count if end == length else 0))
             room, rows = room - need, rows - known.size
         if not found:
@@ -108,8 +115,7 @@ class DraftModel:
         for sequence, _ in batch:
             if sequence.id in kept:
                 drafts = places[sequence.id][0][: right[sequence.id]].tolist() if right[sequence.id] else []
-                assert sequence.drafting is not None
-                sequence.drafting.followed = cache.length(sequence.id)
+                drafting_of(sequence).followed = cache.length(sequence.id)
                 cache.keep(sequence.id, [*sequence.tokens.list(), *drafts], tail=True)
                 cache.remove_sequence(sequence.id)
         known = sum(one.known.size for one in drafting.sequences)
@@ -121,6 +127,12 @@ class DraftModel:
         self._queue.cache.abort_forward(drafting.plan)
         for one in drafting.sequences:
             self._queue.cache.remove_sequence(one.sequence)
+
+
+def drafting_of(sequence: OneSequence) -> Drafting:
+    """Returns what is known of the drafts of a sequence for which some were looked for."""
+    assert sequence.drafting is not None
+    return sequence.drafting
 
 
 def _vocabulary(card: ModelCard) -> object:

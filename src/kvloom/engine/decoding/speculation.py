@@ -20,8 +20,8 @@ from typing import Final
 
 from kvloom.engine.batching.adbs import WEIGHTS
 from kvloom.engine.batching.view import UnitView
-from kvloom.engine.decoding.draft_model import DraftModel
-from kvloom.engine.drafts.drafting import FIRST_PAUSE, Drafting
+from kvloom.engine.decoding.draft_model import DraftModel, drafting_of
+from kvloom.engine.drafts.drafting import Drafting
 from kvloom.engine.drafts.lengths import Acceptance, RowTimes, best_lengths
 from kvloom.engine.drafts.ngrams import SIZES, NgramIndex
 from kvloom.engine.inflight import InflightBatch, StepDrafts
@@ -32,6 +32,7 @@ from kvloom.types.job import JobResult, Phase
 from kvloom.types.spec import MOST_DRAFTED, MOST_ROWS, EngineSpec
 
 PATIENCE: Final = 8  # steps that a job of a model that drafts takes at most
+_LONGEST_GAP: Final = 64  # sequences, of which one explores if a model's drafts do not pay
 
 
 class Speculation:
@@ -93,7 +94,8 @@ class _ModelDrafts:
         self._queue = queue
         self.drafter = drafter
         self._times = RowTimes()
-        self._next_pause = FIRST_PAUSE  # of a new sequence for which a model drafts
+        self._unexplored = 0  # sequences that begin before another one explores
+        self._gap = 1  # sequences of which one explores
         self._rates = [Acceptance() for _ in (SIZES if drafter is None else (1,))]
 
     def drafts(self, ready: Sequence[OneSequence], view: UnitView, free: int) -> StepDrafts | None:
@@ -119,14 +121,20 @@ class _ModelDrafts:
         """Returns how many of the tokens that were found for some of the `rows` sequences are to be tried."""
         most = min(MOST_ROWS - rows, sum(map(len, found.values())))
         seconds = self._times.expected(rows, rows + most)
-        drafting = 0.0 if self.drafter is None else self.drafter.seconds(len(found), seconds[0], self._queue)
-        offers = [(_drafting(sequence).rate, len(drafted)) for sequence, drafted in found.items()]
-        lengths = best_lengths(offers, seconds, rows, drafting)
-        taken = {
-            sequence: length or _drafting(sequence).refused(len(found[sequence]))
-            for sequence, length in zip(found, lengths, strict=True)
-        }
-        return {sequence: length for sequence, length in taken.items() if length}
+        each = 0.0 if self.drafter is None else self.drafter.seconds(len(found), seconds[0], self._queue)
+        offers = [(drafting_of(sequence).rate, len(drafted)) for sequence, drafted in found.items()]
+        lengths = best_lengths(offers, seconds, rows, each)
+        taken = dict[OneSequence, int]()
+        for sequence, length in zip(found, lengths, strict=True):
+            drafting = drafting_of(sequence)
+            if length:
+                drafting.paid()
+                self._gap = 1
+            lacking = 0 if self.drafter is None else self.drafter.lacking(sequence)
+            tried = length or drafting.refused(len(found[sequence]))
+            if length or (tried and (lacking <= MOST_ROWS or drafting.explores)):
+                taken[sequence] = tried
+        return taken
 
     def _found(self, sequence: OneSequence) -> list[int]:
         """Returns what is drafted for a sequence, as far as it could count: nothing after its end does. If a
@@ -139,8 +147,7 @@ class _ModelDrafts:
         if drafting.pauses():
             return []
         if drafting.index is None:
-            lacking = tokens.length - drafting.followed
-            return [0] * most if lacking <= WEIGHTS * sequence.remaining else []
+            return [0] * most if tokens.length - drafting.followed <= WEIGHTS * sequence.remaining else []
         drafted, drafting.kind = drafting.index.draft(tokens, most)
         ends = sequence.sampling.stop_token_ids
         return next((drafted[:i] for i, token in enumerate(drafted) if token in ends), drafted)
@@ -149,8 +156,11 @@ class _ModelDrafts:
         """Returns what is known of a sequence at first."""
         rates = [rate.heir() for rate in self._rates]
         if self.drafter is not None:
-            next_pause, self._next_pause = self._next_pause, max(FIRST_PAUSE, self._next_pause // 2)
-            return Drafting(rates, followed=self.drafter.cached(sequence), next_pause=next_pause)
+            explores = self._unexplored == 0
+            if explores:
+                self._gap = min(2 * self._gap, _LONGEST_GAP)
+            self._unexplored = self._gap - 1 if explores else self._unexplored - 1
+            return Drafting(rates, followed=self.drafter.cached(sequence), explores=explores)
         most = sequence.prompt_length + sequence.sampling.max_tokens
         return Drafting(rates, NgramIndex(min(self._queue.card.context_length, most)))
 
@@ -158,16 +168,10 @@ class _ModelDrafts:
         self._times.note(inflight.tokens, result.seconds - result.drafting)
         for sequence, count in inflight.batch:
             if count > 1 and not sequence.over:
-                right, drafting = valid[sequence.id] - 1, _drafting(sequence)
+                right, drafting = valid[sequence.id] - 1, drafting_of(sequence)
                 drafting.verified(right, count - 1)
-                self._next_pause = drafting.next_pause
                 self._rates[drafting.kind].note(right, count - 1)
                 self._queue.stats.drafted_tokens += count - 1
                 self._queue.stats.accepted_tokens += right
         if self.drafter is not None and inflight.job.drafting is not None:
             self.drafter.ended(inflight.job.drafting, inflight.batch, valid, result.drafting)
-
-
-def _drafting(sequence: OneSequence) -> Drafting:
-    assert sequence.drafting is not None
-    return sequence.drafting

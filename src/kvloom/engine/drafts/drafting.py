@@ -8,8 +8,9 @@ from typing import Final
 from kvloom.engine.drafts.lengths import Acceptance
 from kvloom.engine.drafts.ngrams import NgramIndex
 
-FIRST_PAUSE: Final = 16  # steps
+_FIRST_PAUSE: Final = 16  # steps
 _LONGEST_PAUSE: Final = 1024
+_LONGEST_IF_LIKELY: Final = 128  # if drafts are not hopeless, but do not pay beside so many others
 _TRIAL: Final = 2  # tokens that are drafted after a pause, whether they pay or not
 _HOPELESS: Final = 0.3  # the rate below which drafts pause that do not pay; others wait for fewer rows
 
@@ -27,9 +28,11 @@ class Drafting:
     """The index in `rates` of what drafted last."""
     followed: int = 0
     """Tokens of which the model that drafts had K and V, when it was last asked."""
+    explores: bool = False
+    """The model that drafts may compute a long prompt for the first trial."""
     pause: int = 0
     """Steps that are left of a pause."""
-    next_pause: int = FIRST_PAUSE
+    next_pause: int = _FIRST_PAUSE
     """Steps of the next pause."""
     trial_due: bool = False
     """It has paused, and what is drafted next is tried."""
@@ -56,12 +59,17 @@ class Drafting:
         hopeless = self.rate < _HOPELESS
         if hopeless or self.index is None:
             self.pause, self.trial_due = self.next_pause, True
-        if hopeless:
-            self.next_pause = min(2 * self.next_pause, _LONGEST_PAUSE)
+            self.next_pause = min(2 * self.next_pause, _LONGEST_PAUSE if hopeless else _LONGEST_IF_LIKELY)
         return 0
+
+    def paid(self) -> None:
+        """Takes note that drafted tokens pay."""
+        if self.index is None:
+            self.next_pause = _FIRST_PAUSE
 
     def verified(self, right: int, drafted: int) -> None:
         """Takes note that of the drafted tokens the first ones were right."""
+        self.explores = False
         self.rates[self.kind].note(right, drafted)
-        if right == drafted:
-            self.next_pause = FIRST_PAUSE
+        if right == drafted and self.index is not None:
+            self.next_pause = _FIRST_PAUSE
