@@ -28,7 +28,7 @@ benchmark starts both sides itself. Some two hours in full; --quick proves that 
   downtime       how long a request that moves keeps its caller waiting
   truth          what the simulation says of this machine against what it does
   adapters       requests of many adapters in one batch against the base's own
-  speculation    the pace with drafts by n-grams against none
+  speculation    the pace with drafts by n-grams and by a model against none
   embeddings     64 texts a request against sentence-transformers
   formats        decoding and prefill by the number format of the weights
   mixed          time per token while long prompts come, with and without mixed jobs
