@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from kvloom.engine.batching.view import UnitView
 from kvloom.engine.drafts.drafting import Drafting
@@ -24,6 +25,9 @@ from kvloom.types.request import ModelCard
 from kvloom.types.spec import MOST_ROWS
 
 
+_LONGEST_GAP: Final = 64  # sequences, of which one explores if drafts do not pay
+
+
 class DraftModel:
     """The model that drafts for one other."""
 
@@ -31,6 +35,8 @@ class DraftModel:
         """queue: its own, in which its own requests run."""
         self._queue = queue
         self._times = RowTimes()
+        self._gap = 1  # sequences of which one explores
+        self._left = 0  # sequences that begin before the next one does
 
     @classmethod
     def of(cls, queue: ModelQueue, other: ModelCard) -> DraftModel:
@@ -66,6 +72,24 @@ class DraftModel:
         """Returns the tokens of a sequence that are to be computed before more can be drafted, as far as is
         known: what has given way since is not."""
         return sequence.tokens.length - drafting_of(sequence).followed
+
+    def may_try(self, sequence: OneSequence) -> bool:
+        """Returns whether a trial that does not pay is worth what is to be computed for it first."""
+        return drafting_of(sequence).explores or self.lacking(sequence) <= MOST_ROWS
+
+    def explores(self) -> bool:
+        """Returns whether a sequence that begins may compute a long prompt for a trial. While drafts do not
+        pay, fewer and fewer may: only trials tell that they would pay again."""
+        if self._left:
+            self._left -= 1
+            return False
+        self._gap = min(2 * self._gap, _LONGEST_GAP)
+        self._left = self._gap - 1
+        return True
+
+    def paid(self) -> None:
+        """Takes note that drafts pay."""
+        self._gap = 1
 
     def room(self, view: UnitView) -> int:
         """Returns the blocks that drafts may hold during a job: those that nobody wants, and of its own

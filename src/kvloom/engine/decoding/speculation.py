@@ -32,7 +32,6 @@ from kvloom.types.job import JobResult, Phase
 from kvloom.types.spec import MOST_DRAFTED, MOST_ROWS, EngineSpec
 
 PATIENCE: Final = 8  # steps that a job of a model that drafts takes at most
-_LONGEST_GAP: Final = 64  # sequences, of which one explores if a model's drafts do not pay
 
 
 class Speculation:
@@ -94,8 +93,6 @@ class _ModelDrafts:
         self._queue = queue
         self.drafter = drafter
         self._times = RowTimes()
-        self._unexplored = 0  # sequences that begin before another one explores
-        self._gap = 1  # sequences of which one explores
         self._rates = [Acceptance() for _ in (SIZES if drafter is None else (1,))]
 
     def drafts(self, ready: Sequence[OneSequence], view: UnitView, free: int) -> StepDrafts | None:
@@ -129,11 +126,12 @@ class _ModelDrafts:
             drafting = drafting_of(sequence)
             if length:
                 drafting.paid()
-                self._gap = 1
-            lacking = 0 if self.drafter is None else self.drafter.lacking(sequence)
-            tried = length or drafting.refused(len(found[sequence]))
-            if length or (tried and (lacking <= MOST_ROWS or drafting.explores)):
-                taken[sequence] = tried
+                taken[sequence] = length
+            elif tried := drafting.refused(len(found[sequence])):
+                if self.drafter is None or self.drafter.may_try(sequence):
+                    taken[sequence] = tried
+        if self.drafter is not None and any(lengths):
+            self.drafter.paid()
         return taken
 
     def _found(self, sequence: OneSequence) -> list[int]:
@@ -156,11 +154,8 @@ class _ModelDrafts:
         """Returns what is known of a sequence at first."""
         rates = [rate.heir() for rate in self._rates]
         if self.drafter is not None:
-            explores = self._unexplored == 0
-            if explores:
-                self._gap = min(2 * self._gap, _LONGEST_GAP)
-            self._unexplored = self._gap - 1 if explores else self._unexplored - 1
-            return Drafting(rates, followed=self.drafter.cached(sequence), explores=explores)
+            cached, explores = self.drafter.cached(sequence), self.drafter.explores()
+            return Drafting(rates, followed=cached, explores=explores)
         most = sequence.prompt_length + sequence.sampling.max_tokens
         return Drafting(rates, NgramIndex(min(self._queue.card.context_length, most)))
 
