@@ -24,7 +24,6 @@ from kvloom.types.job import Drafted, DraftSteps
 from kvloom.types.request import ModelCard
 from kvloom.types.spec import MOST_ROWS
 
-
 _LONGEST_GAP: Final = 64  # sequences, of which one explores if drafts do not pay
 
 

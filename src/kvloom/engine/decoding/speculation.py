@@ -69,7 +69,7 @@ class Speculation:
         else:
             steps = min(steps, PATIENCE)
         for one in known:
-            one.pause = max(0, one.pause - steps + 1)  # one was counted
+            one.passed(steps - 1)  # one was counted
         return steps
 
     def verified(self, inflight: InflightBatch, valid: Mapping[int, int], result: JobResult) -> None:
@@ -127,9 +127,10 @@ class _ModelDrafts:
             if length:
                 drafting.paid()
                 taken[sequence] = length
-            elif tried := drafting.refused(len(found[sequence])):
-                if self.drafter is None or self.drafter.may_try(sequence):
-                    taken[sequence] = tried
+                continue
+            tried = drafting.refused(len(found[sequence]))
+            if tried and (self.drafter is None or self.drafter.may_try(sequence)):
+                taken[sequence] = tried
         if self.drafter is not None and any(lengths):
             self.drafter.paid()
         return taken
@@ -155,7 +156,7 @@ class _ModelDrafts:
         rates = [rate.heir() for rate in self._rates]
         if self.drafter is not None:
             cached, explores = self.drafter.cached(sequence), self.drafter.explores()
-            return Drafting(rates, followed=cached, explores=explores)
+            return Drafting(rates, followed=cached, explores=explores, trial_due=explores)
         most = sequence.prompt_length + sequence.sampling.max_tokens
         return Drafting(rates, NgramIndex(min(self._queue.card.context_length, most)))
 

@@ -10,7 +10,7 @@ from kvloom.engine.drafts.ngrams import NgramIndex
 
 _FIRST_PAUSE: Final = 16  # steps
 _LONGEST_PAUSE: Final = 1024
-_LONGEST_IF_LIKELY: Final = 128  # if drafts are not hopeless, but do not pay beside so many others
+_LONGEST_IF_LIKELY: Final = 128  # steps between two trials of drafts that are likely, but do not pay
 _TRIAL: Final = 2  # tokens that are drafted after a pause, whether they pay or not
 _HOPELESS: Final = 0.3  # the rate below which drafts pause that do not pay; others wait for fewer rows
 
@@ -34,8 +34,10 @@ class Drafting:
     """Steps that are left of a pause."""
     next_pause: int = _FIRST_PAUSE
     """Steps of the next pause."""
+    refusals: int = 0
+    """Steps in which likely drafts did not pay, since the last trial."""
     trial_due: bool = False
-    """It has paused, and what is drafted next is tried."""
+    """What is drafted next is tried, whether it pays or not."""
 
     @property
     def rate(self) -> float:
@@ -49,17 +51,26 @@ class Drafting:
         self.pause -= 1
         return True
 
+    def passed(self, steps: int) -> None:
+        """Takes note of steps for which nothing was looked for."""
+        self.pause = max(0, self.pause - steps)
+        self.refusals += steps
+
     def refused(self, found: int) -> int:
         """Takes note that of the `found` tokens that are drafted none pays. Returns how many are tried
-        anyway. Of a model, whose steps cost, even likely ones may not pay, and only a trial tells if they do
-        again."""
+        anyway. Likely ones of a model, whose steps cost, do not pause, because they may pay beside fewer
+        others; but they are tried after as many steps, because only that tells how likely they are by now."""
         if self.trial_due:
             self.trial_due = False
             return min(_TRIAL, found)
-        hopeless = self.rate < _HOPELESS
-        if hopeless or self.index is None:
+        if self.rate < _HOPELESS:
             self.pause, self.trial_due = self.next_pause, True
-            self.next_pause = min(2 * self.next_pause, _LONGEST_PAUSE if hopeless else _LONGEST_IF_LIKELY)
+            self.next_pause = min(2 * self.next_pause, _LONGEST_PAUSE)
+        elif self.index is None:
+            self.refusals += 1
+            if self.refusals >= self.next_pause:
+                self.refusals, self.trial_due = 0, True
+                self.next_pause = min(2 * self.next_pause, _LONGEST_IF_LIKELY)
         return 0
 
     def paid(self) -> None:
