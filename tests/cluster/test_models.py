@@ -62,6 +62,18 @@ async def test_a_unit_that_would_serve_nothing_goes_with_its_model() -> None:
         assert played.done == ["start z", "stop z", "forget z"]
 
 
+async def test_a_model_that_drafts_for_another_is_not_removed_before_that() -> None:
+    async with managed(1) as played:
+        played.processes.starts.set()
+        fast = ModelSpec(name="fast", path="/fast", speculation="other")
+        await played.orders.add(replace(spec("z"), models=(OTHER, fast)))
+        with pytest.raises(Conflict, match=r"^other drafts for fast on z; to remove fast first is right$"):
+            await played.orders.remove_model("other")
+        await played.orders.remove_model("fast")
+        await played.orders.remove_model("other")
+        assert played.states() == {"a": "up"}
+
+
 async def test_a_model_whose_files_are_refused_touches_no_unit() -> None:
     async with managed(2) as played:
         played.fleets.world.engines["a"].refuses = "models.other: its config.json is no object"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvloom.engine.engine import Engine
+from kvloom.types.errors import ConfigError
 from kvloom.types.request import Guide, StartGenerate
 from kvloom.types.spec import EngineSpec
 from tests.checkpoints import VOCAB, make_checkpoint, make_repeating
@@ -166,6 +168,62 @@ def test_a_guided_request_does_not_draft(paths: Paths, how: str) -> None:
             assert (await engine.load()).models["m"].drafted_tokens_total == 0
 
     asyncio.run(play())
+
+
+@BOTH
+def test_a_single_sequence_at_a_time_drafts(paths: Paths, how: str) -> None:
+    bodies = [body("m", [i, i + 1], max_tokens=60, seed=i, temperature=0.3) for i in range(3)]
+    assert check_same(paths, how, bodies, 3, max_running=1) > FEW
+
+
+def test_ranks_draft_as_well(paths: Paths) -> None:
+    bodies = [body("m", [i, i + 1], max_tokens=60, seed=i, temperature=0.3) for i in range(3)]
+    assert check_same(paths, SMALL, bodies, 3, tensor_parallel=2) > FEW
+
+
+def test_what_is_drafted_gives_way_to_requests_of_the_model_that_drafts(paths: Paths) -> None:
+    """Both are asked at once, in a pool that holds neither's."""
+    spec = speculating(paths, SMALL, kv_bytes=200 << 10)
+    bodies = [
+        replace(body("m", [i], max_tokens=100, seed=i), model=("m", SMALL)[i % 2], request=f"r{i}")
+        for i in range(12)
+    ]
+
+    async def both() -> None:
+        found, _ = await answers(spec, bodies, 12)
+        alone, _ = await answers(replace(spec, kv_bytes=4 << 20), bodies, 1)
+        assert [one.tokens for one in found] == [one.tokens for one in alone]
+
+    asyncio.run(both())
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (
+            {"vocab_size": VOCAB + 64},
+            f"models.m.speculation: small has {VOCAB + 64} tokens and m {VOCAB}; a model with the same",
+        ),
+        (
+            None,
+            "models.m.speculation: small and m have unlike tokenizers; a model with the same one is right",
+        ),
+    ],
+)
+def test_a_model_with_other_tokens_cannot_draft(
+    paths: Paths, tmp_path: Path, other: dict[str, int] | None, said: str
+) -> None:
+    small = make_checkpoint(tmp_path, "llama", **(other or {}))
+    if other is None:
+        file = small / "tokenizer.json"
+        file.write_text(file.read_text().replace("<extra300>", "<other300>"))
+
+    async def start() -> None:
+        async with running(speculating(Paths(paths.m, small), SMALL)):
+            pass
+
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        asyncio.run(start())
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "mixtral", "gpt2"])
