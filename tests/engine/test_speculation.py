@@ -171,6 +171,14 @@ def test_a_guided_request_does_not_draft(paths: Paths, how: str) -> None:
 
 
 @BOTH
+def test_a_draft_that_ends_the_stream_is_its_last_token(paths: Paths, how: str) -> None:
+    """Streams begin in the circle from 0 to 9, and leave it for one that has an end in its middle."""
+    ends = list(range(15, VOCAB, 10))
+    bodies = [body("m", [i], max_tokens=200, seed=i, temperature=0.4, stop_token_ids=ends) for i in range(10)]
+    assert check_same(paths, how, bodies, 1) > 0
+
+
+@BOTH
 def test_a_single_sequence_at_a_time_drafts(paths: Paths, how: str) -> None:
     bodies = [body("m", [i, i + 1], max_tokens=60, seed=i, temperature=0.3) for i in range(3)]
     assert check_same(paths, how, bodies, 3, max_running=1) > FEW
