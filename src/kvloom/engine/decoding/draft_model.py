@@ -73,8 +73,10 @@ class DraftModel:
         return sequence.tokens.length - drafting_of(sequence).followed
 
     def may_try(self, sequence: OneSequence) -> bool:
-        """Returns whether a trial that does not pay is worth what is to be computed for it first."""
-        return drafting_of(sequence).explores or self.lacking(sequence) <= MOST_ROWS
+        """Returns whether a trial that does not pay is worth what is to be computed for it first: for a
+        sequence that explores, and later for one that drafts have paid for, if little is."""
+        drafting = drafting_of(sequence)
+        return drafting.explores or (drafting.has_paid and self.lacking(sequence) <= MOST_ROWS)
 
     def explores(self) -> bool:
         """Returns whether a sequence that begins may compute a long prompt for a trial. While drafts do not

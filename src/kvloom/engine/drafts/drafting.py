@@ -30,6 +30,8 @@ class Drafting:
     """Tokens of which the model that drafts had K and V, when it was last asked."""
     explores: bool = False
     """The model that drafts may compute a long prompt for the first trial."""
+    has_paid: bool = False
+    """Drafts have paid at some step, so that a model may try again when they do not any more."""
     pause: int = 0
     """Steps that are left of a pause."""
     next_pause: int = _FIRST_PAUSE
@@ -75,6 +77,7 @@ class Drafting:
 
     def paid(self) -> None:
         """Takes note that drafted tokens pay."""
+        self.has_paid = True
         if self.index is None:
             self.next_pause = _FIRST_PAUSE
 
