@@ -78,7 +78,7 @@ def _stamp() -> Path:
 def _sources() -> str:
     """Returns a digest of what the cache depends on."""
     found = hashlib.sha256("".join(metadata.version(name) for name in ("numba", "llvmlite")).encode())
-    for file in sorted(_SOURCES.rglob("*.py")):
+    for file in sorted([*_SOURCES.glob("*.py"), *_SOURCES.glob("cpu/**/*.py")]):
         found.update(file.read_bytes())
     return found.hexdigest()
 
