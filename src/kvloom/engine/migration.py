@@ -192,8 +192,8 @@ class Llumlet:
     def select_migration(self, body: Offer) -> Offered:
         """Returns the request that is to move to a unit, if there is one. Requests that wait behind a first
         one that finds no room go before all that run: nothing is copied. The paper leaves such requests at
-        their unit, and so does this under the policy of the paper's engine. Then requests at home go before those that are offloaded, whose leaving frees no block
-        here, and whose K and V are computed again."""
+        their unit, and so does this under the policy of the paper's engine. Then requests at home go before
+        those that are offloaded, whose leaving frees no block here, and whose K and V are computed again."""
         besides = frozenset(body.besides)
         for one in self._stuck():
             there = body.destination.model(one.model)

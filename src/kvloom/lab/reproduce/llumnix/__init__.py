@@ -7,6 +7,7 @@ from typing import Final
 from kvloom.lab.reproduce.llumnix.downtime import figure_10
 from kvloom.lab.reproduce.llumnix.engine_alone import figure_3, figure_5
 from kvloom.lab.reproduce.llumnix.figure_11 import figure_11
+from kvloom.lab.reproduce.llumnix.fragmentation import figure_12
 from kvloom.lab.reproduce.llumnix.priorities import section_64
 from kvloom.lab.reproduce.llumnix.scaling import section_65
 from kvloom.lab.reproduce.llumnix.stress import section_66
@@ -17,6 +18,7 @@ EXPERIMENTS: Final = (
     Experiment("5", figure_5),
     Experiment("10", figure_10),
     Experiment("11", figure_11, figure_11, ("traffic", "rates", "draws", "requests")),
+    Experiment("12", figure_12, figure_12, ("traffic", "rates", "requests")),
     Experiment("section-6.4", section_64),
     Experiment("section-6.5", section_65, section_65, ("rates", "thresholds", "requests")),
     Experiment("section-6.6", section_66),

@@ -167,8 +167,8 @@ def _against(runs: Sequence[Run], curves: Curves) -> Iterator[Claim]:
     yield Claim(
         said=f"wanted: INFaaS++'s P99 prefill within a factor of {FACTOR:g} at {MOST:.0%} of the points",
         holds=len(near) >= MOST * len(told),
-        found=f"at {len(near)} of {len(told)}: {least:.2f}× at the least ({_at(low)}), {most:.2f}× at the most "
-        f"({_at(high)})",
+        found=f"at {len(near)} of {len(told)}: {least:.2f}× at the least ({_at(low)}), {most:.2f}× at the "
+        f"most ({_at(high)})",
     )
     for measure, (column, _, of) in MEASURES.items():
         yield from _order(runs, curves, measure, column.split(",")[0], of)

@@ -78,7 +78,7 @@ class Run:
 def section_65(scale: Scale, tell: Tell, options: Options | None = None) -> Report:
     """Plays three systems at each second load, and at one of them with other thresholds."""
     options = options or Options()
-    loads = LOADS[::2] if scale == "full" else LOADS[:1]
+    loads: tuple[Load, ...] = LOADS[::2] if scale == "full" else LOADS[:1]
     if options.rates:
         loads = tuple(_load(rate) for rate in options.rates)
     plan = [(load, system, float(LOW)) for load in loads for system in SYSTEMS]
@@ -186,8 +186,8 @@ def _cost(runs: Sequence[Run]) -> Iterator[Cell]:
 
 def savings(runs: Sequence[Run], own: System) -> Iterator[float]:
     """Yields what `own` saves against each run under INFaaS++ at the same P99, which lies between two of its
-    own runs with other thresholds; instances are straight in the logarithm of P99 there. Runs that are quicker
-    or slower than all of its own tell nothing."""
+    own runs with other thresholds; instances are straight in the logarithm of P99 there. Runs that are
+    quicker or slower than all of its own tell nothing."""
     points = sorted((math.log(one.point.prefill.p99), one.point.units) for one in runs if one.system is own)
     times, units = zip(*points, strict=True)
     for one in (run.point for run in runs if run.system is INFAAS):

@@ -1,31 +1,36 @@
-"""What scheduling 64 instances costs (section 6.6).
+"""What scheduling 64 instances costs, by kvloom and in one place (section 6.6).
 
 Instances, links and time are virtual; the scheduler's, the router's and the engines' own calls are the real
 ones, and what is told of them is CPU time of this machine. In virtual time they take none.
+
+The baseline is one scheduler for all instances: each of their steps waits until it has decided the steps
+that were asked for before. A decision takes what a step of kvloom's engine costs this machine, the
+simulator's part of it included.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import thread_time
 from typing import Final
 
 import numpy as np
 
 from kvloom.cluster.scheduler import FleetScheduler
-from kvloom.lab.reproduce.llumnix.point import INTERVAL
-from kvloom.lab.reproduce.llumnix.setup import make_units
+from kvloom.lab.reproduce.llumnix.point import INTERVAL, Times, play_point
+from kvloom.lab.reproduce.llumnix.setup import KVLOOM, MODEL, make_units
+from kvloom.lab.reproduce.llumnix.systems import System
 from kvloom.lab.reproduce.llumnix.traffic import SHORT
 from kvloom.lab.reproduce.report import Grid, Report, Scale, Tell
 from kvloom.lab.reproduce.setup import VOCAB, TellPart, check_answered, play_all, tell_each
 from kvloom.lab.sim.fleet import SimulatedFleet, simulated
 from kvloom.lab.sim.run import play
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
-from kvloom.lab.workload.request import Prompts, RequestResult
+from kvloom.lab.workload.request import Prompts, RequestResult, WorkloadRequest
 from kvloom.router import Call
-from kvloom.router.program import Program
+from kvloom.router.program import Program, load_program
 from kvloom.router.replicas import Fleet
 from kvloom.router.rescheduling import Rescheduler
 from kvloom.types.client import Frames
@@ -39,7 +44,8 @@ PERIOD: Final = 0.5  # seconds: the scheduler's, and a report's
 
 _STRESS_HEADS: Final = (
     "req/s", "gateway: a dispatch", "P99", "of a core", "scheduler: a period", "longest", "of a core",
-    "engine: a report", "of a core", "between tokens", "moved",
+    "engine: a report", "of a core", "between tokens", "moved", "in one place: a stall", "P99",
+    "between tokens",
 )  # fmt: skip
 
 
@@ -72,6 +78,10 @@ class Stress:
     report: Meter
     decode: float
     moved: int
+    stalls: Times
+    """Of each step, where all are decided in one place."""
+    central: float
+    """Mean seconds between tokens there."""
 
     @property
     def cores(self) -> tuple[float, float, float]:
@@ -102,18 +112,66 @@ class Watched:
         await self._fleet.scale(steps)
 
 
+Decision = Callable[[int], float]  # seconds of deciding a step of so many sequences
+
+
+def step_cost(few: int = 4, many: int = 64, tokens: int = 400) -> Decision:
+    """Returns what a step of so many sequences costs one core of this machine: straight between two batches,
+    of which each is decoded for `tokens` steps. The work of the simulator is in it."""
+
+    def spent(count: int) -> float:
+        asked = [WorkloadRequest(at=0.0, model=MODEL, prompt=16, output=tokens) for _ in range(count)]
+
+        async def main() -> None:
+            units = [replace(unit, stride=1) for unit in make_units(1)]
+            clock = LoopClock(asyncio.get_running_loop())
+            async with simulated(units, load_program("data_parallel", {})) as fleet:
+                await play(fleet.server, asked, Prompts(VOCAB), clock, check_answered, interval=tokens)
+
+        began = thread_time()
+        run_virtual(main())
+        return (thread_time() - began) / tokens
+
+    low, high = spent(few), spent(many)
+    each = max(0.0, (high - low) / (many - few))
+    return lambda count: max(0.0, low + each * (count - few))
+
+
+class Central:
+    """One scheduler for the steps of all instances, which decides one after the other."""
+
+    def __init__(self, decision: Decision) -> None:
+        self._decision = decision
+        self._free_at = 0.0
+        self.stalls: list[float] = []
+
+    def stall(self, sequences: int) -> float:
+        """Returns the seconds for which a step that is asked for now has to wait."""
+        now = asyncio.get_running_loop().time()
+        self._free_at = max(now, self._free_at) + self._decision(sequences)
+        self.stalls.append(self._free_at - now)
+        return self.stalls[-1]
+
+
 def section_66(scale: Scale, tell: Tell) -> Report:
     """64 instances at rising rates."""
     rates, requests = (RATES, REQUESTS) if scale == "full" else (RATES[:1], 60)
+    decision = step_cost()
     found = play_all(
-        rates, lambda rate, part: stress(rate, requests, part), lambda rate: f"{rate:g} req/s", tell
+        rates, lambda rate, part: stress(rate, requests, decision, part), lambda rate: f"{rate:g} req/s", tell
     )
     return report_66(found)
 
 
-def stress(rate: float, requests: int, tell: TellPart) -> Stress:
-    """Raises RuntimeError if a request is not answered."""
-    return run_virtual(_Stress(rate, requests, tell).main())
+def stress(rate: float, requests: int, decision: Decision, tell: TellPart) -> Stress:
+    """Raises RuntimeError if a request is not answered. decision: of the scheduler in one place."""
+    central = Central(decision)
+    units = [replace(unit, stride=1, overhead=central.stall) for unit in make_units(STRESSED)]
+    asked = SHORT.requests(rate, requests)
+    system = System("in one place", KVLOOM, load_program("freest", {}))
+    point = play_point(system, units, asked, tell_each(lambda part: tell(part / 2), requests))
+    rest = _Stress(rate, requests, lambda part: tell((1 + part) / 2))
+    return run_virtual(rest.main(Times.of(np.array(central.stalls)), point.decode.mean))
 
 
 class _Stress:
@@ -124,7 +182,8 @@ class _Stress:
         self._dispatch, self._period, self._report = Meter(), Meter(), Meter()
         self._steps: list[float] = []
 
-    async def main(self) -> Stress:
+    async def main(self, stalls: Times, central: float) -> Stress:
+        """stalls, central: those of the scheduler in one place."""
         clock = LoopClock(asyncio.get_running_loop())
         units = make_units(STRESSED)
         async with (
@@ -145,6 +204,8 @@ class _Stress:
             self._report,
             sum(self._steps) / len(self._steps),
             rescheduler.moved,
+            stalls,
+            central,
         )
 
     async def _freest(self, call: Call, fleet: Fleet) -> Frames:
@@ -199,4 +260,6 @@ def _rows(found: Sequence[Stress]) -> Iterator[tuple[str, ...]]:
             engine,
             f"{one.decode * 1e3:.1f} ms",
             f"{one.moved:,}",
+            *(f"{seconds * 1e3:.2f} ms" for seconds in (one.stalls.mean, one.stalls.p99)),
+            f"{one.central * 1e3:.1f} ms",
         )
