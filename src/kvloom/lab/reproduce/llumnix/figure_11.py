@@ -34,7 +34,7 @@ from kvloom.lab.reproduce.report import Cell, Claim, Grid, Options, Report, Scal
 from kvloom.lab.reproduce.setup import TellPart, play_all, tell_each
 
 PUBLISHED_SYSTEMS: Final = (ROUND_ROBIN, INFAAS, LLUMNIX)  # whose curves the paper draws
-OTHERS: Final = (INFAAS_BY_COUNT, LLUMNIX_BY_COUNT, OWN_INFAAS, OWN)
+OTHERS: Final = (INFAAS_BY_COUNT, LLUMNIX_BY_COUNT, OWN_INFAAS)  # played at the middle rate
 DRAWN: Final = (SHAREGPT.name, BURSTGPT.name)  # where the paper draws round-robin too
 EQUAL: Final = 0.02  # of it two latencies count as equal
 BETTER: Final = 3.0  # times as short as under INFaaS++ at its best rate, in every curve of the paper
@@ -74,14 +74,16 @@ class Run:
 
 
 def figure_11(scale: Scale, tell: Tell, options: Options | None = None) -> Report:
-    """Plays all systems: over the published rates, the first, the middle and the last one."""
+    """Plays all systems: at the first, the middle and the last one of the published rates, or at those that
+    are chosen."""
     options, curves = options or Options(), read_curves()
     own = TRAFFICS if scale == "full" else (SHAREGPT,)
     plan = [
         (traffic, rate, system)
         for traffic in chosen_traffic(options, own)
-        for rate in chosen_rates(options, traffic, _thinned(traffic.rates, scale))
-        for system in _systems(traffic)
+        for rates in (chosen_rates(options, traffic, _thinned(traffic.rates, scale)),)
+        for rate in rates
+        for system in _systems(traffic, others=bool(options.rates) or rate == rates[len(rates) // 2])
     ]
     instances, count = SIZES[scale]
     count, draws = options.requests or count, options.draws or DRAWS[scale]
@@ -101,9 +103,9 @@ def figure_11(scale: Scale, tell: Tell, options: Options | None = None) -> Repor
     return report_11(found, curves, count)
 
 
-def _systems(traffic: Traffic) -> tuple[System, ...]:
+def _systems(traffic: Traffic, *, others: bool) -> tuple[System, ...]:
     published = PUBLISHED_SYSTEMS if traffic.name in DRAWN else PUBLISHED_SYSTEMS[1:]
-    return (*published, *OTHERS)
+    return (*published, *(OTHERS if others else ()), OWN)
 
 
 def _thinned(rates: Sequence[float], scale: Scale) -> Sequence[float]:
@@ -116,10 +118,10 @@ def _thinned(rates: Sequence[float], scale: Scale) -> Sequence[float]:
 def report_11(runs: Sequence[Run], curves: Curves, count: int) -> Report:
     """runs: of each rate all of its systems. count: requests of each draw."""
     draws = len(runs[0].draws)
+    spread = f"means of {draws} draws, with the least and the most of one" if draws > 1 else "one draw"
     return Report(
         name="figure 11",
-        title=f"16 LLaMA-7B on A10, {count:,} requests, "
-        + (f"means of {draws} draws" if draws > 1 else "one draw"),
+        title="16 LLaMA-7B on A10",
         cells=tuple(cell for run in runs for cell in _cells(run, curves)),
         claims=(
             *_against(runs, curves),
@@ -131,7 +133,7 @@ def report_11(runs: Sequence[Run], curves: Curves, count: int) -> Report:
         ),
         grids=(
             Grid(
-                title="ours, means of all draws, and the least and the most of one",
+                title=f"ours, {count:,} requests, {spread}",
                 heads=_HEADS,
                 rows=tuple(map(_row, runs)),
             ),
@@ -213,9 +215,10 @@ def _claims(name: str, runs: Sequence[Run]) -> Iterator[Claim]:
 
 
 def _gains(runs: Sequence[Run], over: System, own: System, of: Measure) -> list[tuple[float, float]]:
-    """Returns how many times as short it is under one system as over another, and at which rate."""
+    """Returns how many times as short it is under one system as over another, and at which rate, of
+    those at which both were played."""
     found = {(run.rate, run.system.name): run.mean(of) for run in runs}
-    rates = dict.fromkeys(run.rate for run in runs)
+    rates = [rate for rate, name in found if name == over.name and (rate, own.name) in found]
     return [(found[rate, over.name] / found[rate, own.name], rate) for rate in rates]
 
 

@@ -24,7 +24,7 @@ MODEL: Final = "llama-7b"
 DEVICE: Final = "A10"
 INSTANCES: Final = 16
 POOL: Final = 13_616  # tokens an instance (section 6.1)
-SIZES: Final[Mapping[Scale, tuple[int, int]]] = {"full": (INSTANCES, 3000), "small": (4, 60)}
+SIZES: Final[Mapping[Scale, tuple[int, int]]] = {"full": (INSTANCES, 5000), "small": (4, 60)}
 """Instances, and requests of a draw; the paper has 10,000. Rates are a fleet's of INSTANCES."""
 DRAWS: Final[Mapping[Scale, int]] = {"full": 3, "small": 1}
 
