@@ -6,8 +6,8 @@ import pytest
 
 from kvloom.engine.freeness import Arrival
 from kvloom.lab.reproduce.llumnix.curves import Curves
-from kvloom.lab.reproduce.llumnix.figure_11 import Run, figure_11, report_11
 from kvloom.lab.reproduce.llumnix.point import Point, Times, play_point, units_of
+from kvloom.lab.reproduce.llumnix.serving import Run, figure_11, report_11
 from kvloom.lab.reproduce.llumnix.setup import KVLOOM, MODEL, PUBLISHED
 from kvloom.lab.reproduce.llumnix.systems import (
     INFAAS,

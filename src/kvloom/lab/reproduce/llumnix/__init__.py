@@ -6,10 +6,10 @@ from typing import Final
 
 from kvloom.lab.reproduce.llumnix.downtime import figure_10
 from kvloom.lab.reproduce.llumnix.engine_alone import figure_3, figure_5
-from kvloom.lab.reproduce.llumnix.figure_11 import figure_11
 from kvloom.lab.reproduce.llumnix.fragmentation import figure_12
 from kvloom.lab.reproduce.llumnix.priorities import section_64
 from kvloom.lab.reproduce.llumnix.scaling import section_65
+from kvloom.lab.reproduce.llumnix.serving import figure_11
 from kvloom.lab.reproduce.llumnix.stress import section_66
 from kvloom.lab.reproduce.report import Experiment
 
