@@ -32,7 +32,8 @@ SLOWER: Final = 0.01  # of a step, while one moves
 
 _BEFORE: Final = 8  # tokens that it has when it is ordered away
 _AFTER: Final = 200
-_JUST: Final = 10  # steps before a move, with which those during it are compared: contexts grow
+_WARM: Final = 16  # steps of a batch before one of it moves: contexts grow
+_JUST: Final = 10  # the last of them, with which those during the move are compared
 _BATCH: Final = 8192  # tokens that run together
 
 
@@ -137,7 +138,7 @@ def beside(length: int) -> tuple[float, float]:
                     async for frame in frames:
                         if watched:
                             times.extend(loop.time() for event in frame if isinstance(event, TokenEvent))
-                        if len(times) >= _AFTER:
+                        if len(times) >= _WARM:
                             warm.set()
 
             reading = [group.create_task(read(body, body is bodies[0])) for body in bodies]
