@@ -34,7 +34,7 @@ from kvloom.lab.reproduce.report import Cell, Claim, Grid, Options, Report, Scal
 from kvloom.lab.reproduce.setup import TellPart, play_all, tell_each
 
 PUBLISHED_SYSTEMS: Final = (ROUND_ROBIN, INFAAS, LLUMNIX)  # whose curves the paper draws
-OTHERS: Final = (INFAAS_BY_COUNT, LLUMNIX_BY_COUNT, OWN_INFAAS)  # played at the middle rate
+OTHERS: Final = (INFAAS_BY_COUNT, LLUMNIX_BY_COUNT, OWN_INFAAS, OWN)
 DRAWN: Final = (SHAREGPT.name, BURSTGPT.name)  # where the paper draws round-robin too
 EQUAL: Final = 0.02  # of it two latencies count as equal
 BETTER: Final = 3.0  # times as short as under INFaaS++ at its best rate, in every curve of the paper
@@ -74,8 +74,8 @@ class Run:
 
 
 def figure_11(scale: Scale, tell: Tell, options: Options | None = None) -> Report:
-    """Plays all systems: at the first, the middle and the last one of the published rates, or at those that
-    are chosen."""
+    """Plays INFaaS++ and Llumnix at the first, the middle and the last one of the published rates, and all
+    others at the middle one; all at those that are chosen."""
     options, curves = options or Options(), read_curves()
     own = TRAFFICS if scale == "full" else (SHAREGPT,)
     plan = [
@@ -104,8 +104,9 @@ def figure_11(scale: Scale, tell: Tell, options: Options | None = None) -> Repor
 
 
 def _systems(traffic: Traffic, *, others: bool) -> tuple[System, ...]:
-    published = PUBLISHED_SYSTEMS if traffic.name in DRAWN else PUBLISHED_SYSTEMS[1:]
-    return (*published, *(OTHERS if others else ()), OWN)
+    if not others:
+        return INFAAS, LLUMNIX
+    return (*(PUBLISHED_SYSTEMS if traffic.name in DRAWN else PUBLISHED_SYSTEMS[1:]), *OTHERS)
 
 
 def _thinned(rates: Sequence[float], scale: Scale) -> Sequence[float]:

@@ -24,8 +24,8 @@ MODEL: Final = "llama-7b"
 DEVICE: Final = "A10"
 INSTANCES: Final = 16
 POOL: Final = 13_616  # tokens an instance (section 6.1)
-SIZES: Final[Mapping[Scale, tuple[int, int]]] = {"full": (INSTANCES, 5000), "small": (4, 60)}
-"""Instances, and requests of a draw; the paper has 10,000. Rates are a fleet's of INSTANCES."""
+SIZES: Final[Mapping[Scale, tuple[int, int]]] = {"full": (INSTANCES, 10_000), "small": (4, 60)}
+"""Instances, and requests of a draw. Rates are a fleet's of INSTANCES."""
 DRAWS: Final[Mapping[Scale, int]] = {"full": 3, "small": 1}
 
 LINK: Final = 2.5e9  # bytes a second: what figure 10's blocking copies reach over gloo
