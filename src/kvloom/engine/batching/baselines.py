@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from msgspec import structs
+
 from kvloom.engine.batching.view import (
     Action,
     Decode,
@@ -59,7 +61,7 @@ def vllm_2023(view: UnitView) -> Action | None:
     could be let in again before the step for which it gave way, and be taken from at once, for ever.
     """
     if view.walls:
-        return vllm_2023(replace(view, walls=False))
+        return vllm_2023(structs.replace(view, walls=False))
     if view.idle < view.compute:
         return None
     steps = [model for model in view.models if model.wants_decode]
