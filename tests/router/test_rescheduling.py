@@ -15,6 +15,7 @@ from kvloom.router.rescheduling import Rescheduler
 from kvloom.types.clock import WallClock
 from kvloom.types.errors import BadRequest, Unavailable
 from kvloom.types.service import FleetState, Pair, Pairs, Steps
+from kvloom.types.spec import Policy
 from kvloom.types.verbs import Offer, Offered, PrepRecv
 from tests.engine.plays import Reader
 from tests.modelled import expected, turns
@@ -299,7 +300,8 @@ async def test_who_waits_where_the_first_finds_no_room_goes_first_and_nothing_is
 
 
 async def test_who_waits_stays_under_the_policy_of_the_papers_engine() -> None:
-    for policy, offered in (("fcfs", "r"), ("vllm-2023", None)):
+    cases: list[tuple[Policy, str | None]] = [("fcfs", "r"), ("vllm-2023", None)]
+    for policy, offered in cases:
         async with units(2, blocks=260, policy=policy) as (here, there):
             crowd = await fill(here, 30)
             reader = Reader(here, generate(prompt(30)))
