@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvloom.engine.engine import Engine
 from kvloom.lab.sim.links import ModelledTransport
 from kvloom.types.request import SamplingParams, StartGenerate
+from kvloom.types.spec import Policy
 from kvloom.types.verbs import Prepared, PrepRecv, RemoteSend, Sent
 from tests.modelled import ModelledExecutor, engine_over, modelled, turns
 from tests.plane import Plane
@@ -53,13 +54,15 @@ class Unit:
 
 
 @asynccontextmanager
-async def units(count: int, *, seed: int = 0, blocks: int = 160) -> AsyncIterator[list[Unit]]:
+async def units(
+    count: int, *, seed: int = 0, blocks: int = 160, policy: Policy = "adbs"
+) -> AsyncIterator[list[Unit]]:
     plane, made = Plane(seed), []
     async with AsyncExitStack() as stack:
         for i in range(count):
             executor = ModelledExecutor(blocks, seed=seed + i)
             transport, clock = plane.join(f"unit-{i}", executor), ManualClock()
-            engine = engine_over(executor, transport, clock=clock)
+            engine = engine_over(executor, transport, clock=clock, policy=policy)
             await stack.enter_async_context(modelled(engine, executor))
             made.append(Unit(engine, executor, transport, clock))
         yield made

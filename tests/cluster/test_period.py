@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from kvloom.cluster.policies.autoscale import AddReplicas, RemoveReplica
 from kvloom.cluster.scheduler import Period, carried_out, decide
 from kvloom.engine.freeness import Thresholds
+from kvloom.lab.reproduce.llumnix.systems import published_freeness
 from kvloom.types.service import Pair, Scale, Steps, UnitGroup
 from tests.cluster.loads import model, unit
 
@@ -35,6 +36,17 @@ def test_a_period() -> None:
     assert Pair("e", "c") in fourth.pairs
     assert Pair("d", "c") in decide(needier, third, 12.0, BAND).pairs  # it stays
     assert decide({}, third, 12.0, BAND).pairs == ()
+
+
+def test_units_are_paired_by_the_measure_that_is_given() -> None:
+    """By the paper's, what is missing is divided by the batch."""
+    loads = {
+        "crowd": unit(model(10, 16 * 1000, waiting=1, head_blocks=50, waiting_blocks=50)),
+        "few": unit(model(1, 16 * 1000, waiting=1, head_blocks=20, waiting_blocks=20)),
+        "idle": unit(model()),
+    }
+    assert decide(loads, Period(), 0.0, BAND).pairs == (Pair("crowd", "idle"),)
+    assert decide(loads, Period(), 0.0, BAND, measure=published_freeness).pairs == (Pair("few", "idle"),)
 
 
 def test_of_several_groups_that_serve_a_model_the_first_is_started() -> None:

@@ -91,16 +91,26 @@ def test_what_a_prompt_is_given_leaves_room_to_grow(policy: Policy, view: UnitVi
 
 
 def test_vllm_2023_keeps_its_watermark_and_the_next_step_and_no_more() -> None:
-    full = model(waiting=1, head_blocks=10, running=9, decodable=9, held=9, used=80, decode_blocks=9)
-    view = unit(full)  # 20 are free, the next step takes 9, the watermark is 1
+    full = model(waiting=1, head_blocks=10, running=9, decodable=9, held=9, used=280, decode_blocks=9)
+    view = unit(full, total_blocks=300, free_blocks=22)  # the next step takes 9, the watermark is 3
     assert POLICIES["vllm-2023"](view) == Prefill("a", view.compute, 10, whole=True)
-    assert POLICIES["vllm-2023"](replace(view, free_blocks=19)) == Decode("a", view.compute)
+    assert POLICIES["vllm-2023"](replace(view, free_blocks=21)) == Decode("a", view.compute)
+    assert POLICIES["vllm-2023"](replace(view, total_blocks=100, free_blocks=20)) == Decode("a", view.compute)
+    # The watermark of 1 would be less than a page of 2.
 
 
 def test_vllm_2023_makes_the_latest_give_way_before_it_lets_anybody_in() -> None:
     full = model(waiting=1, head_blocks=1, running=9, decodable=9, held=9, used=92, decode_blocks=9)
     assert POLICIES["vllm-2023"](unit(full)) == Preempt("a", kept=False)
     assert POLICIES["fcfs"](unit(replace(full, waiting=0))) == Preempt("a")
+
+
+def test_vllm_2023_knows_no_quotas() -> None:
+    """A lone sequence beyond its model's quota would give way to itself, and be computed again, for ever."""
+    alone = model(running=1, decodable=1, held=1, used=60, decode_blocks=2, quota=50)
+    view = unit(alone, walls=True)
+    assert POLICIES["vllm-2023"](view) == Decode("a", view.compute)
+    assert POLICIES["fcfs"](view) == Preempt("a")
 
 
 @_SETTINGS

@@ -9,7 +9,6 @@ import pytest
 from msgspec.structs import replace
 
 from kvloom.engine.freeness import Arrival
-from kvloom.lab.reproduce.llumnix.setup import infaas_by_reports
 from kvloom.router.replicas import LINGER, PERIOD, LoadReport
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import Level
@@ -135,19 +134,15 @@ async def test_infaas_goes_by_memory_whatever_the_batch() -> None:
         assert {call.unit for call in fleets.journal} == {"a"}
 
 
-@pytest.mark.parametrize(
-    ("program", "went"),
-    [("infaas", "abcabc"), (f"{infaas_by_reports.__module__}:infaas_by_reports", "aaaaaa")],
-)
-async def test_what_was_sent_counts_but_for_who_goes_by_reports_alone(program: str, went: str) -> None:
+async def test_what_was_sent_counts() -> None:
     """A burst between two reports."""
-    async with routed(3, program) as fleets:
+    async with routed(3, "infaas") as fleets:
         await reported(fleets, *(unit(model(1, used)) for used in (160, 161, 162)))
         for engine in fleets.engines:
             engine.gate.clear()
         asked = [asyncio.create_task(ask_well(fleets.router, body(64))) for _ in range(6)]
         await turns()
-        assert "".join(call.unit for call in fleets.journal) == went
+        assert "".join(call.unit for call in fleets.journal) == "abcabc"
         for engine in fleets.engines:
             engine.gate.set()
         await asyncio.gather(*asked)

@@ -15,10 +15,11 @@ from kvloom.router.rescheduling import Rescheduler
 from kvloom.types.clock import WallClock
 from kvloom.types.errors import BadRequest, Unavailable
 from kvloom.types.service import FleetState, Pair, Pairs, Steps
+from kvloom.types.spec import Policy
 from kvloom.types.verbs import Offer, Offered, PrepRecv
 from tests.engine.plays import Reader
 from tests.modelled import expected, turns
-from tests.modelled_units import MODEL, generate, prompt, sending
+from tests.modelled_units import MODEL, generate, prompt, sending, units
 from tests.router.crowds import disperse, fill, until_waiting
 from tests.router.worlds import World, world
 
@@ -296,6 +297,19 @@ async def test_who_waits_where_the_first_finds_no_room_goes_first_and_nothing_is
         await disperse(w.units[0], crowd)
         for body in bodies:
             w.check(body)
+
+
+async def test_who_waits_stays_under_the_policy_of_the_papers_engine() -> None:
+    cases: list[tuple[Policy, str | None]] = [("fcfs", "r"), ("vllm-2023", None)]
+    for policy, offered in cases:
+        async with units(2, blocks=260, policy=policy) as (here, there):
+            crowd = await fill(here, 30)
+            reader = Reader(here, generate(prompt(30)))
+            await until_waiting(here)
+            offer = Offer(destination=await there.engine.load())
+            assert (await here.engine.offer(offer)).request == offered
+            await disperse(here, crowd)
+            await reader.task
 
 
 async def test_who_moved_while_it_waited_is_told_what_the_cache_there_has_spared_it() -> None:

@@ -22,6 +22,7 @@ from kvloom.types.load import UnitLoad
 from kvloom.types.service import FleetState, Pair, Pairs, Steps, UnitGroup
 
 T = TypeVar("T")
+Measure = Callable[[UnitLoad], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +44,13 @@ def decide(
     groups: Mapping[str, UnitGroup] | None = None,
     waiting: Mapping[str, int] | None = None,
     usage: Usage = virtual_usage,
+    measure: Measure = freeness,
 ) -> Period:
     """Returns the decisions of the next period. loads: those of the units that have reported, as the others
     take no part; now: the time in seconds; waiting: the number of requests that no unit can answer yet, by
     model, for which the first group that serves the model and can start a unit does so; usage: the measure by
-    which the number of replicas follows."""
-    free = {name: freeness(load) for name, load in loads.items()}
+    which the number of replicas follows; measure: of freeness, by which units are paired."""
+    free = {name: measure(load) for name, load in loads.items()}
     outside: dict[str, Outside] = {}
     steps: dict[str, Step] = {}
     wanted = {model for model, count in (waiting or {}).items() if count}
@@ -174,12 +176,14 @@ class FleetScheduler:
         period: float = 0.5,
         thresholds: Thresholds | None = None,
         usage: Usage | None = None,
+        measure: Measure = freeness,
     ) -> None:
         self._fleet = fleet
         self._clock = clock
         self._period = period
         self._thresholds = thresholds or Thresholds()
         self._usage = usage or virtual_usage
+        self._measure = measure
         self._last = Period()
         self._reached = True
 
@@ -202,11 +206,13 @@ class FleetScheduler:
         state = await self._fleet.state()
         now, last, thresholds = self._clock.now(), self._last, self._thresholds
         self._last = decide(
-            state.loads, last, now, thresholds, state.groups, state.waiting, usage=self._usage
+            *(state.loads, last, now, thresholds, state.groups, state.waiting),
+            usage=self._usage,
+            measure=self._measure,
         )
         pairs, floor = self._last.pairs, self._thresholds.kept
         paired = {unit for one in pairs for unit in (one.source, one.destination)}
-        free = {unit: one if isfinite(one := freeness(state.loads[unit])) else None for unit in paired}
+        free = {unit: one if isfinite(one := self._measure(state.loads[unit])) else None for unit in paired}
         await self._fleet.pair(Pairs(pairs=pairs, seconds=STANDS * self._period, floor=floor, freeness=free))
         steps = carried_out(self._last.steps, state.groups)
         if steps.start or steps.stop:

@@ -119,7 +119,7 @@ class Engine:
         self._transport = transport
         self._transfers = Transfers(queues, transport, requests, wake=self._interrupt, jobs=self._jobs)
         self._pauses = Pauses(queues, requests, clock, spec.lease, jobs=self._jobs)
-        self._llumlet = Llumlet(queues, pool, requests, spec.priorities)
+        self._llumlet = Llumlet(queues, pool, requests, spec)
         first = next(iter(queues.values()))
         self.lender = Lender(first, pool, promises, offload, clock, wake=self._interrupt, record=record)
         self.borrower = Borrower(queues, pool.total, offload, wake=self._interrupt)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from typing import Final
 
+from kvloom.engine.batching import IN_ORDER
 from kvloom.engine.batching.view import kept_to_grow
 from kvloom.engine.freeness import after, freeness
 from kvloom.engine.model_queue import ModelQueue
@@ -19,6 +19,7 @@ from kvloom.types.clock import Clock
 from kvloom.types.errors import BadRequest
 from kvloom.types.load import ModelLoad, UnitLoad
 from kvloom.types.request import Level, Made, level_of
+from kvloom.types.spec import EngineSpec
 from kvloom.types.verbs import Offer, Offered
 
 LEAST_LEFT: Final = 16  # tokens: two stages of a move take some steps, and a move is work for both sides
@@ -180,18 +181,19 @@ class Llumlet:
     and this knows requests."""
 
     def __init__(
-        self, queues: Mapping[str, ModelQueue], pool: Pool, requests: Requests, levels: Sequences[Level]
+        self, queues: Mapping[str, ModelQueue], pool: Pool, requests: Requests, spec: EngineSpec
     ) -> None:
         self._queues = queues
         self._pool = pool
         self._requests = requests
-        self._levels = levels
+        self._levels = spec.priorities
+        self._in_order = spec.policy in IN_ORDER
 
     def select_migration(self, body: Offer) -> Offered:
         """Returns the request that is to move to a unit, if there is one. Requests that wait behind a first
         one that finds no room go before all that run: nothing is copied. The paper leaves such requests at
-        their unit. Then requests at home go before those that are offloaded, whose leaving frees no block
-        here, and whose K and V are computed again."""
+        their unit, and so does this under the policy of the paper's engine. Then requests at home go before
+        those that are offloaded, whose leaving frees no block here, and whose K and V are computed again."""
         besides = frozenset(body.besides)
         for one in self._stuck():
             there = body.destination.model(one.model)
@@ -208,7 +210,7 @@ class Llumlet:
     def _stuck(self) -> Iterator[MigrationCandidate]:
         """Yields requests of models of which the first that waits finds no room, in the order in which they
         wait. Those with several choices stay, and those of which a part is here."""
-        for queue in filter(self._blocked, self._queues.values()):
+        for queue in () if self._in_order else filter(self._blocked, self._queues.values()):
             for sequence in queue.waiting:
                 stream = self._requests.stream(sequence.request)
                 if stream and isinstance(stream.id, str) and stream.body.n == 1 and sequence.untouched:

@@ -7,43 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.lab.reproduce.llumnix.downtime import RECOMPUTED, downtime, figure_10
+from kvloom.lab.reproduce.llumnix.curves import Curves, read_curves
+from kvloom.lab.reproduce.llumnix.downtime import RECOMPUTED, beside, downtime, figure_10
 from kvloom.lab.reproduce.llumnix.engine_alone import Alone, Unused, alone, report_3, report_5, unused
-from kvloom.lab.reproduce.llumnix.serving import (
-    TRAFFICS,
+from kvloom.lab.reproduce.llumnix.fragmentation import figure_12, fragmented
+from kvloom.lab.reproduce.llumnix.priorities import (
     Found,
     PriorityRun,
-    Run,
     Seconds,
-    figure_11,
-    report_11,
     report_64,
     section_64,
     told_apart,
 )
-from kvloom.lab.reproduce.llumnix.setup import (
-    BY_REPORTS,
-    HOST,
-    INFAAS,
-    LLUMNIX,
-    LONG,
-    MODEL,
-    POOL,
-    PUBLISHED,
-    ROUND_ROBIN,
-    SHAREGPT,
-    SHORT,
-    Curves,
-    Point,
-    Times,
-    make_units,
-    read_curves,
-)
+from kvloom.lab.reproduce.llumnix.setup import HOST, MODEL, POOL, PUBLISHED, make_units
+from kvloom.lab.reproduce.llumnix.traffic import LONG, SHAREGPT, SHORT, TRAFFICS, read_traffic, synthetic
 from kvloom.lab.workload.arrivals import gamma
 from kvloom.lab.workload.request import RequestResult, WorkloadRequest
 from kvloom.plan.cost.shapes import find_shape
 from kvloom.plan.cost.work import Work
 from kvloom.types.errors import ConfigError
+from tests.cluster.loads import model, unit
 from tests.lab.reproduce.played import played, quiet
 
 CURVES = """{"source": "a test", "figures": {"ShareGPT": {"prefill_p99_s": {"Llumnix": [[7.0, 1.5]]}}}}"""
@@ -75,6 +58,21 @@ def test_the_same_requests_come_at_every_rate_only_faster() -> None:
     assert max(ask.prompt + ask.output for traffic in TRAFFICS for ask in traffic.requests(7.0, 500)) < POOL
 
 
+def test_lengths_of_any_kind_by_any_other() -> None:
+    mixed = read_traffic("prompt=S,output=L")
+    assert mixed == synthetic("S", "L")
+    assert (mixed.name, mixed.rates[0], mixed.threshold) == ("S-L", 4.1, 10)
+    assert (synthetic("L", "M").rates, LONG.threshold) == ((), 3)
+    asked = list(mixed.requests(4.0, 4000))
+    for side, other in ((lambda ask: ask.prompt, SHORT), (lambda ask: ask.output, LONG)):
+        own = list(other.requests(4.0, 4000))
+        assert sum(map(side, asked)) == pytest.approx(sum(map(side, own)), rel=0.01)
+    assert read_traffic("sharegpt") is SHAREGPT
+    for wrong in ("prompt=S", "prompt=S,output=X", "S-L", ""):
+        with pytest.raises(ConfigError, match="prompt=X,output=Y are right"):
+            read_traffic(wrong)
+
+
 def test_curves_are_read_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVLOOM_DATA", raising=False)
     assert read_curves() == Curves()
@@ -87,44 +85,6 @@ def test_curves_are_read_where_they_lie(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "llumnix_fig11.json").write_text(CURVES)
     assert read_curves().at("ShareGPT", "prefill_p99_s", "Llumnix", 7.0) == 1.5
     assert read_curves().at("ShareGPT", "prefill_p99_s", "Llumnix", 7.5) is None
-
-
-def run(system: str, rate: float, prefill: float, decode: float) -> Run:
-    known = {one.name: one for one in (ROUND_ROBIN, BY_REPORTS, INFAAS, LLUMNIX)}
-    point = Point(Times(0.1, prefill), Times(0.04, decode), Times(9.0, 50.0), 5, 3, 16.0)
-    return Run(LONG, rate, known[system], point)
-
-
-def test_claims_say_at_which_rate_they_hold() -> None:
-    runs = [
-        run("INFaaS++ by reports", 2.6, 3.0, 0.12),
-        run("INFaaS++", 2.6, 2.0, 0.10),
-        run("Llumnix", 2.6, 2.1, 0.05),
-        run("INFaaS++ by reports", 3.0, 5.0, 0.12),
-        run("INFaaS++", 3.0, 8.0, 0.10),
-        run("Llumnix", 3.0, 2.0, 0.10),
-    ]
-    curves = Curves({"L-L": {"decode_p99_s": {"Llumnix": [(3.0, 0.1209)]}}})
-    report = report_11(runs, curves)
-    assert [claim.verdict for claim in report.claims] == [
-        "fails",
-        "holds",
-        "holds",
-        "holds",
-        "holds",
-        "fails",
-    ]
-    assert "2.50× at 3 req/s" in report.claims[5].found
-    assert "0.95× as short at the least (2.6 req/s), 4.00× at the most (3)" in report.claims[0].found
-    [told] = [cell for cell in report.cells if cell.paper is not None]
-    assert (told.column, told.ours) == ("P99 decode, ms", 100.0)
-    assert told.paper == pytest.approx(120.9)
-    assert len(report.grids[0].rows) == 6
-    drawn = report_11(runs, Curves({"L-L": {"prefill_p99_s": {"INFaaS++": [(3.0, 41.0)]}}})).cells
-    assert [cell.row for cell in drawn if cell.paper == 41.0] == [
-        "L-L, 3 req/s, INFaaS++ by reports",
-        "L-L, 3 req/s, INFaaS++",
-    ]
 
 
 def test_urgent_requests_are_told_apart_from_others_that_come_with_them() -> None:
@@ -148,17 +108,20 @@ def test_priorities_are_worth_it_only_where_the_others_hardly_lose() -> None:
     assert (claim.verdict, claim.found) == ("fails", "1.00× at CV 8; 1.00× at the least, 1.30× at the most")
 
 
-def test_figure_11_and_priorities_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KVLOOM_DATA", raising=False)
-    report = played(figure_11)
-    assert {row[2] for row in report.grids[0].rows} == {
-        "round-robin",
-        "INFaaS++ by reports",
-        "INFaaS++",
-        "Llumnix",
-    }
-    assert all(cell.paper is None and cell.ours > 0 for cell in report.cells)
+def test_priorities_and_fragments_in_small() -> None:
     assert len(played(section_64).cells) == 4
+    assert [row[2] for row in played(figure_12).grids[0].rows] == ["INFaaS++", "Llumnix", "kvloom"]
+
+
+def test_fragmented_is_what_first_requests_would_take_of_what_all_leave() -> None:
+    """Of four heads with 40, 50, 60 and 70 blocks the first two find room in the 100 that are left."""
+    heads = (40, 50, 60, 70)
+    loads = [
+        unit(model(waiting=2, head_blocks=blocks, waiting_blocks=2 * blocks, used_blocks=175), blocks=200)
+        for blocks in heads
+    ]
+    assert fragmented(loads) == pytest.approx(90 / 800)
+    assert fragmented([unit(model(used_blocks=200), blocks=200)]) == 0.0
 
 
 def test_a_move_is_shorter_than_a_step_whatever_the_length() -> None:
@@ -166,6 +129,9 @@ def test_a_move_is_shorter_than_a_step_whatever_the_length() -> None:
         wait, step = downtime(length)
         assert 0 < wait < step / 2
     assert [claim.verdict for claim in played(figure_10, least=0.6).claims][1] == "holds"
+    step, moving = beside(1024)
+    assert moving == pytest.approx(step, rel=0.02)
+    assert step > downtime(1024)[1]  # eight requests have more K and V than one
 
 
 ALONE = (36.1257, 1.0, 1.3103, 20.6816, 13.8822)
@@ -177,7 +143,7 @@ def test_the_published_engine_preempts_as_it_did() -> None:
 
 
 def test_prompts_that_wait_are_set_against_what_all_instances_leave() -> None:
-    assert unused(PUBLISHED, 150, 0, quiet) == Unused(6, 1.0, 1.0)
+    assert unused(PUBLISHED, 150, 0, quiet) == Unused(4, 1.0, 1.0)
 
 
 def test_figure_3_is_the_mean_of_its_draws() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -32,6 +33,7 @@ from kvloom.lab.faults.scenario import PROGRAMS as DRAWN
 from kvloom.lab.faults.scenario import draw_scenario
 from kvloom.lab.faults.simulation import Parts
 from kvloom.router.programs import PROGRAMS
+from kvloom.types.spec import Policy
 from tests.lab.sim.breakers import ShortWire
 
 
@@ -128,6 +130,9 @@ def test_all_kinds_of_faults_are_drawn() -> None:
     assert sum(scenario.rescheduling is not None for scenario in scenarios) > 100
     assert sum(bool(scenario.rescheduling and scenario.rescheduling.groups) for scenario in scenarios) > 10
     assert {len(scenario.units) for scenario in scenarios} == {1, 2, 3, 4}
+    policies = Counter(unit.spec.policy for scenario in scenarios for unit in scenario.units)
+    assert policies.keys() == set(get_args(Policy))
+    assert policies["vllm-2023"] > 30
     assert {client.body.n for scenario in scenarios for client in scenario.clients} == {1, 2, 3}
 
 

@@ -27,3 +27,4 @@ POLICIES: dict[str, Policy] = {
     "vllm-2023": _with_last_resort(vllm_2023),
 }
 BY_DEADLINES: Final = frozenset({"slack"})  # policies whose answer changes as time goes by
+IN_ORDER: Final = frozenset({"vllm-2023"})  # policies under which nobody leaves the queue but for the device

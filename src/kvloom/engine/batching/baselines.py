@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from msgspec import structs
+
 from kvloom.engine.batching.view import (
     Action,
     Decode,
@@ -53,7 +55,13 @@ def vllm_2023(view: UnitView) -> Action | None:
     kept of it. Prompts go before the step, whole and several a job, in the strict order of arrival: the first
     one waits until it finds room beside the watermark, and all others behind it. A sequence that gave way is
     computed again in full, before prompts that came later. Nothing is kept free for later steps.
+
+    It knows one model and no quotas: all models share the pool in the order of arrival, even if quotas are
+    fixed. The watermark is a page at least, however small the pool is. With less, a sequence that gave way
+    could be let in again before the step for which it gave way, and be taken from at once, for ever.
     """
+    if view.walls:
+        return vllm_2023(structs.replace(view, walls=False))
     if view.idle < view.compute:
         return None
     steps = [model for model in view.models if model.wants_decode]
@@ -63,7 +71,8 @@ def vllm_2023(view: UnitView) -> Action | None:
         return replace(action, kept=False)
     first = min((m for m in view.models if m.wants_prefill), key=lambda m: m.head, default=None)
     if first is not None:
-        kept = int(WATERMARK * view.total_blocks) + sum(model.decode_blocks for model in steps)
+        page = max(model.page_blocks for model in view.models)
+        kept = max(page, int(WATERMARK * view.total_blocks)) + sum(model.decode_blocks for model in steps)
         room = view.free(first) - kept
         if first.fits(room):
             return Prefill(first.name, view.compute, room, whole=True)

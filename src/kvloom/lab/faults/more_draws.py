@@ -1,5 +1,5 @@
-"""Draws what a scenario has besides: edits of the fleet's specification, stop strings, guides, weaving,
-machines and what befalls them.
+"""Draws what a scenario has besides: the published engine's policy, edits of the fleet's specification, stop
+strings, guides, weaving, machines and what befalls them.
 
 Each has random numbers of its own, so that the rest of a seed's scenario is the same without it."""
 
@@ -29,7 +29,23 @@ from kvloom.lab.sim.executor import Evenly, EvenlyOperated
 from kvloom.lab.sim.nodes import SimulatedNode
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.plan.cost.shapes import ModelShape
-from kvloom.types.spec import ModelSpec, WeaveSpec
+from kvloom.types.spec import ModelSpec, Policy, WeaveSpec
+
+PUBLISHED: Final[Policy] = "vllm-2023"
+
+
+def with_published_policy(scenario: FaultScenario) -> FaultScenario:
+    """Returns the scenario with the batching of 2023 at some of its units."""
+    draw = random.Random(f"policy of 2023 of {scenario.seed}")
+    if draw.random() < 0.85:
+        return scenario
+
+    def published(unit: SimulatedUnit) -> SimulatedUnit:
+        if draw.random() < 0.3:
+            return unit
+        return with_fields(unit, spec=replace(unit.spec, policy=PUBLISHED))
+
+    return with_fields(scenario, units=tuple(published(unit) for unit in scenario.units))
 
 
 def with_stop_strings(scenario: FaultScenario) -> FaultScenario:

@@ -23,9 +23,11 @@ from kvloom.lab.faults.faults import (
     Switch,
 )
 from kvloom.lab.faults.more_draws import (
+    PUBLISHED,
     with_edits,
     with_guides,
     with_nodes,
+    with_published_policy,
     with_sleep,
     with_stop_strings,
     with_weaving,
@@ -49,8 +51,8 @@ BANDS: Final = (  # pools are small
     Thresholds(60.0, 60.0),
     Thresholds(1e3, 1e3, floor=0.0),  # all that fits moves to a unit that is idle
 )
-SERVING: Final = tuple(policy for policy in get_args(Policy) if policy != "vllm-2023")
-"""Policies that keep law 5. The one of 2023 blocks at the head of its queue, and is there to compare with."""
+POLICIES: Final = tuple(policy for policy in get_args(Policy) if policy != PUBLISHED)
+"""Those that are drawn for each unit by itself; `with_published_policy` draws the other one."""
 PROGRAMS: Final[Mapping[str, Mapping[str, tuple[Option, ...]]]] = {
     "data_parallel": {},
     "least_loaded": {},
@@ -165,7 +167,7 @@ class DrawnScenario:
             models=tuple(self._model(model) for model in models),
             kv_bytes=blocks * block,
             block_bytes=block,
-            policy=draw.choice(SERVING),
+            policy=draw.choice(POLICIES),
             max_running=draw.choice((1, 2, 4, 16)),
             max_waiting=draw.choice((2, 8, 64, 64)),
             chunk_tokens=draw.choice((4, 16, 64)),
@@ -366,4 +368,5 @@ class Restless(DrawnScenario):
 def draw_scenario(seed: int) -> FaultScenario:
     kind = random.Random(f"kind of {seed}")
     drawn = (Restless if kind.random() < SHARE else DrawnScenario)(seed).draw()
-    return with_nodes(with_sleep(with_weaving(with_edits(with_guides(with_stop_strings(drawn))))))
+    played = with_published_policy(drawn)
+    return with_nodes(with_sleep(with_weaving(with_edits(with_guides(with_stop_strings(played))))))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final, Literal, NamedTuple
 
 from msgspec import Struct
@@ -90,11 +90,31 @@ class Report(Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
+class Options:
+    """What a reader asks of an experiment besides its scale. None or empty: the experiment's own."""
+
+    traffic: str | None = None
+    rates: tuple[float, ...] = ()
+    draws: int | None = None
+    requests: int | None = None
+    thresholds: tuple[float, ...] = ()
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """The names of those that are given."""
+        return tuple(one.name for one in fields(self) if getattr(self, one.name))
+
+
+@dataclass(frozen=True, slots=True)
 class Experiment:
     """name: of its figure (`10`) or table (`table-3`). run: raises ConfigError."""
 
     name: str
     run: Callable[[Scale, Tell], Report]
+    adjusted: Callable[[Scale, Tell, Options], Report] | None = None
+    """Runs it with what a reader asks besides; None if it has no options. It raises ConfigError."""
+    options: tuple[str, ...] = ()
+    """The names of those that it has, as `Options` has them."""
 
 
 _STYLES: Final = {

@@ -17,11 +17,11 @@ from kvloom.cluster.launcher import Counted, UnitSeen
 from kvloom.cluster.mirror import Mirror, Said
 from kvloom.cluster.orders import FleetOrders
 from kvloom.cluster.reconcile import TIMING, Timing
-from kvloom.cluster.scheduler import FleetControl, FleetScheduler
+from kvloom.cluster.scheduler import FleetControl, FleetScheduler, Measure
 from kvloom.cluster.state import FleetSpec, UnitSpec
 from kvloom.cluster.store import SpecStore
 from kvloom.engine.engine import Engine
-from kvloom.engine.freeness import Thresholds
+from kvloom.engine.freeness import Thresholds, freeness
 from kvloom.journal.log import Journal
 from kvloom.lab.sim.hosting import HostedMachine, HostedServer
 from kvloom.lab.sim.links import Link
@@ -60,9 +60,17 @@ class Rescheduling:
     """Those of them that have no process to begin with."""
     usage: Callable[[UnitLoad], float] | None = None
     """The measure that their number follows; None for the scheduler's own."""
+    measure: Measure = freeness
+    """That of freeness, by which units are paired."""
 
     def scheduler(self, fleet: FleetControl, clock: Clock) -> FleetScheduler:
-        return FleetScheduler(fleet, clock, period=self.period, thresholds=self.thresholds, usage=self.usage)
+        return FleetScheduler(
+            *(fleet, clock),
+            period=self.period,
+            thresholds=self.thresholds,
+            usage=self.usage,
+            measure=self.measure,
+        )
 
 
 def rescheduling(

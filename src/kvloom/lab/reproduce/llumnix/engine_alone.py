@@ -13,15 +13,9 @@ from typing import Final, TypeVar
 import numpy as np
 
 from kvloom.lab.reproduce.llumnix.losses import PreemptionLosses
-from kvloom.lab.reproduce.llumnix.setup import (
-    BY_REPORTS,
-    KVLOOM,
-    MEDIUM,
-    PUBLISHED,
-    ROUND_ROBIN,
-    EngineKind,
-    make_units,
-)
+from kvloom.lab.reproduce.llumnix.setup import KVLOOM, PUBLISHED, EngineKind, make_units
+from kvloom.lab.reproduce.llumnix.systems import INFAAS, ROUND_ROBIN, ByStep, program_of
+from kvloom.lab.reproduce.llumnix.traffic import MEDIUM
 from kvloom.lab.reproduce.report import Claim, Grid, Report, Scale, Tell, cells, duration
 from kvloom.lab.reproduce.setup import VOCAB, TellPart, check_answered, play_all, tell_each
 from kvloom.lab.sim.fleet import SimulatedFleet, simulated
@@ -107,7 +101,7 @@ def alone(engine: EngineKind, count: int, draw: int, tell: TellPart) -> Alone:
         pool = next(iter(fleet.engines.values())).pool
         used.append(100 * (1 - pool.available / pool.total))
 
-    results, lost = _played(make_units(1, engine=engine), ROUND_ROBIN.program, asked, look, tell)
+    results, lost = _played(make_units(1, engine=engine), ROUND_ROBIN.dispatch, asked, look, tell)
     names = {id(request): f"ask-{number}" for number, request in enumerate(asked)}
     rows = sorted(
         (one.per_token, sum(lost.get(names[id(one.request)], ())), one.tokens - 1)
@@ -136,7 +130,7 @@ Look = Callable[[SimulatedFleet], Awaitable[None]]
 
 def _played(
     units: Sequence[SimulatedUnit],
-    program: Program,
+    dispatch: Program | ByStep,
     asked: Sequence[WorkloadRequest],
     look: Look,
     tell: TellPart,
@@ -145,6 +139,7 @@ def _played(
     until the last request has come."""
     results: list[RequestResult] = []
     told = tell_each(tell, len(asked))
+    program, serves = program_of(dispatch)
 
     def end(result: RequestResult) -> None:
         check_answered(result)
@@ -159,6 +154,7 @@ def _played(
     async def main() -> dict[str, list[float]]:
         clock = LoopClock(asyncio.get_running_loop())
         async with simulated(units, program) as fleet, asyncio.TaskGroup() as group:
+            serves(fleet)
             losses = PreemptionLosses(fleet.server, clock.now)
             fleet.journal.follow(losses.keep)
             group.create_task(looking(fleet, clock))
@@ -226,7 +222,7 @@ def unused(engine: EngineKind, count: int, draw: int, tell: TellPart) -> Unused:
             held = sum(need <= room for need in accumulate(heads))
             found.append((held >= min(HEADS, len(heads)), held == len(heads)))
 
-    _played(make_units(FOUR, engine=engine), BY_REPORTS.program, asked, look, tell)
+    _played(make_units(FOUR, engine=engine), INFAAS.dispatch, asked, look, tell)
     several, everyone = zip(*found, strict=True) if found else ((True,), (True,))
     return Unused(len(found), float(mean(several)), float(mean(everyone)))
 

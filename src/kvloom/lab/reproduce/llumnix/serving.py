@@ -1,140 +1,230 @@
-"""Serving under load (section 6.3, figure 11), and with urgent requests (section 6.4)."""
+"""Serving under load (section 6.3): figure 11, as published and as kvloom does it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import combinations
 from operator import attrgetter
-from typing import Final, NamedTuple
+from statistics import mean
+from typing import Final
 
-from msgspec import structs
-
-from kvloom.lab.reproduce.llumnix.setup import (
-    BURSTGPT,
-    BY_REPORTS,
+from kvloom.lab.reproduce.llumnix.curves import Curves, read_curves
+from kvloom.lab.reproduce.llumnix.point import Point, play_point, units_of
+from kvloom.lab.reproduce.llumnix.setup import DRAWS, INSTANCES, SIZES
+from kvloom.lab.reproduce.llumnix.systems import (
     INFAAS,
-    INSTANCES,
+    INFAAS_BY_COUNT,
     LLUMNIX,
-    LONG,
-    MEDIUM,
-    POOL,
+    LLUMNIX_BY_COUNT,
+    OWN,
+    OWN_INFAAS,
     ROUND_ROBIN,
-    SHAREGPT,
-    SHORT,
-    SIZES,
-    Curves,
-    Point,
     System,
-    Traffic,
-    latencies,
-    make_units,
-    play_point,
-    read_curves,
-    shown_times,
 )
-from kvloom.lab.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell, cells
+from kvloom.lab.reproduce.llumnix.traffic import (
+    BURSTGPT,
+    SHAREGPT,
+    TRAFFICS,
+    Traffic,
+    chosen_rates,
+    chosen_traffic,
+)
+from kvloom.lab.reproduce.report import Cell, Claim, Grid, Options, Report, Scale, Tell, duration
 from kvloom.lab.reproduce.setup import TellPart, play_all, tell_each
-from kvloom.lab.workload.arrivals import gamma
-from kvloom.lab.workload.request import RequestResult, WorkloadRequest
-from kvloom.types.request import Level
 
-SYSTEMS: Final[Mapping[str, tuple[System, ...]]] = {
-    SHAREGPT.name: (ROUND_ROBIN, BY_REPORTS, INFAAS, LLUMNIX),
-    BURSTGPT.name: (ROUND_ROBIN, BY_REPORTS, INFAAS, LLUMNIX),
-    MEDIUM.name: (BY_REPORTS, INFAAS, LLUMNIX),  # round-robin is not drawn there
-    LONG.name: (BY_REPORTS, INFAAS, LLUMNIX),
-}
-CURVES: Final = {BY_REPORTS.name: INFAAS.name}  # in the paper, where it is another's
-TRAFFICS: Final = (SHAREGPT, BURSTGPT, MEDIUM, LONG)
+PUBLISHED_SYSTEMS: Final = (ROUND_ROBIN, INFAAS, LLUMNIX)  # whose curves the paper draws
+OTHERS: Final = (INFAAS_BY_COUNT, LLUMNIX_BY_COUNT, OWN_INFAAS, OWN)
+DRAWN: Final = (SHAREGPT.name, BURSTGPT.name)  # where the paper draws round-robin too
 EQUAL: Final = 0.02  # of it two latencies count as equal
 BETTER: Final = 3.0  # times as short as under INFaaS++ at its best rate, in every curve of the paper
 MUCH_BETTER: Final = 9.0  # than under round-robin
+FACTOR, MOST = 2.0, 0.8  # within which INFaaS++'s P99 prefill is to be, and at how many of the points
+APART: Final = 1.3  # times: from there on the order of two systems is looked at
 
-_PREFILL: Final = attrgetter("prefill.p99")
-_DECODE: Final = attrgetter("decode.p99")
+Measure = Callable[[Point], float]
+_PREFILL: Final[Measure] = attrgetter("prefill.p99")
+_DECODE: Final[Measure] = attrgetter("decode.p99")
+MEASURES: Final[Mapping[str, tuple[str, float, Measure]]] = {
+    "request_mean_s": ("mean request, s", 1.0, attrgetter("request.mean")),
+    "request_p99_s": ("P99 request, s", 1.0, attrgetter("request.p99")),
+    "prefill_mean_s": ("mean prefill, s", 1.0, attrgetter("prefill.mean")),
+    "prefill_p99_s": ("P99 prefill, s", 1.0, _PREFILL),
+    "decode_mean_s": ("mean decode, ms", 1e3, attrgetter("decode.mean")),
+    "decode_p99_s": ("P99 decode, ms", 1e3, _DECODE),
+    "preemption_loss_mean_s": ("preemption loss, s", 1.0, attrgetter("loss")),
+}
+"""The columns of figure 11, as the data file names them: what the reader sees, and its part of the unit."""
 _HEADS: Final = (
-    "", "req/s", "system", "prefill", "P99", "decode", "P99", "request", "P99", "preempted", "moved",
+    "", "req/s", "system", *(name.split(",")[0] for name, _, _ in MEASURES.values()), "preempted", "moved",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
+    """One system at one rate, in all draws."""
+
     traffic: Traffic
     rate: float
     system: System
-    point: Point
+    draws: tuple[Point, ...]
+
+    def mean(self, of: Measure) -> float:
+        return mean(map(of, self.draws))
 
 
-def figure_11(scale: Scale, tell: Tell) -> Report:
-    """Plays all systems over the published rates."""
-    curves = read_curves()
-    chosen = TRAFFICS if scale == "full" else (SHAREGPT,)
+def figure_11(scale: Scale, tell: Tell, options: Options | None = None) -> Report:
+    """Plays INFaaS++ and Llumnix at the first, the middle and the last one of the published rates, and all
+    others at the middle one; all at those that are chosen."""
+    options, curves = options or Options(), read_curves()
+    own = TRAFFICS if scale == "full" else (SHAREGPT,)
     plan = [
         (traffic, rate, system)
-        for traffic in chosen
-        for rate in (traffic.rates if scale == "full" else traffic.rates[-1:])
-        for system in SYSTEMS[traffic.name]
+        for traffic in chosen_traffic(options, own)
+        for rates in (chosen_rates(options, traffic, _thinned(traffic.rates, scale)),)
+        for rate in rates
+        for system in _systems(traffic, others=bool(options.rates) or rate == rates[len(rates) // 2])
     ]
     instances, count = SIZES[scale]
+    count, draws = options.requests or count, options.draws or DRAWS[scale]
 
-    def play(run: tuple[Traffic, float, System], part: TellPart) -> Run:
-        traffic, rate, system = run
-        requests = traffic.requests(rate * instances / INSTANCES, count)
-        point = play_point(system, make_units(instances), requests, tell_each(part, count))
-        return Run(traffic, rate, system, point)
+    def play(run: tuple[Traffic, float, System, int], part: TellPart) -> Point:
+        traffic, rate, system, draw = run
+        requests = traffic.requests(rate * instances / INSTANCES, count, draw)
+        return play_point(system.of(traffic), units_of(system, instances), requests, tell_each(part, count))
 
-    def name(run: tuple[Traffic, float, System]) -> str:
-        traffic, rate, system = run
-        return f"{traffic.name}, {rate:g} req/s, {system.name}"
+    def name(run: tuple[Traffic, float, System, int]) -> str:
+        traffic, rate, system, draw = run
+        return f"{traffic.name}, {rate:g} req/s, {system.name}, draw {draw + 1}"
 
-    return report_11(play_all(plan, play, name, tell), curves)
+    runs = [(*one, draw) for one in plan for draw in range(draws)]
+    points = play_all(runs, play, name, tell)
+    found = [Run(*one, tuple(points[at * draws : (at + 1) * draws])) for at, one in enumerate(plan)]
+    return report_11(found, curves, count)
 
 
-def report_11(runs: Sequence[Run], curves: Curves) -> Report:
-    """runs: of each rate all of its systems, Llumnix last."""
+def _systems(traffic: Traffic, *, others: bool) -> tuple[System, ...]:
+    if not others:
+        return INFAAS, LLUMNIX
+    return (*(PUBLISHED_SYSTEMS if traffic.name in DRAWN else PUBLISHED_SYSTEMS[1:]), *OTHERS)
+
+
+def _thinned(rates: Sequence[float], scale: Scale) -> Sequence[float]:
+    """Returns the first, the middle and the last; of the small scale the last alone."""
+    if scale == "small" or len(rates) < 3:
+        return rates[-1:]
+    return rates[0], rates[len(rates) // 2], rates[-1]
+
+
+def report_11(runs: Sequence[Run], curves: Curves, count: int) -> Report:
+    """runs: of each rate all of its systems. count: requests of each draw."""
+    draws = len(runs[0].draws)
+    spread = f"means of {draws} draws, with the least and the most of one" if draws > 1 else "one draw"
     return Report(
         name="figure 11",
-        title="16 LLaMA-7B on A10: P99 to the first token, and between tokens",
+        title="16 LLaMA-7B on A10",
         cells=tuple(cell for run in runs for cell in _cells(run, curves)),
-        claims=tuple(
-            claim
-            for name in dict.fromkeys(run.traffic.name for run in runs)
-            for claim in _claims(name, [run for run in runs if run.traffic.name == name])
+        claims=(
+            *_against(runs, curves),
+            *(
+                claim
+                for name in dict.fromkeys(run.traffic.name for run in runs)
+                for claim in _claims(name, [run for run in runs if run.traffic.name == name])
+            ),
         ),
-        grids=(Grid(title="ours, means and P99", heads=_HEADS, rows=tuple(map(_row, runs))),),
+        grids=(
+            Grid(
+                title=f"ours, {count:,} requests, {spread}",
+                heads=_HEADS,
+                rows=tuple(map(_row, runs)),
+            ),
+        ),
     )
 
 
 def _cells(run: Run, curves: Curves) -> Iterator[Cell]:
-    name = CURVES.get(run.system.name, run.system.name)
-    prefill, decode = (
-        curves.at(run.traffic.name, measure, name, run.rate) for measure in ("prefill_p99_s", "decode_p99_s")
+    """Yields the columns of figure 11, of systems that the paper draws."""
+    if run.system in PUBLISHED_SYSTEMS:
+        for measure, (column, unit, of) in MEASURES.items():
+            paper = curves.at(run.traffic.name, measure, run.system.name, run.rate)
+            yield Cell(
+                row=f"{run.traffic.name}, {run.rate:g} req/s, {run.system.name}",
+                column=column,
+                paper=None if paper is None else unit * paper,
+                ours=unit * run.mean(of),
+            )
+
+
+def _against(runs: Sequence[Run], curves: Curves) -> Iterator[Claim]:
+    """Yields what is wanted of the published systems, where their curves are here."""
+    told = [
+        (run.mean(_PREFILL) / paper, run)
+        for run in runs
+        if run.system is INFAAS
+        and (paper := curves.at(run.traffic.name, "prefill_p99_s", INFAAS.name, run.rate))
+    ]
+    if not told:
+        return
+    near = [run for ratio, run in told if 1 / FACTOR <= ratio <= FACTOR]
+    (least, low), (most, high) = (pick(told, key=lambda one: one[0]) for pick in (min, max))
+    yield Claim(
+        said=f"wanted: INFaaS++'s P99 prefill within a factor of {FACTOR:g} at {MOST:.0%} of the points",
+        holds=len(near) >= MOST * len(told),
+        found=f"at {len(near)} of {len(told)}: {least:.2f}× at the least ({_at(low)}), {most:.2f}× at the "
+        f"most ({_at(high)})",
     )
-    yield from cells(
-        f"{run.traffic.name}, {run.rate:g} req/s, {run.system.name}",
-        ("P99 prefill, s", prefill, run.point.prefill.p99),
-        ("P99 decode, ms", decode and decode * 1000, run.point.decode.p99 * 1000),
-    )
+    for measure, (column, _, of) in MEASURES.items():
+        yield from _order(runs, curves, measure, column.split(",")[0], of)
+
+
+def _at(run: Run) -> str:
+    return f"{run.traffic.name}, {run.rate:g} req/s"
+
+
+def _order(runs: Sequence[Run], curves: Curves, measure: str, column: str, of: Measure) -> Iterator[Claim]:
+    """Yields whether two systems are in the paper's order, where that has them far apart."""
+    known = [
+        (run, paper)
+        for run in runs
+        if (paper := curves.at(run.traffic.name, measure, run.system.name, run.rate))
+    ]
+    pairs = [
+        sorted((one, other), key=lambda each: each[1])
+        for one, other in combinations(known, 2)
+        if (one[0].traffic, one[0].rate) == (other[0].traffic, other[0].rate)
+    ]
+    far = [(one[0], other[0]) for one, other in pairs if other[1] > APART * one[1]]
+    wrong = [(one, other) for one, other in far if one.mean(of) >= other.mean(of)]
+    if far:
+        others = "; ".join(f"{_at(one)}: {one.system.name}, {other.system.name}" for one, other in wrong)
+        yield Claim(
+            said=f"wanted: {column}: two systems in the paper's order where that has {APART:g}× between them",
+            holds=not wrong,
+            found=f"{len(far) - len(wrong)} of {len(far)}" + (f"; not {others}" if wrong else ""),
+        )
 
 
 def _claims(name: str, runs: Sequence[Run]) -> Iterator[Claim]:
-    for over in (INFAAS, BY_REPORTS):
-        yield _no_worse(f"{name}: P99 prefill is never longer", runs, over, _PREFILL)
-        yield _no_worse(f"{name}: P99 decode is never longer", runs, over, _DECODE)
-        yield _at_best(name, runs, over, BETTER)
+    yield _no_worse(f"{name}: P99 prefill is never longer", runs, INFAAS, LLUMNIX, _PREFILL)
+    yield _no_worse(f"{name}: P99 decode is never longer", runs, INFAAS, LLUMNIX, _DECODE)
+    yield _at_best(name, runs, INFAAS, LLUMNIX, BETTER)
+    yield _at_best(name, runs, INFAAS_BY_COUNT, LLUMNIX_BY_COUNT, BETTER)
+    yield _at_best(name, runs, OWN_INFAAS, OWN, BETTER)
     if any(run.system is ROUND_ROBIN for run in runs):
-        yield _at_best(name, runs, ROUND_ROBIN, MUCH_BETTER)
+        yield _at_best(name, runs, ROUND_ROBIN, LLUMNIX, MUCH_BETTER)
+    yield _no_worse(f"{name}: kvloom's P99 prefill is never longer", runs, LLUMNIX, OWN, _PREFILL)
 
 
-def _gains(runs: Sequence[Run], over: System, of: Callable[[Point], float]) -> list[tuple[float, float]]:
-    """Returns how many times as short it is under Llumnix, and at which rate."""
-    found = {(run.rate, run.system.name): of(run.point) for run in runs}
-    rates = dict.fromkeys(run.rate for run in runs)
-    return [(found[rate, over.name] / found[rate, LLUMNIX.name], rate) for rate in rates]
+def _gains(runs: Sequence[Run], over: System, own: System, of: Measure) -> list[tuple[float, float]]:
+    """Returns how many times as short it is under one system as over another, and at which rate, of
+    those at which both were played."""
+    found = {(run.rate, run.system.name): run.mean(of) for run in runs}
+    rates = [rate for rate, name in found if name == over.name and (rate, own.name) in found]
+    return [(found[rate, over.name] / found[rate, own.name], rate) for rate in rates]
 
 
-def _no_worse(said: str, runs: Sequence[Run], over: System, of: Callable[[Point], float]) -> Claim:
-    (least, at), (most, best) = (pick(_gains(runs, over, of)) for pick in (min, max))
+def _no_worse(said: str, runs: Sequence[Run], over: System, own: System, of: Measure) -> Claim:
+    (least, at), (most, best) = (pick(_gains(runs, over, own, of)) for pick in (min, max))
     return Claim(
         said=f"{said} than under {over.name}",
         holds=least >= 1 - EQUAL,
@@ -142,145 +232,24 @@ def _no_worse(said: str, runs: Sequence[Run], over: System, of: Callable[[Point]
     )
 
 
-def _at_best(name: str, runs: Sequence[Run], over: System, times: float) -> Claim:
-    most, rate = max(_gains(runs, over, _PREFILL))
+def _at_best(name: str, runs: Sequence[Run], over: System, own: System, times: float) -> Claim:
+    most, rate = max(_gains(runs, over, own, _PREFILL))
     return Claim(
-        said=f"{name}: at the best rate P99 prefill is {times:g}× as short as under {over.name}, or shorter",
+        said=f"{name}: at the best rate P99 prefill under {own.name} is {times:g}× as short as under "
+        f"{over.name}, or shorter",
         holds=most >= times,
         found=f"{most:.2f}× at {rate:g} req/s",
     )
 
 
 def _row(run: Run) -> tuple[str, ...]:
-    point = run.point
-    times = shown_times(point.prefill, point.decode, point.request)
-    counts = f"{point.preemptions:,}", f"{point.moved:,}" if run.system.rescheduling else "–"
-    return (run.traffic.name, f"{run.rate:g}", run.system.name, *times, *counts)
+    found = [_spread([of(point) for point in run.draws], duration) for _, _, of in MEASURES.values()]
+    preempted = _spread([point.preemptions for point in run.draws], lambda count: f"{count:,.0f}")
+    moved = _spread([point.moved for point in run.draws], lambda count: f"{count:,.0f}")
+    counts = preempted, moved if run.system.rescheduling else "–"
+    return (run.traffic.name, f"{run.rate:g}", run.system.name, *found, *counts)
 
 
-RATE: Final = 26.0
-URGENT: Final = 0.1  # of the requests
-TARGET: Final = 1600  # tokens of load beside which an urgent request is to run
-LEVELS: Final = (Level(-1, POOL - TARGET),)
-BURSTS: Final = (2, 4, 6, 8)  # the arrivals' coefficients of variation
-# Seconds of urgent requests without and with priorities: means of all, to the first token, P99 of that,
-# between tokens.
-PAPER: Final = {
-    2: ((6.64, 0.277, 2.40, 0.0532), (5.73, 0.096, 0.66, 0.0453)),
-    4: ((7.31, 0.627, 5.18, 0.0593), (5.75, 0.109, 0.59, 0.0455)),
-    6: ((8.25, 1.124, 7.60, 0.0664), (5.84, 0.131, 0.67, 0.0459)),
-    8: ((8.54, 1.419, 8.90, 0.0698), (5.68, 0.170, 0.90, 0.0456)),
-}
-FASTER, SLOWER = 1.3, 0.05  # urgent requests at the most bursts; the others
-_PRIORITY_COLUMNS: Final = ("mean", "mean prefill", "P99 prefill", "mean decode")
-
-
-class Seconds(NamedTuple):
-    """Means of whole requests, to the first token, its P99, and between tokens."""
-
-    request: float
-    prefill: float
-    prefill_p99: float
-    decode: float
-
-    @staticmethod
-    def of(results: Sequence[RequestResult]) -> Seconds:
-        prefill, decode, request = latencies(results)
-        return Seconds(request.mean, prefill.mean, prefill.p99, decode.mean)
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    urgent: Seconds
-    others: Seconds
-
-
-@dataclass(frozen=True, slots=True)
-class PriorityRun:
-    """plain: where nobody knows what is urgent."""
-
-    burst: int
-    plain: Found
-    ranked: Found
-
-
-def section_64(scale: Scale, tell: Tell) -> Report:
-    """S-S in bursts; a tenth of the requests is urgent."""
-    bursts = BURSTS if scale == "full" else BURSTS[1:2]
-
-    def name(run: tuple[int, bool]) -> str:
-        cv, ranked = run
-        return f"CV {cv}, {'with' if ranked else 'without'} priorities"
-
-    plan = [(cv, ranked) for cv in bursts for ranked in (False, True)]
-    found = play_all(plan, lambda run, part: _played(*run, scale, part), name, tell)
-    return report_64([PriorityRun(*run) for run in zip(bursts, found[::2], found[1::2], strict=True)])
-
-
-def report_64(runs: Sequence[PriorityRun]) -> Report:
-    gains = [run.plain.urgent.request / run.ranked.urgent.request for run in runs]
-    losses = [run.ranked.others.request / run.plain.others.request - 1 for run in runs]
-    return Report(
-        name="section 6.4",
-        title=f"priorities: S-S, {RATE:g} req/s in bursts, {URGENT:.0%} urgent",
-        cells=tuple(cell for run in runs for cell in _priority_cells(run)),
-        claims=(
-            Claim(
-                said=f"urgent requests are {FASTER}× as fast at the highest CV, or faster",
-                holds=gains[-1] >= FASTER,
-                found=f"{gains[-1]:.2f}× at CV {runs[-1].burst}; {min(gains):.2f}× at the least, "
-                f"{max(gains):.2f}× at the most",
-            ),
-            Claim(
-                said=f"the others are slower by {SLOWER:.0%} at the most",
-                holds=max(losses) <= SLOWER,
-                found=f"by {max(losses):.1%} at the most",
-            ),
-        ),
-        grids=(
-            Grid(
-                title="seconds",
-                heads=("CV", "requests", "priorities", *_PRIORITY_COLUMNS),
-                rows=tuple(row for run in runs for row in _priority_rows(run)),
-            ),
-        ),
-    )
-
-
-def _priority_cells(run: PriorityRun) -> Iterator[Cell]:
-    old, new = PAPER[run.burst]
-    ours = zip(run.plain.urgent, run.ranked.urgent, strict=True)
-    for column, paper, (before, now) in zip(_PRIORITY_COLUMNS, zip(old, new, strict=True), ours, strict=True):
-        yield from cells(
-            f"CV {run.burst}, urgent", (f"{column}: times as fast", paper[0] / paper[1], before / now)
-        )
-
-
-def _priority_rows(run: PriorityRun) -> Iterator[tuple[str, ...]]:
-    for known, found, paper in zip(("no", "yes"), (run.plain, run.ranked), PAPER[run.burst], strict=True):
-        for who, some in (
-            ("urgent, in the paper", paper),
-            ("urgent", found.urgent),
-            ("others", found.others),
-        ):
-            request, prefill, p99, decode = some
-            shown = f"{request:.2f}", f"{prefill:.3f}", f"{p99:.2f}", f"{decode:.4f}"
-            yield (str(run.burst), who, known, *shown)
-
-
-def _played(cv: int, ranked: bool, scale: Scale, tell: TellPart) -> Found:
-    """ranked: whether anybody knows what is urgent."""
-    instances, count = SIZES[scale]
-    bursts = replace(SHORT, gaps=gamma(cv), urgent=URGENT)
-    asked = list(bursts.requests(RATE * instances / INSTANCES, count))
-    played = asked if ranked else [structs.replace(request, priority=0) for request in asked]
-    units = make_units(instances, LEVELS if ranked else ())
-    results = play_point(LLUMNIX, units, played, tell_each(tell, count)).results
-    return told_apart(results, [one for one, request in zip(played, asked, strict=True) if request.priority])
-
-
-def told_apart(results: Sequence[RequestResult], urgent: Sequence[WorkloadRequest]) -> Found:
-    """urgent: requests of the results, these very ones: in a burst others come at the same time."""
-    known = {id(request) for request in urgent}
-    first, others = ([one for one in results if (id(one.request) in known) is own] for own in (True, False))
-    return Found(Seconds.of(first), Seconds.of(others))
+def _spread(values: Sequence[float], show: Callable[[float], str]) -> str:
+    middle = show(mean(values))
+    return f"{middle} ({show(min(values))} – {show(max(values))})" if len(values) > 1 else middle
