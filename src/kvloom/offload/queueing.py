@@ -171,8 +171,8 @@ def issued(work: Work, cost: Operated) -> Cut:
 
 
 def in_order(operators: Sequence[Operator]) -> list[Operator]:
-    """Returns the single operators of a job in the order in which they run: those of each layer, and then those
-    of which there are fewer than layers."""
+    """Returns the single operators of a job in the order in which they run: those of each layer, and then
+    those of which there are fewer than layers."""
     layers = max((one.number for one in operators), default=0)
     layer = [one for one in operators if one.number == layers]
     return layer * layers + [one for one in operators if one.number < layers for _ in range(one.number)]

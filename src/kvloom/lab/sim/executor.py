@@ -87,8 +87,8 @@ class Loans(Protocol):
         """Does what comes before the job, and calls `then`."""
 
     def seconds(self, job: Job, work: Work, alone: float) -> float:
-        """Returns what a job takes that would take `alone` without loans, but for what it waits and stands still
-        for others."""
+        """Returns what a job takes that would take `alone` without loans, but for what it waits and stands
+        still for others."""
 
     def exchanges(self, job: Job) -> int:
         """Returns how often a step of the job asks another unit for attention, evenly over the step."""

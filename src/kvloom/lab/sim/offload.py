@@ -93,7 +93,8 @@ class SimulatedLoan:
 class SimulatedOffloadBackend:
     """Satisfies `OffloadBackend` to an engine, and `Loans` to its executor. A loan is as the real one but for
     time: q, k and v take the links' time, and a task is an event: it begins when the lender's job looks for
-    it, after the piece of an operator that runs when it comes, and holds that job up for as long as it takes."""
+    it, after the piece of an operator that runs when it comes, and holds that job up for as long as it
+    takes."""
 
     def __init__(
         self,
@@ -276,8 +277,8 @@ class SimulatedOffloadBackend:
         return self.cost.shape(job.model).layers if step is not None and step.rows else 0
 
     def exchange(self, job: Job) -> float:
-        """Posts a layer's task, and lets the lender find it as it is at this moment: what happens there while q,
-        k and v are on their way counts as if it had happened before."""
+        """Posts a layer's task, and lets the lender find it as it is at this moment: what happens there while
+        q, k and v are on their way counts as if it had happened before."""
         step = self._step(job)
         if step is None or not step.rows:
             return 0.0

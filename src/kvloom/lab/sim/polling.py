@@ -1,5 +1,5 @@
-"""How a lender's device finds another unit's tasks: it runs the pieces of its job one after the other, and looks
-for tasks after each; and how long tasks have waited, beside what the queueing model expects."""
+"""How a lender's device finds another unit's tasks: it runs the pieces of its job one after the other, and
+looks for tasks after each; and how long tasks have waited, beside what the queueing model expects."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ class Pieces:
         self._ends = list(accumulate(self.times))
 
     def rest(self, progress: Progress) -> float | None:
-        """Returns the seconds until the job looks for tasks; None if it never does. The pieces of a job that
-        takes longer than all of them, because its host is slow or others run beside it, are longer by as much."""
+        """Returns the seconds until the job looks for tasks; None if it never does. If the job takes longer
+        than all of its pieces, because its host is slow or others run beside it, they are longer by as
+        much."""
         if not self._ends:
             return None
         ends, whole = self._ends, self._ends[-1]
@@ -34,9 +35,9 @@ class Pieces:
 
 
 def issued_rest(queued: float, progress: Progress) -> float:
-    """Returns the seconds until a task begins that the lender's host launches now: until all is done that the
-    host has issued before. The host issues the job's operators evenly, from the job's begin on and ahead of the
-    device, and goes on while the device stands still for a task.
+    """Returns the seconds until a task begins that the lender's host launches now: until all is done that
+    the host has issued before. The host issues the job's operators evenly, from the job's begin on and ahead
+    of the device, and goes on while the device stands still for a task.
 
     queued: seconds of operators that would be issued and not begun once all are, if the device never stood
     still."""

@@ -140,8 +140,8 @@ class Operated(CostModel, Protocol):
     def shape(self, model: str) -> ModelShape: ...
 
     def operators(self, work: Work) -> tuple[Operator, ...]:
-        """Returns the operators of a job that runs alone, those of a layer in the order in which they run: they
-        last as long as the device is busy."""
+        """Returns the operators of a job that runs alone, those of a layer in the order in which they run:
+        they last as long as the device is busy."""
 
     def queued(self, work: Work) -> float:
         """Returns the most seconds of the job's operators that the host has issued, and the device not yet
@@ -174,8 +174,8 @@ class WorkPace(NamedTuple):
 
 
 def layer_parts(shape: ModelShape, touched: float) -> Iterator[LayerOperator]:
-    """Returns the operators of one layer in the order in which they run, but for what attention does with K and
-    V. touched: experts that the job reads."""
+    """Returns the operators of one layer in the order in which they run, but for what attention does with K
+    and V. touched: experts that the job reads."""
     hidden, ffn, active = shape.hidden, shape.ffn, shape.active
     out = hidden * shape.head_dim * shape.heads
     qkv = shape.attention_parameters - out
