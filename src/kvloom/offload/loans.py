@@ -396,7 +396,7 @@ class LoanKeeper(Generic[S]):
         short, loan.short = loan.short and loan.policy.roomy, False
         offloaded = loan.count > 0 or loan.share > 0
         slowdown = self._slowdown.seen(load, offloaded=offloaded) if load else None
-        seen = Observation(short, slowdown, pressed=pressed)
+        seen = Observation(short, slowdown, pressed=pressed, needless=loan.needless and not short)
         self._share = adapted(self._share, seen, self._spec.bound)
         if self._share.value != loan.share:
             self._borrower.set_share(self._model, self._share.value)

@@ -18,7 +18,7 @@ BAD = [
     (["nobody"], ["PAPER", "aegaeon", "microserving", "muxserve", "weaver"]),
     (["microserving", "--figure", "14"], ["--figure '14'", "10, 11, 12, table-3, 13 are right"]),
     (["muxserve", "--figure", "table-3"], ["--figure 'table-3'", "3, 5, 7, 8, 9, 10 are right"]),
-    (["weaver", "--figure", "3"], ["--figure '3'", "table-1, 4, 5, 6, 7 are right"]),
+    (["weaver", "--figure", "3"], ["--figure '3'", "table-1, 4, 5, 6, 7, auto are right"]),
     (["microserving", "--scale", "huge"], ["--scale", "small"]),
     (["microserving", "--json", "no/x.json"], ["no/x.json: no such folder"]),
     (["microserving", "--markdown", "no/x.md"], ["no/x.md: no such folder"]),

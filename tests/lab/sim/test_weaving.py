@@ -225,7 +225,7 @@ async def test_a_lender_that_dies_in_a_step_has_not_answered() -> None:
 def test_a_share_that_adapts_rises_in_need_and_falls_as_the_cold_unit_suffers() -> None:
     shares = list[float]()
 
-    async def run(bound: float) -> None:
+    async def run(bound: float, after: float) -> None:
         given = units(WeaveSpec(COLD, "auto", 0.3, bound), hot=100)
         hot = [ask(HOT, 1.0 + 0.05 * n, 60, 80) for n in range(40)]
         cold = [ask(COLD, 2.0 * n, 20, 200) for n in range(4)]
@@ -241,13 +241,17 @@ def test_a_share_that_adapts_rises_in_need_and_falls_as_the_cold_unit_suffers() 
 
             looking = asyncio.create_task(look())
             await results(fleet.server, asks)
+            await asyncio.sleep(after)
             looking.cancel()
 
-    run_virtual(run(10.0))
-    assert shares == sorted(shares)
-    assert max(shares) >= 0.5
+    run_virtual(run(10.0, 60.0))
+    most = shares.index(max(shares))
+    assert shares[most] >= 0.5
+    assert shares[:most] == sorted(shares[:most])
+    assert shares[most:] == sorted(shares[most:], reverse=True)  # once the need is over
+    assert shares[-1] == 0.0
     shares.clear()
-    run_virtual(run(0.05))
+    run_virtual(run(0.05, 0.0))
     assert any(after < before for before, after in pairwise(shares))
 
 

@@ -6,6 +6,7 @@ from typing import Final
 
 from kvloom.lab.reproduce.report import Experiment
 from kvloom.lab.reproduce.weaver.ablation import figure_7
+from kvloom.lab.reproduce.weaver.adaptive import share_auto
 from kvloom.lab.reproduce.weaver.ranks import table_1
 from kvloom.lab.reproduce.weaver.sensitivity import figure_5
 from kvloom.lab.reproduce.weaver.serving import figure_4, figure_6
@@ -16,4 +17,5 @@ EXPERIMENTS: Final = (
     Experiment("5", figure_5),
     Experiment("6", figure_6),
     Experiment("7", figure_7),
+    Experiment("auto", share_auto),
 )

@@ -155,6 +155,7 @@ SHARES: Final = (0.9, 0.3)  # of MuxServe's decode processes: its largest, and i
 
 
 WAITS: Final = 0.05  # of a step: algorithm 1's threshold
+BOUND: Final = 0.15  # by which the cold model's steps may take longer under `share: auto`: kvloom's default
 
 
 def weave(
@@ -164,9 +165,10 @@ def weave(
     *,
     part: float = PART,
     waits: float = WAITS,
+    bound: float = BOUND,
 ) -> WeaveSpec:
     """The relation of the cold unit to the hot one."""
-    return WeaveSpec(COLD, share, part, control=control, split=split, waits=waits)
+    return WeaveSpec(COLD, share, part, bound, control=control, split=split, waits=waits)
 
 
 MakeUnits = Callable[[str, float, float], list[SimulatedUnit]]
@@ -266,12 +268,14 @@ class Course:
 @dataclass(frozen=True, slots=True)
 class Point:
     """filled: by unit, the part of its pool that is in use, with what others have of it, in the mean. waits:
-    of the last loan's tasks, with what the queueing model expects; None if there was no loan."""
+    of the last loan's tasks, with what the queueing model expects; None if there was no loan. share: of the
+    hot model's sequences that were to be offloaded, in the mean."""
 
     hot: Course
     cold: Course
     filled: dict[str, float]
     waits: Waits | None = None
+    share: float = 0.0
 
 
 def play_point(system: System, load: Load, tell: TellPart) -> Point:
@@ -313,6 +317,7 @@ class _Play:
         self._filled: dict[str, list[float]] = {}
         self._over = asyncio.Event()  # of what came at once
         self._waits: Waits | None = None
+        self._shares: list[float] = []
 
     def run(self, units: Sequence[SimulatedUnit]) -> Point:
         load = self._load
@@ -328,7 +333,7 @@ class _Play:
         )
         hot, cold = (self._seen[model].course(load.trace.output) for model in (HOT, COLD))
         filled = {name: float(np.mean(parts)) for name, parts in self._filled.items()}
-        return Point(hot, cold, filled, self._waits)
+        return Point(hot, cold, filled, self._waits, float(np.mean(self._shares or [0.0])))
 
     async def _look(self, fleet: SimulatedFleet) -> None:
         """Notes how full all pools are."""
@@ -341,6 +346,8 @@ class _Play:
             used = sum(told.used_blocks for told in load.models.values())
             self._filled.setdefault(name, []).append(used / load.total_blocks)
             loan = engine.borrower.loan(HOT) if name == HOT else None
+            if name == HOT:
+                self._shares.append(loan.share if loan is not None else 0.0)
             if loan is not None:
                 away = loan.pool.total - loan.pool.available
                 self._filled.setdefault("lent", []).append(away / load.total_blocks)
