@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvloom.offload.loans import LoanKeeper
-from kvloom.offload.terms import Borrow, Loan
+from kvloom.offload.keeper import LoanKeeper
+from kvloom.offload.terms import Borrow, HandBack, Loan
 from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, Unavailable
 from kvloom.types.load import UnitLoad
 from kvloom.types.spec import WeaveSpec
@@ -40,6 +40,9 @@ class Refusing:
     async def lend(self, body: Borrow) -> Loan:
         self.asked += 1
         raise self._why(self.asked)
+
+    async def take_back(self, body: HandBack) -> None:
+        raise AssertionError("nothing is lent")
 
 
 def played(refusing: Refusing) -> bool:

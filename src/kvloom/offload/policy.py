@@ -114,7 +114,7 @@ class OffloadPolicy(Generic[S]):
         there = self.free(other for other in self.offloaded.values() if not other.in_job)
         if need <= there - self._kept and len(self.offloaded) < self.rows:
             return found
-        for other in sorted(self.offloaded.values(), key=_ORDER, reverse=True):
+        for other in self.least_urgent():
             if found and need <= there:
                 break
             if other.order[0] > sequence.order[0] and not other.in_job:
@@ -187,6 +187,10 @@ class OffloadPolicy(Generic[S]):
                 there -= need
                 found.append(sequence)
         return found
+
+    def least_urgent(self) -> list[S]:
+        """Returns the offloaded sequences, the least urgent first."""
+        return sorted(self.offloaded.values(), key=_ORDER, reverse=True)
 
     # -- in pages -------------------------------------------------------------------------------------
 

@@ -26,8 +26,8 @@ from kvloom.journal.log import Outbox
 from kvloom.kernels.cpu.warm import is_warm, kernels, warm
 from kvloom.kv.arena import Arena, ArenaMemory
 from kvloom.offload.cpu.attention import CpuOffloadBackend
-from kvloom.offload.loans import LoanKeeper
-from kvloom.offload.terms import OffloadBackend
+from kvloom.offload.keeper import LoanKeeper
+from kvloom.offload.terms import TAKE_BACK, OffloadBackend
 from kvloom.serve.machine import listen, listen_inside
 from kvloom.serve.processes.identity import serving_context
 from kvloom.serve.processes.lease import HeldLease
@@ -90,7 +90,9 @@ async def serve(parent: Parent, order: EngineOrder, lease: HeldLease | None = No
     cards = await engine.models()
     keep_cards(folder, spec.unit, cards)
     chat = tuple(card.name for card in cards if card.chat_template is not None)
-    verbs = create_verbs(engine, secret=order.secret, lend=engine.lend)
+    verbs = create_verbs(
+        engine, secret=order.secret, lend=engine.lend, take_back=functools.partial(TAKE_BACK.ask, engine)
+    )
     with ExitStack() as sockets:
         server, listeners = make_server(
             order, verbs, lambda endpoint: parent.report(Ready(chat, endpoint)), sockets

@@ -19,7 +19,7 @@ from kvloom.offload.queueing import Cut, Exchange, Rule, cut_up, issued, parts_o
 from kvloom.offload.terms import Borrow, LentBlocks, Loan
 from kvloom.plan.cost.work import Operated, Work
 from kvloom.types.errors import BadRequest, ConfigError, Conflict, Unavailable
-from kvloom.types.geometry import I32
+from kvloom.types.geometry import I32, AnyArray
 from kvloom.types.job import Job, PageMove, Phase
 from kvloom.types.load import Waits
 from kvloom.types.spec import EngineSpec
@@ -147,8 +147,15 @@ class SimulatedOffloadBackend:
         if borrow.heads % form.kv_heads:
             raise BadRequest(f"borrow: {borrow.heads} heads over {form.kv_heads}; want a multiple")
         made = LentBlocks(borrow, blocks, self.transport, b"modelled")
-        self.lent = SimulatedLoan(borrow, self, made, ended, blocks)
+        self.lent = SimulatedLoan(borrow, self, made, ended, blocks.copy())
         return made.loan
+
+    parts = True
+
+    def take_back(self, numbers: AnyArray) -> None:
+        assert self.lent is not None
+        lent = self.lent.numbers
+        lent[numbers] = lent[~np.isin(lent, lent[numbers])][0]
 
     def recall(self) -> bool:
         loan = self.lent

@@ -20,8 +20,8 @@ from kvloom.lab.sim.hosting import HostedMachine, HostedUnit
 from kvloom.lab.sim.links import Link, ModelledPlane, ModelledTransport
 from kvloom.lab.sim.offload import OffloadingUnits, SimulatedOffloadBackend
 from kvloom.lab.sim.unit import SimulatedUnit, modelled_executor
-from kvloom.offload.loans import LoanKeeper
-from kvloom.offload.terms import LEND, Borrow, Loan
+from kvloom.offload.keeper import LoanKeeper
+from kvloom.offload.terms import LEND, TAKE_BACK, Borrow, HandBack, Loan
 from kvloom.types.clock import Clock
 from kvloom.types.errors import Unavailable
 from kvloom.types.request import Event, StartGenerate
@@ -205,6 +205,9 @@ class ModelledWire(RemoteEngine):
 
     async def lend(self, body: Borrow) -> Loan:
         return await self.call(LEND, body)
+
+    async def take_back(self, body: HandBack) -> None:
+        await self.call(TAKE_BACK, body)
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
         loop = None

@@ -159,7 +159,7 @@ def _wait_grid(found: dict[tuple[str, str], Point]) -> Grid:
                 *(waits.stall, waits.expected_stall),
             )
             rows.append((*names, *(f"{1e6 * seconds:.0f}" for seconds in times)))
-    heads = ("c = K − N", "E[W]", "formula", "E[W | W > c]", "formula", "stall", "formula")
+    heads = ("c = K − N", "E[W]", "formula", "E[W beyond c]", "formula", "stall", "formula")
     return Grid(title="(a) µs that a task waits", heads=("", "who looks", *heads), rows=tuple(rows))
 
 
