@@ -191,6 +191,23 @@ async def test_what_a_cold_unit_lacks_comes_back_and_is_lent_again_later() -> No
 
 
 @virtually
+async def test_a_cold_unit_has_back_the_part_that_it_lacks_and_the_loan_goes_on() -> None:
+    """Its pool holds four of these without the loan, and two with it."""
+    crowd = [ask(COLD, 0.6, 100, 100) for _ in range(3)]
+    async with simulated(units(woven(1.0)), load_program("data_parallel")) as fleet:
+        await asyncio.sleep(1.0)
+        hot, cold = fleet.engines[HOT], fleet.engines[COLD]
+        loan, lent = hot.borrower.loan(HOT), cold.pool.lent
+        assert loan is not None
+        found = await results(fleet.server, [*busy(6, 160), *crowd])
+        assert hot.borrower.loan(HOT) is loan
+        assert 0 < cold.pool.lent < lent
+        assert cold.pool.lent == loan.pool.available == loan.pool.total - loan.pool.lent
+    assert all(not one.error and one.tokens == one.request.output for one in found.values())
+    check_whole([cold])
+
+
+@virtually
 async def test_a_lender_that_dies_in_a_step_has_not_answered() -> None:
     """What was away is computed again at home, and every token comes."""
     given, plane = units(woven(1.0)), ModelledPlane()
