@@ -68,8 +68,8 @@ def table_1(scale: Scale, tell: Tell) -> Report:
     after = {batch: lost(RANKED, batch) for batch in BATCHES}
     found: list[Cell] = cells(
         "the most over all batches",
-        ("% lost, fitted to it", 100 * MOST_LOST, 100 * max(after.values())),
         ("% lost, fitted to MuxServe's profile", 100 * MOST_LOST, 100 * max(before.values())),
+        ("% lost, fitted to the paper's number", None, 100 * max(after.values())),
     )
     return Report(
         name="table 1",
@@ -77,9 +77,9 @@ def table_1(scale: Scale, tell: Tell) -> Report:
         cells=tuple(found),
         claims=(
             Claim(
-                said="two instances answer more than one over both GPUs",
-                holds=min(after.values()) > 0,
-                found=f"one loses {100 * min(after.values()):.0f} to {100 * max(after.values()):.0f} %",
+                said="two instances answer more than one over both GPUs, without the fit",
+                holds=min(before.values()) > 0,
+                found=f"one loses {100 * min(before.values()):.0f} to {100 * max(before.values()):.0f} %",
             ),
         ),
         grids=(
