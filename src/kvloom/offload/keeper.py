@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final, Generic, Protocol
@@ -37,40 +38,72 @@ class LenderClient(Protocol):
 
 
 class LoanKeeper(Generic[S]):
-    """Keeps a model in a loan: asks the lender for one, adapts its share, and asks again when it is over."""
+    """Keeps a model in a loan: asks the freest lender for one, adapts its share, and asks again when it is
+    over."""
 
     def __init__(
-        self, borrower: Borrower[S], model: str, spec: WeaveSpec, lender: LenderClient, clock: Clock
+        self,
+        borrower: Borrower[S],
+        model: str,
+        spec: WeaveSpec,
+        lenders: Mapping[str, LenderClient],
+        clock: Clock,
+        freeness: Callable[[UnitLoad], float],
     ) -> None:
-        """lender: the client of the unit that `spec` names."""
+        """lenders: the clients of the units that `spec` names, by their names."""
         self._borrower = borrower
         self._model = model
         self._spec = spec
-        self._lender = lender
+        self._lenders = dict(lenders)
+        """Those that can ever lend, as far as is known."""
         self._clock = clock
+        self._freeness = freeness
         self._share = Share()
-        self._slowdown = Slowdown()
+        self._slowdowns = {name: Slowdown() for name in lenders}
+        self._cold = spec.cold  # the lender of the loan
+        self._told: dict[str, str] = {}  # the code of each lender's last refusal
 
     async def run(self) -> None:
-        """Runs for ever. If the two units can never be woven it says so and ends."""
+        """Runs for ever. If the unit can be woven with none of the lenders it says so and ends."""
         while True:
-            wait, told = _FIRST, ""
-            while (problem := await self._tried()) is not None:
-                if problem.code != told:
-                    _log.warning("%s does not lend to %s: %s", self._spec.cold, self._model, problem.message)
-                if isinstance(problem, BadRequest):
+            wait = _FIRST
+            self._told.clear()
+            while not await self._borrowed():
+                if not self._lenders:
                     return
-                told = problem.code  # what differs in a number is not said again
                 await self._clock.sleep(wait)
                 wait = min(2 * wait, _LONGEST)
             await self._watch()
             await self._clock.sleep(_FIRST)  # the lender has to notice that this unit has left
 
-    async def _tried(self) -> KvloomError | None:
-        """Borrows; returns why not."""
+    async def _borrowed(self) -> bool:
+        """Asks the lenders, the freest first, until one lends. Returns whether one does."""
+        loads = dict[str, UnitLoad]()
+        for name, lender in list(self._lenders.items()):
+            try:
+                loads[name] = await lender.load()
+            except KvloomError as error:
+                self._refused(name, error)
+        for name in sorted(loads, key=lambda name: self._freeness(loads[name]), reverse=True):
+            problem = await self._tried(name, loads[name])
+            if problem is None:
+                return True
+            self._refused(name, problem)
+        return False
+
+    def _refused(self, name: str, problem: KvloomError) -> None:
+        """Notes why a lender does not lend. What differs from its last refusal in a number is not said
+        again."""
+        if problem.code != self._told.get(name):
+            _log.warning("%s does not lend to %s: %s", name, self._model, problem.message)
+        self._told[name] = problem.code
+        if isinstance(problem, BadRequest):
+            del self._lenders[name]
+
+    async def _tried(self, name: str, load: UnitLoad) -> KvloomError | None:
+        """Borrows of one lender; returns why not."""
         spec = self._spec
         try:
-            load = await self._lender.load()
             form = self._borrower.terms(self._model, 1).form
             pages = int(load.total_blocks * spec.part) // (form.layers * form.kv_heads)
             if not pages:
@@ -78,10 +111,11 @@ class LoanKeeper(Generic[S]):
             terms = self._borrower.terms(self._model, pages)
             terms = structs.replace(terms, control=spec.control, split=spec.split, waits=spec.waits)
             share = 0.0 if spec.share == "auto" else spec.share
-            self._borrower.borrow(terms, await self._lender.lend(terms), share)
+            self._borrower.borrow(terms, await self._lenders[name].lend(terms), share)
         except KvloomError as error:
             return error
-        _log.info("%s has borrowed %d pages from %s", self._model, pages, spec.cold)
+        self._cold = name
+        _log.info("%s has borrowed %d pages from %s", self._model, pages, name)
         return None
 
     async def _watch(self) -> None:
@@ -93,11 +127,11 @@ class LoanKeeper(Generic[S]):
                     await self._borrower.over(self._model)
                     return
             try:
-                load = await self._lender.load()
+                load = await self._lenders[self._cold].load()
                 silent = False
             except KvloomError as error:
                 if not silent:
-                    _log.warning("%s does not tell its load: %s", self._spec.cold, error.message)
+                    _log.warning("%s does not tell its load: %s", self._cold, error.message)
                 load, silent = None, True
             self._observe(load)
             if load is not None and load.recalled_blocks:
@@ -110,10 +144,10 @@ class LoanKeeper(Generic[S]):
         if blocks is None:
             return
         try:
-            await self._lender.take_back(blocks)
-            _log.info("%s has handed back %d blocks to %s", self._model, len(blocks.blocks), self._spec.cold)
+            await self._lenders[self._cold].take_back(blocks)
+            _log.info("%s has handed back %d blocks to %s", self._model, len(blocks.blocks), self._cold)
         except KvloomError as error:
-            _log.warning("%s does not take blocks back: %s", self._spec.cold, error.message)
+            _log.warning("%s does not take blocks back: %s", self._cold, error.message)
 
     def _observe(self, load: UnitLoad | None) -> None:
         """Adapts the share to what a period has shown. load: the lender's; None if it does not answer, and
@@ -128,7 +162,7 @@ class LoanKeeper(Generic[S]):
             return
         short, loan.short = loan.short and loan.policy.roomy, False
         offloaded = loan.count > 0 or loan.share > 0
-        slowdown = self._slowdown.seen(load, offloaded=offloaded) if load else None
+        slowdown = self._slowdowns[self._cold].seen(load, offloaded=offloaded) if load else None
         seen = Observation(short, slowdown, pressed=pressed, needless=loan.needless and not short)
         self._share = adapted(self._share, seen, self._spec.bound)
         if self._share.value != loan.share:

@@ -9,7 +9,7 @@ import importlib
 import signal
 import socket
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from kvloom.api.verbs import create_verbs
 from kvloom.engine.engine import Engine
+from kvloom.engine.freeness import freeness
 from kvloom.exec.cpu.executor import TorchExecutor, load_executor
 from kvloom.exec.huggingface import hide_progress
 from kvloom.exec.loader import check_model
@@ -189,12 +190,18 @@ def load_unit(spec: EngineSpec, folder: Path, progress: Callable[[str], None]) -
 async def _borrow(
     engine: Engine, spec: EngineSpec, weave: WeaveSpec, order: EngineOrder, clock: Clock
 ) -> None:
-    """Borrows from the unit whose socket lies beside this one's."""
+    """Borrows from units whose sockets lie beside this one's."""
     from kvloom.router.client import UNIX, HttpEngineClient  # noqa: PLC0415 -- few units borrow
 
-    socket = Path(order.socket).with_name(f"{weave.cold}.sock")
-    async with HttpEngineClient(f"{UNIX}{socket}", secret=order.secret) as lender:
-        await LoanKeeper(engine.borrower, spec.models[0].name, weave, lender, clock).run()
+    async with AsyncExitStack() as clients:
+        lenders = {
+            cold: await clients.enter_async_context(
+                HttpEngineClient(f"{UNIX}{Path(order.socket).with_name(f'{cold}.sock')}", secret=order.secret)
+            )
+            for cold in weave.colds
+        }
+        model = spec.models[0].name
+        await LoanKeeper(engine.borrower, model, weave, lenders, clock, freeness).run()
 
 
 def open_offload(spec: EngineSpec, executor: UnitExecutor, transport: Transport) -> OffloadBackend | None:

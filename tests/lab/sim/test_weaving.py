@@ -208,6 +208,38 @@ async def test_a_cold_unit_has_back_the_part_that_it_lacks_and_the_loan_goes_on(
 
 
 @virtually
+async def test_of_several_cold_units_the_freest_lends() -> None:
+    """The first lends until it needs all of its blocks; then the third does, for the second is busy."""
+    hot, cold = units(WeaveSpec(COLD, 1.0, 0.3, others=("second", "third")))
+    others = [
+        replace(cold, spec=msgspec.structs.replace(cold.spec, unit=name)) for name in ("second", "third")
+    ]
+    async with simulated([hot, cold, *others], load_program("data_parallel")) as fleet:
+        first, second, third = (fleet.engines[name] for name in (COLD, "second", "third"))
+        await asyncio.sleep(1.0)
+        assert [one.pool.lent > 0 for one in (first, second, third)] == [True, False, False]
+        hots = asyncio.create_task(results(fleet.server, busy(6, 160)))
+        steady = asyncio.create_task(one_after_the_other(second, 5))
+        await asyncio.sleep(0.6)
+        crowd = (answered(first, body(COLD, [n] * 100, max_tokens=99)) for n in range(6))
+        own = [asyncio.create_task(one) for one in crowd]
+        for _ in range(100):
+            await asyncio.sleep(0.05)
+            if third.pool.lent:
+                break
+        assert [one.pool.lent > 0 for one in (first, second, third)] == [False, False, True]
+        assert all(not one.error and one.tokens == one.request.output for one in (await hots).values())
+        assert all(len(one.tokens[0]) == 99 for one in await asyncio.gather(*own))
+        await steady
+    check_whole([first, second, third])
+
+
+async def one_after_the_other(engine: Engine, count: int) -> None:
+    for n in range(count):
+        await answered(engine, body(COLD, [n] * 100, max_tokens=300))
+
+
+@virtually
 async def test_a_lender_that_dies_in_a_step_has_not_answered() -> None:
     """What was away is computed again at home, and every token comes."""
     given, plane = units(woven(1.0)), ModelledPlane()

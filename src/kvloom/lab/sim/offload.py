@@ -327,7 +327,7 @@ class OffloadingUnits:
 
     def __init__(self, specs: Iterable[EngineSpec]) -> None:
         self.backends: dict[bytes, SimulatedOffloadBackend] = {}
-        pairs = [(spec.unit, spec.weave.cold) for spec in specs if spec.weave]
+        pairs = [(spec.unit, *spec.weave.colds) for spec in specs if spec.weave]
         self._units = {name for pair in pairs for name in pair}
 
     def backend(

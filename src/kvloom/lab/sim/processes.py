@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 from kvloom.cluster.launcher import Answered, Ended, FoundProcess, News, NodeReport, Report
 from kvloom.cluster.state import gateway_name
 from kvloom.engine.engine import Engine
+from kvloom.engine.freeness import freeness
 from kvloom.journal.log import Journal
 from kvloom.journal.records import nobody
 from kvloom.lab.sim.executor import ModelledExecutor, ModelledWeights
@@ -159,8 +160,8 @@ class UnitHost:
     async def _borrow(self, engine: Engine, model: str, weave: WeaveSpec) -> None:
         """Keeps the unit's model in a loan for as long as the process lives."""
         around = self._around
-        lender = ModelledWire(around.hosts[weave.cold], around.clock, around.delay)
-        await LoanKeeper(engine.borrower, model, weave, lender, around.clock).run()
+        lenders = {cold: ModelledWire(around.hosts[cold], around.clock, around.delay) for cold in weave.colds}
+        await LoanKeeper(engine.borrower, model, weave, lenders, around.clock, freeness).run()
 
     def kill(self) -> None:
         """Ends the process at once. What its tasks still tidy up reaches nobody."""
