@@ -255,7 +255,10 @@ def _slower(alone: Point, woven: Point) -> float:
 def row(run: Run) -> tuple[str, ...]:
     hot, cold = run.point.hot, run.point.cold
     pools = " ".join(f"{name} {100 * part:.0f}" for name, part in run.point.filled.items())
-    times = (f"{1e3 * seconds:.1f}" for seconds in (hot.tpot, hot.p99, cold.tpot, cold.p99))
+    times = (
+        f"{1e3 * seconds:.1f}" if seconds else "–"  # no answer has ended
+        for seconds in (hot.tpot, hot.p99, cold.tpot, cold.p99)
+    )
     asked = "more" if run.rate is None else f"{run.rate:g}"
     return (run.where, asked, run.system.name, f"{hot.rate:.1f}", *times, f"{hot.batch:.0f}", pools)
 
