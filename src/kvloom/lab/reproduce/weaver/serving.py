@@ -62,7 +62,8 @@ SECONDS: Final[Mapping[Scale, float]] = {"full": 36.0, "small": 6.0}
 AT_MOST."""
 
 AT_MOST: Final = 100.0
-_STEADY_PART: Final = 2 / 3  # of that, where all is answered: nothing has to fill up
+_STEADY_PART: Final[Mapping[Scale, float]] = {"full": 2 / 3, "small": 1.0}
+"""Of that, where all is answered, and nothing has to fill up."""
 
 LOW: Final = 5.0  # requests a second, at which nothing is short
 HIGH: Final = DEDICATED_MOST
@@ -109,7 +110,7 @@ def _steady(
     device: str, trace: Trace, rates: Sequence[float], systems: Sequence[System], scale: Scale
 ) -> Plan:
     return [
-        (system, Load(device, trace, rate, _STEADY_PART * seconds_of(trace, scale)), rate)
+        (system, Load(device, trace, rate, _STEADY_PART[scale] * seconds_of(trace, scale)), rate)
         for rate in rates
         for system in systems
     ]
