@@ -36,6 +36,8 @@ def test_the_hot_unit_is_told_of_whom_to_borrow(folder: Path) -> None:
     assert woven(folder, UNITS + baseline)[0] == WeaveSpec(
         "unit-1", 0.45, 0.3, control="iterations", split="none", waits=0.02
     )
+    several = "weave: [{hot: unit-0, cold: [unit-2, unit-1]}]"
+    assert woven(folder, UNITS + several)[0] == WeaveSpec("unit-2", 0.45, 0.3, others=("unit-1",))
     both = "weave: [{hot: unit-0, cold: unit-1, share: 0}, {hot: unit-1, cold: unit-0, part: 1}]"
     assert woven(folder, UNITS + both)[:2] == [WeaveSpec("unit-1", 0.0, 0.3), WeaveSpec("unit-0", 0.45, 1.0)]
 
@@ -56,6 +58,9 @@ def test_the_hot_unit_is_told_of_whom_to_borrow(folder: Path) -> None:
         ("weave: [{hot: unit-0, cold: unit-7}]", ["weave.0.cold", "no unit 'unit-7'"]),
         ("weave: [{hot: a, cold: unit-1}]", ["weave.0.hot", "no unit 'a'"]),
         ("weave: [{hot: unit-0, cold: unit-0}]", ["weave.0.cold", "lend to itself"]),
+        ("weave: [{hot: unit-0, cold: []}]", ["weave.0.cold"]),
+        ("weave: [{hot: unit-0, cold: [unit-1, unit-0]}]", ["weave.0.cold", "lend to itself"]),
+        ("weave: [{hot: unit-0, cold: [unit-1, unit-1]}]", ["unit-1 is cold twice"]),
         ("weave: [{hot: unit-2, cold: unit-0}]", ["weave.0.hot", "has 2 models"]),
         ("weave: [{hot: unit-0, cold: unit-2}, {hot: unit-1, cold: unit-2}]", ["unit-2 is cold twice"]),
         ("transport: nixl\nweave: [{hot: unit-0, cold: unit-1}]", ["weave.0.hot", "transport shm"]),

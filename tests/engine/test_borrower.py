@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kvloom.offload.loans import LoanKeeper
-from kvloom.offload.terms import Borrow, Loan
+from kvloom.engine.freeness import freeness
+from kvloom.offload.keeper import LoanKeeper
+from kvloom.offload.terms import Borrow, HandBack, Loan
 from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, Unavailable
 from kvloom.types.load import UnitLoad
 from kvloom.types.spec import WeaveSpec
@@ -41,6 +42,9 @@ class Refusing:
         self.asked += 1
         raise self._why(self.asked)
 
+    async def take_back(self, body: HandBack) -> None:
+        raise AssertionError("nothing is lent")
+
 
 def played(refusing: Refusing) -> bool:
     """Whether the borrower has given up, within thirty turns."""
@@ -49,7 +53,9 @@ def played(refusing: Refusing) -> bool:
     async def play() -> bool:
         async with modelled(engine, executor):
             spec = WeaveSpec("unit-1", 0.5, 0.3)
-            task = asyncio.create_task(LoanKeeper(engine.borrower, MODEL, spec, refusing, refusing).run())
+            lenders = {"unit-1": refusing}
+            keeper = LoanKeeper(engine.borrower, MODEL, spec, lenders, refusing, freeness)
+            task = asyncio.create_task(keeper.run())
             while not task.done() and refusing.waited < 30:
                 await turns(1)
             given_up = task.done()

@@ -10,13 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom.engine.batching.job_times import StepTime
-from kvloom.offload.policy import CALM, FIRST, LONGEST, STEP, Observation, Share, Slowdown, adapted
+from kvloom.offload.policy import CALM, FIRST, IDLE, LONGEST, STEP, Observation, Share, Slowdown, adapted
 from kvloom.types.load import STEP_WINDOW
 from tests.cluster.loads import model, unit
 
 BOUND = 0.15
 slowdowns = st.none() | st.floats(-0.5, 2)
-observations = st.builds(Observation, st.booleans(), slowdowns, st.booleans())
+needs = st.sampled_from(["short", "needless", ""])  # nobody who is short could do without
+observations = st.builds(
+    lambda need, slowdown, pressed: Observation(need == "short", slowdown, pressed, need == "needless"),
+    needs,
+    slowdowns,
+    st.booleans(),
+)
 shares = st.builds(Share, st.floats(0, 1), st.integers(0, LONGEST), st.integers(FIRST, LONGEST))
 
 
@@ -77,6 +83,21 @@ def test_it_rises_while_blocks_are_short_and_falls_with_the_lender_s_load() -> N
     assert share.value == 0
     assert adapted(Share(0.3), Observation(True, 0.9 * BOUND), BOUND).value == 0.3
     assert adapted(Share(0.3), Observation(False, 0.0), BOUND).value == 0.3
+
+
+def test_once_the_need_is_over_it_falls_slowly_and_a_short_ease_changes_nothing() -> None:
+    share, eased, short = Share(0.3), Observation(False, 0.0, needless=True), Observation(True, 0.0)
+    for _ in range(3):
+        for _ in range(IDLE - 1):
+            share = adapted(share, eased, BOUND)
+        assert share.value == 0.3
+        share = adapted(share, Observation(False, 0.0), BOUND)
+    values = []
+    for _ in range(3 * IDLE):
+        share = adapted(share, eased, BOUND)
+        values.append(share.value)
+    assert [values.count(value) for value in (0.3, 0.2, 0.1, 0.0)] == [IDLE - 1, IDLE, IDLE, 1]
+    assert adapted(share, short, BOUND).value == STEP  # it rises as ever
 
 
 def course(look: Callable[[float], Observation], count: int) -> list[float]:

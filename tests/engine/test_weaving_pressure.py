@@ -9,13 +9,15 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from kvloom.engine.engine import Engine
-from kvloom.engine.freeness import virtual_usage
-from kvloom.offload.loans import LoanKeeper
+from kvloom.engine.freeness import freeness, virtual_usage
+from kvloom.offload.keeper import LoanKeeper
 from kvloom.offload.policy import STEP
+from kvloom.types.address import Ticket
 from kvloom.types.clock import WallClock
-from kvloom.types.errors import OutOfBlocks
+from kvloom.types.errors import BadRequest, Conflict, OutOfBlocks
 from kvloom.types.spec import WeaveSpec
 from kvloom.types.verbs import Offer
 from tests.checkpoints import make_checkpoint
@@ -60,8 +62,11 @@ def check(path: Path, prompt: list[int], answer: Answer) -> None:
     Oracle(path).check_at_once(prompt, answer.tokens[0])
 
 
-def test_own_models_that_wait_have_back_what_is_lent(paths: tuple[Path, Path]) -> None:
-    """The cold pool holds ten of its requests; half is lent."""
+def test_own_models_that_wait_have_back_what_is_lent(
+    paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cold pool holds ten of its requests; half is lent. Nobody hears that a part would be enough."""
+    monkeypatch.setattr("kvloom.offload.loans.PATIENCE", 0.0)
     hot_prompts = [[i, 4, 5] * 6 for i in range(3)]
     cold_prompts = [[i, 7] * 40 for i in range(12)]
 
@@ -89,6 +94,48 @@ def test_own_models_that_wait_have_back_what_is_lent(paths: tuple[Path, Path]) -
         check(paths[1], prompt, answer)
 
 
+def test_own_models_have_back_a_part_if_that_is_enough(
+    paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was offloaded there is computed again, what was offloaded elsewhere stays, and all tokens are
+    those of the models alone."""
+    monkeypatch.setattr("kvloom.offload.loans.PATIENCE", 60.0)
+    hot_prompts = [[i, 4, 5] * 6 for i in range(6)]
+    cold_prompts = [[i, 7] * 40 for i in range(8)]
+
+    async def serve() -> tuple[list[Answer], list[Answer]]:
+        async with pair(paths, cold_bytes=1 << 20) as (hot, cold):
+            lend(hot, cold, 1.0, pages_of(cold, hot, 0.4))
+            lent, loan = cold.pool.lent, woven_of(hot)
+            hots = [asyncio.create_task(ask(hot, body(MODEL, p, max_tokens=COUNT))) for p in hot_prompts]
+            await until(lambda: loan.tokens > 3)
+            colds = [asyncio.create_task(ask(cold, body("cold", p, max_tokens=COUNT))) for p in cold_prompts]
+            await until(lambda: cold.lender.recalled > 0)
+            wanted = (await cold.load()).recalled_blocks
+            back = await hot.borrower.shed(MODEL, wanted)
+            assert back is not None
+            assert lent > len(back.blocks) >= wanted
+            await cold.take_back(back)
+            await cold.take_back(back)  # and again: it changes nothing
+            assert cold.pool.lent == lent - len(back.blocks) == loan.pool.total - loan.pool.lent
+            assert woven_of(hot) is loan
+            with pytest.raises(Conflict, match="this loan is over"):
+                await cold.take_back(structs.replace(back, ticket=Ticket(7, 7)))
+            with pytest.raises(BadRequest, match="a block beyond the"):
+                await cold.take_back(structs.replace(back, blocks=[lent]))
+            with pytest.raises(BadRequest, match="all blocks of the loan"):
+                await cold.take_back(structs.replace(back, blocks=list(range(lent))))
+            answers = await asyncio.gather(*hots), await asyncio.gather(*colds)
+            loan.pool.check()
+            return answers
+
+    answers, colds = asyncio.run(serve())
+    for prompt, answer in zip(hot_prompts, answers, strict=True):
+        check(paths[0], prompt, answer)
+    for prompt, answer in zip(cold_prompts, colds, strict=True):
+        check(paths[1], prompt, answer)
+
+
 def test_a_share_that_adapts_rises_where_blocks_are_short_and_ends_with_the_loan(
     paths: tuple[Path, Path],
 ) -> None:
@@ -97,7 +144,8 @@ def test_a_share_that_adapts_rises_where_blocks_are_short_and_ends_with_the_loan
     async def serve() -> list[tuple[list[int], Answer]]:
         async with pair(paths, hot_bytes=12 * 2048 * 6) as (hot, cold), asyncio.TaskGroup() as group:
             spec = WeaveSpec("unit-1", "auto", 0.3)
-            borrower = group.create_task(LoanKeeper(hot.borrower, MODEL, spec, cold, WallClock()).run())
+            keeper = LoanKeeper(hot.borrower, MODEL, spec, {"unit-1": cold}, WallClock(), freeness)
+            borrower = group.create_task(keeper.run())
             await until(lambda: hot.borrower.loan(MODEL) is not None)
             assert woven_of(hot).share == 0
             ends, answers = False, list[tuple[list[int], Answer]]()

@@ -14,9 +14,11 @@ import uvloop
 from msgspec.structs import replace
 
 from kvloom.api.verbs import create_verbs
+from kvloom.offload.terms import HandBack
 from kvloom.router import client as client_module
 from kvloom.router.client import HttpEngineClient
 from kvloom.serve import server
+from kvloom.types.address import Ticket
 from kvloom.types.errors import (
     BadRequest,
     ConnectionLost,
@@ -29,7 +31,7 @@ from kvloom.types.errors import (
 )
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import PROTOCOL, EndEvent, Event, TokenEvent
-from kvloom.types.verbs import Evicted, Held, Offer, Offered, Pin, Pinned, Prefix
+from kvloom.types.verbs import Done, Evicted, Held, Offer, Offered, Pin, Pinned, Prefix
 from tests.processes import DEADLINE
 from tests.scripted import CARD, ScriptedEngine, order, served
 
@@ -209,6 +211,25 @@ async def test_strangers_are_refused(tmp_path: Path) -> None:
             async with session.get("http://engine/verbs/health", headers=headers) as response:
                 assert response.status == 400
                 assert "speaks" in (await response.json())["message"]
+
+
+async def test_a_part_of_a_loan_goes_back_to_its_lender(tmp_path: Path) -> None:
+    """Only a lender has the verb."""
+    taken = list[HandBack]()
+
+    async def take_back(body: HandBack) -> Done:
+        taken.append(body)
+        return Done()
+
+    back = HandBack(model="m", ticket=Ticket(3, 1), blocks=[4, 7])
+    lender = create_verbs(ScriptedEngine(), secret=SECRET, take_back=take_back)
+    async with served(lender, tmp_path / "a") as url, HttpEngineClient(url, secret=SECRET) as client:
+        await client.take_back(back)
+    assert taken == [back]
+    other = create_verbs(ScriptedEngine(), secret=SECRET)
+    async with served(other, tmp_path / "b") as url, HttpEngineClient(url, secret=SECRET) as client:
+        with pytest.raises(KvloomError):
+            await client.take_back(back)
 
 
 async def test_bodies_are_bounded_and_checked(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from kvloom.api.errors import (
     on_kvloom_error,
 )
 from kvloom.api.stream import while_connected
-from kvloom.offload.terms import LEND, Borrow, Loan
+from kvloom.offload.terms import LEND, TAKE_BACK, Borrow, HandBack, Loan
 from kvloom.types.client import EngineClient, Frames
 from kvloom.types.errors import BadRequest, KvloomError, Unauthorized
 from kvloom.types.request import PROTOCOL, Event, StartGenerate
@@ -100,14 +100,17 @@ def create_verbs(
     secret: str,
     max_body: int = MAX_BODY,
     lend: Callable[[Borrow], Coroutine[Any, Any, Loan]] | None = None,
+    take_back: Callable[[HandBack], Coroutine[Any, Any, object]] | None = None,
 ) -> Starlette:
     """Returns the app of one engine, which refuses whoever does not know `secret`.
 
-    `lend` answers engines that borrow of this one; nobody else may ask it.
+    `lend` and `take_back` answer engines that borrow of this one; nobody else may ask them.
     """
     routes = verb_routes(client, max_body)
     if lend is not None:
         routes.append(_route(LEND, lend, max_body))
+    if take_back is not None:
+        routes.append(_route(TAKE_BACK, take_back, max_body))
     return Starlette(
         routes=[Mount(VERBS_PATH, routes=routes)],
         middleware=[Middleware(Guard, secret=secret)],

@@ -174,7 +174,7 @@ def _served(spec: FleetSpec) -> set[str]:
 
 def _problem(unit: str, engine: EngineSpec, spec: FleetSpec) -> str:
     """Returns why a unit serves no adapters; empty if it does."""
-    lends = any(one.weave is not None and one.weave.cold == unit for one in _engines(spec).values())
+    lends = any(one.weave is not None and unit in one.weave.colds for one in _engines(spec).values())
     if engine.abilities.adapts and engine.weave is None and not lends:
         return ""
     return f"{unit} serves no adapters; units of one rank on `cpu` that neither lend nor borrow do"

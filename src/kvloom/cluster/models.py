@@ -95,7 +95,8 @@ def units_to_serve(spec: FleetSpec, asked: AddModel) -> tuple[str, ...]:
     found = _replicas(spec, chosen)
     for name in found:
         if (weave := spec.units[name].engine.weave) is not None:
-            raise Conflict(f"{name} borrows from {weave.cold}, for one model; another unit is right")
+            lenders = " or ".join(weave.colds)
+            raise Conflict(f"{name} borrows from {lenders}, for one model; another unit is right")
     return found
 
 

@@ -174,7 +174,7 @@ def first(engines: Sequence[ConfiguredEngine]) -> tuple[str, ...]:
 def check_abilities(specs: Sequence[EngineSpec], engines: Sequence[ConfiguredEngine], program: str) -> None:
     """Raises ValueError if the config wants of an engine, or the program of its unit, what a unit of its kind
     does not do."""
-    lenders = {spec.weave.cold for spec in specs if spec.weave is not None}
+    lenders = {cold for spec in specs if spec.weave is not None for cold in spec.weave.colds}
     for spec, engine in zip(specs, engines, strict=True):
         refuse_moves(f"{engine.key}.tensor_parallel", spec, program)
         if engine.unit.memory is not None and engine.unit.kv_memory != "auto":
@@ -286,20 +286,35 @@ def _share(value: Any) -> float | Auto:
 
 
 class WeaveConfig(ConfigSection):
-    """The unit `cold` lends `part` of its pool to the one model of `hot`, and attends over it; `share` of the
-    hot unit's sequences are there. With `auto` it is such that decode steps of `cold` take at most `bound`
-    longer. `control`, `split` and `waits` say how soon `cold` attends (Weaver, section 4): between which of
-    its own doings it looks for tasks, whether it splits operators for that, and how much of a step of `hot`
-    waiting may take."""
+    """The unit `cold`, or the freest of several, lends `part` of its pool to the one model of `hot`, and
+    attends over it; `share` of the hot unit's sequences are there. With `auto` it is such that decode steps
+    of `cold` take at most `bound` longer. `control`, `split` and `waits` say how soon `cold` attends (Weaver,
+    section 4): between which of its own doings it looks for tasks, whether it splits operators for that, and
+    how much of a step of `hot` waiting may take."""
 
     hot: str
-    cold: str
+    cold: str | Annotated[tuple[str, ...], Field(min_length=1)]
     share: Annotated[float | Auto, PlainValidator(_share)] = 0.45
     part: Part = 0.3
     bound: Part = 0.15
     control: Control = "operators"
     split: Splitting = "auto"
     waits: Part = 0.05
+
+    @property
+    def colds(self) -> tuple[str, ...]:
+        """Returns all units that may lend."""
+        return (self.cold,) if isinstance(self.cold, str) else self.cold
+
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """Returns the key and the unit of all that take part."""
+        return (("hot", self.hot), *(("cold", cold) for cold in self.colds))
+
+    def spec(self) -> WeaveSpec:
+        """Returns the relation as the engine of `hot` knows it."""
+        first, *others = self.colds
+        rest = self.model_dump(exclude={"hot", "cold"})
+        return WeaveSpec(cold=first, others=tuple(others), **rest)
 
 
 class PairedUnit(NamedTuple):
@@ -313,28 +328,34 @@ class PairedUnit(NamedTuple):
 def weave_units(relations: Sequence[WeaveConfig], units: Mapping[str, PairedUnit]) -> dict[str, WeaveSpec]:
     """Returns the relations by their hot unit. Raises ValueError if one cannot be."""
     for i, one in enumerate(relations):
-        for key, name in (("hot", one.hot), ("cold", one.cold)):
+        for key, name in one.pairs():
             where = f"weave.{i}.{key}"
             if name not in units:
                 raise ValueError(f"{where}: no unit {name!r}; {nearest(name, list(units))}")
             unit = units[name]
             if not unit.abilities.weaves:
                 raise ValueError(f"{where}: {name}; a unit of one rank, with the transport shm, is right")
-            if sum(getattr(other, key) == name for other in relations) > 1:
+            if sum((key, name) == pair for other in relations for pair in other.pairs()) > 1:
                 raise ValueError(f"{where}: {name} is {key} twice; one loan at a time is right")
-        if one.hot == one.cold:
-            raise ValueError(f"weave.{i}.cold: {one.cold} would lend to itself; another unit is right")
-        kinds = [units[name].device for name in (one.hot, one.cold)]
-        if kinds[0] != kinds[1]:
-            right = "two units of one GPU are right (units go round the GPUs in their order)"
-            if CPU in kinds:
-                right = "two CPU units, or two GPU units, are right"
-            raise ValueError(f"weave.{i}.cold: {one.cold} is on {kinds[1]}, {one.hot} on {kinds[0]}; {right}")
+        for cold in one.colds:
+            _check_pair(f"weave.{i}.cold", one.hot, cold, units)
         if units[one.hot].models > 1:
             raise ValueError(
                 f"weave.{i}.hot: {one.hot} has {units[one.hot].models} models; a unit of one is right"
             )
-    return {one.hot: WeaveSpec(**one.model_dump(exclude={"hot"})) for one in relations}
+    return {one.hot: one.spec() for one in relations}
+
+
+def _check_pair(where: str, hot: str, cold: str, units: Mapping[str, PairedUnit]) -> None:
+    """Raises ValueError if `cold` cannot lend to `hot`."""
+    if hot == cold:
+        raise ValueError(f"{where}: {cold} would lend to itself; another unit is right")
+    kinds = [units[name].device for name in (hot, cold)]
+    if kinds[0] != kinds[1]:
+        right = "two units of one GPU are right (units go round the GPUs in their order)"
+        if CPU in kinds:
+            right = "two CPU units, or two GPU units, are right"
+        raise ValueError(f"{where}: {cold} is on {kinds[1]}, {hot} on {kinds[0]}; {right}")
 
 
 class ReschedulingConfig(ConfigSection):

@@ -21,7 +21,7 @@ from kvloom.engine.transfers import Transfers
 from kvloom.journal.records import Recorder, nobody
 from kvloom.kv.kept import KeptPrefixes
 from kvloom.offload.loans import Borrower, Lender
-from kvloom.offload.terms import Borrow, Loan, OffloadBackend
+from kvloom.offload.terms import Borrow, HandBack, Loan, OffloadBackend
 from kvloom.types.clock import Clock
 from kvloom.types.errors import BadRequest, ConfigError, Unavailable
 from kvloom.types.job import Executor
@@ -340,6 +340,11 @@ class Engine:
         self._interrupt()
         return self.lender.lend(body)
 
+    async def take_back(self, body: HandBack) -> None:
+        """Takes back a part of what is lent, which the borrower's unit hands over."""
+        self._interrupt()
+        self.lender.take_back(body)
+
     async def evict(self, body: Prefix) -> Evicted:
         self._requests.check_prompt(body.model, body.prompt)
         body = self._queues.salted(body)
@@ -377,6 +382,7 @@ class Engine:
             self.pool,
             self._queues,
             waits,
+            self.lender.recalled,
             self._transport,
             draining=self._stopping,
             weights={} if self._residency is None else self._residency.loads(),

@@ -19,13 +19,15 @@ def unit_load(
     pool: Pool,
     queues: Mapping[str, ModelQueue],
     waits: Waits | None,
+    recalled: int,
     transport: Transport,
     weights: Mapping[str, WeightLoad],
     *,
     draining: bool,
     bases: Mapping[str, str],
 ) -> UnitLoad:
-    """Returns the load of the unit. waits: those of tasks that this unit does for another; weights: of models
+    """Returns the load of the unit. waits: those of tasks that this unit does for another; recalled:
+    blocks that it wants back of what it lends; weights: of models
     whose weights can sleep; bases: those of its adapters."""
     return UnitLoad(
         total_blocks=pool.total,
@@ -36,6 +38,7 @@ def unit_load(
         moves=spec.abilities.moves,
         draining=draining,
         lent_blocks=pool.lent,
+        recalled_blocks=recalled,
         waits=waits,
         priorities=spec.priorities,
         path=transport.endpoint.kind,

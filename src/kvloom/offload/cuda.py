@@ -23,7 +23,7 @@ from kvloom.offload.terms import Borrow, Loan, on_this_loop, one_number, watched
 from kvloom.transfer.cuda_ipc import CudaIpcTransport
 from kvloom.types.clock import has_ended
 from kvloom.types.errors import Conflict, Unavailable
-from kvloom.types.geometry import I32
+from kvloom.types.geometry import I32, AnyArray
 from kvloom.types.load import Waits
 
 LOOKS: Final = 20_000_000  # of a `collect`, some ten seconds: a lender's first task finds its kernel compiled
@@ -324,6 +324,11 @@ class CudaOffloadBackend:
     def waits(self) -> Waits | None:
         """Returns None: tasks are over before a host could look."""
         return None
+
+    parts = False  # what a device has been told of its blocks stays there until the loan ends
+
+    def take_back(self, numbers: AnyArray) -> None:
+        raise NotImplementedError
 
     def recall(self) -> bool:
         if self._service is None:

@@ -1,5 +1,5 @@
-"""The loans of a unit: `Lender` accounts for what it lends, `Borrower` for what its models have borrowed, and
-`LoanKeeper` keeps a model in a loan."""
+"""The loans of a unit: `Lender` accounts for what it lends, and `Borrower` for what its models have
+borrowed."""
 
 from __future__ import annotations
 
@@ -7,31 +7,29 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Final, Generic, Protocol
 
-from msgspec import structs
+import numpy as np
 
 from kvloom.journal.records import Lent, Recorder, Returned, nobody, short
 from kvloom.kv.cache import ModelCache
 from kvloom.kv.pool import Pool
 from kvloom.offload.planner import DecodePlanner, OffloadingPlanner
-from kvloom.offload.policy import Observation, S, Share, Slowdown, adapted
-from kvloom.offload.terms import Borrow, Loan, OffloadBackend
+from kvloom.offload.policy import S
+from kvloom.offload.terms import Borrow, HandBack, Loan, OffloadBackend
 from kvloom.types.address import KVForm
 from kvloom.types.clock import Clock
-from kvloom.types.errors import BadRequest, Conflict, KvloomError, OutOfBlocks
+from kvloom.types.errors import BadRequest, Conflict, OutOfBlocks
 from kvloom.types.geometry import I32
-from kvloom.types.load import UnitLoad, Waits
+from kvloom.types.load import Waits
 from kvloom.types.request import ModelCard
-from kvloom.types.spec import WeaveSpec
 
 SHORT: Final = 16  # jobs for which own models wait for lent blocks before the loan ends
 _AGAIN = 0.02  # seconds until a loan that its borrower copies into is recalled again
 _QUIET = 10.0  # seconds for which a unit lends nothing once own models have needed its blocks
-_PERIOD = 0.5  # seconds between two looks at what the share does
-_FIRST, _LONGEST = 0.25, 8.0  # seconds until a lender is asked again; each time twice as long
+PATIENCE: Final = 0.75  # seconds in which a borrower hands a part of a loan back; it looks twice a second
+_QUARTERS = 4  # of a loan; so many parts of it may be enough
 _log = logging.getLogger(__name__)
 
 Lacks = Callable[[int], bool]
@@ -96,11 +94,22 @@ class Lender(Generic[S]):
         self._clock = clock
         self._wake = wake
         self._lent: I32 | None = None
+        self._here = np.zeros(0, np.bool_)  # of each block of it, whether it has come back already
         self._terms: tuple[Borrow, Loan] | None = None  # of what is lent
-        self.due: float | None = None  # when a recall is tried again
+        self._retry: float | None = None  # when a recall is tried again
+        self.recalled = 0
+        """Blocks of the loan that the borrower is asked to hand back."""
+        self._until: float | None = None  # when it has to have done so
+        self._deaf = False  # the borrower has not handed over what it was asked for
         self._quiet = 0.0  # until when nothing is lent
         self._lacking = False
+        self._part = 0  # of what is lent, that would be enough
         self._lacked = (0, -SHORT)  # since when own models lack blocks, and did last, counted in jobs
+
+    @property
+    def due(self) -> float | None:
+        """When a recall is tried again, or the borrower has had its time to hand a part of the loan back."""
+        return self._until if self._retry is None else self._retry
 
     @property
     def watching(self) -> bool:
@@ -110,7 +119,8 @@ class Lender(Generic[S]):
     def review(self, lacks: Lacks, jobs: int) -> None:
         """Ends the loan if own models have waited for its blocks for a few jobs. A brief shortage does not
         end it. jobs: how many the unit has started."""
-        self._lacking = self._lent is not None and self.due is None and lacks(self._promises.lent)
+        self._lacking = self._lent is not None and self._retry is None and lacks(self._promises.lent)
+        self._part = self._enough(lacks) if self._lacking else 0
         if self._lacking:
             first, last = self._lacked
             first = first if jobs - last <= SHORT // 2 else jobs  # while a job runs, nobody seems to wait
@@ -118,10 +128,21 @@ class Lender(Generic[S]):
             if jobs - first >= SHORT:
                 self.give_way()
 
+    def _enough(self, lacks: Lacks) -> int:
+        """Returns how many blocks of the loan would be enough for now, in quarters of it; 0 if only all of
+        them are, or the device can only have all of them back."""
+        backend = _able(self._backend)
+        quarter = -(-self._promises.lent // _QUARTERS)
+        parts = (n * quarter for n in range(1, _QUARTERS) if n * quarter < self._promises.lent)
+        return next(filter(lacks, parts), 0) if backend.parts else 0
+
     def give_way(self) -> None:
-        """Ends the loan if own models are short of it: they have waited, or nothing runs for whose end they
-        could."""
-        if self._lacking:
+        """Has lent blocks back if own models are short of them: they have waited, or nothing runs for whose
+        end they could. If a part of the loan is enough, the borrower is asked for it, and has some time; or
+        else the loan ends."""
+        if self._lacking and self._until is None and self._part and not self._deaf:
+            self.recalled, self._until = self._part, self._clock.now() + PATIENCE
+        elif self._lacking and self._until is None:
             _log.info("own models need the blocks that are lent: they come back")
             self._lacking, self._quiet = False, self._clock.now() + _QUIET
             self._why = f"own models have needed the {self._promises.lent} blocks"
@@ -135,7 +156,7 @@ class Lender(Generic[S]):
         home = self._queue.cache.geometry
         geometry = replace(home, layers=form.layers, kv_heads=form.kv_heads, head_dim=form.head_dim, ranks=1)
         KVForm.of(geometry, own.dtype).refuse_unlike(form, model=borrow.model)
-        if self.due is not None:
+        if self._retry is not None:
             raise Conflict("weave: the last loan is not back yet; ask again in a moment")
         if self._terms is not None and self._terms[0] == borrow:
             return self._terms[1]
@@ -153,10 +174,33 @@ class Lender(Generic[S]):
             self._pool.take_back(blocks)
             raise
         self._lent, self._terms = blocks, (borrow, loan)
+        self._here, self._deaf = np.zeros(count, np.bool_), False
         self._promises.lent = count
         why = f"asked for; {self._pool.available} blocks of {self._pool.total} are still available"
         self._record(Lent(model=borrow.model, blocks=count, reason=why))
         return loan
+
+    def take_back(self, body: HandBack) -> None:
+        """Takes back blocks of the loan of which the borrower says that it uses them no more. Raises Conflict
+        if the loan is over, BadRequest if these are no blocks of it, or all of them."""
+        if self._lent is None or self._terms is None or self._terms[1].ticket != body.ticket:
+            raise Conflict("take_back: this loan is over")
+        numbers = np.unique(np.array(body.blocks, np.int64))
+        if numbers.size and not 0 <= numbers[0] <= numbers[-1] < len(self._lent):
+            raise BadRequest(f"take_back: a block beyond the {len(self._lent)} that are lent")
+        numbers = numbers[~self._here[numbers]]
+        if numbers.size >= self._promises.lent:
+            raise BadRequest("take_back: these are all blocks of the loan; the borrower ends it by leaving")
+        _able(self._backend).take_back(numbers)
+        self._here[numbers] = True
+        self._pool.take_back(self._lent[numbers])
+        self._promises.lent -= numbers.size
+        self.recalled = max(0, self.recalled - numbers.size)
+        if not self.recalled:
+            self._until = None
+        why = f"own models have needed them; {self._promises.lent} blocks are still lent"
+        self._record(Returned(model=self._terms[0].model, blocks=numbers.size, reason=why))
+        self._wake()
 
     def waits(self) -> Waits | None:
         """Returns how long tasks of the borrower have waited here."""
@@ -166,22 +210,26 @@ class Lender(Generic[S]):
         """Takes back what is lent, now or in a moment."""
         if self._lent is None:
             return
+        self.recalled, self._until = 0, None
         if _able(self._backend).recall():
-            self._pool.take_back(self._lent)
+            self._pool.take_back(self._lent[~self._here])
             if self._terms is not None:
                 model, why = self._terms[0].model, self._why or "the unit stops"
-                self._record(Returned(model=model, blocks=len(self._lent), reason=why))
+                self._record(Returned(model=model, blocks=self._promises.lent, reason=why))
             self._why = ""
-            self._lent, self._promises.lent, self.due = None, 0, None
+            self._lent, self._promises.lent, self._retry = None, 0, None
             self._terms = None
         else:
-            self.due = self._clock.now() + _AGAIN
+            self._retry = self._clock.now() + _AGAIN
         self._wake()
 
     def expire(self) -> None:
-        """Tries a recall that is due again."""
-        if self.due is not None and self.due <= self._clock.now():
+        """Tries a recall that is due again. A borrower that has let its time pass is asked for all next
+        time."""
+        if self._retry is not None and self._retry <= self._clock.now():
             self.recall()
+        elif self._until is not None and self._until <= self._clock.now():
+            self.recalled, self._until, self._deaf = 0, None, True
 
     def _ended(self, why: str) -> None:
         _log.info("what this unit lent comes back: %s", why)
@@ -207,6 +255,9 @@ class Borrower(Generic[S]):
         self._wake = wake
         self._ends = asyncio.Event()  # of a loan
         self._loans: dict[str, OffloadingPlanner[S]] = {}  # by model, whose planner it is
+        self._terms: dict[str, Loan] = {}
+        self._shedding: dict[str, tuple[int, asyncio.Future[I32 | None]]] = {}
+        """Blocks that are to be handed back, by model, and who waits for their numbers."""
 
     def review(self, lacks: Lacks, jobs: int) -> None:
         """Notes whether the models are short of blocks, and ends loans that lenders have withdrawn.
@@ -217,6 +268,35 @@ class Borrower(Generic[S]):
                 self._ends.set()
             elif not loan.short:
                 loan.short = lacks(self._total)
+        for model, (count, numbers) in list(self._shedding.items()):
+            if not self._queues[model].decoding:
+                del self._shedding[model]
+                if not numbers.done():
+                    numbers.set_result(self._free(model, count, jobs))
+
+    async def shed(self, model: str, count: int) -> HandBack | None:
+        """Returns so many blocks of the model's loan, or more, that nobody uses any more and nobody gets
+        again; None if the loan is over. For their sake the least urgent of the offloaded sequences are
+        computed again, between two steps."""
+        numbers: asyncio.Future[I32 | None] = asyncio.get_running_loop().create_future()
+        self._shedding[model] = count, numbers
+        self._wake()
+        found, terms = await numbers, self._terms.get(model)
+        if found is None or terms is None:
+            return None
+        return HandBack(model=model, ticket=terms.ticket, blocks=found.tolist())
+
+    def _free(self, model: str, count: int, jobs: int) -> I32 | None:
+        loan, queue = self.loan(model), self._queues[model]
+        if loan is None:
+            return None
+        page = loan.cache.geometry.blocks_per_page
+        pages = min(-(-count // page), loan.pool.total // page - 1)
+        for sequence in loan.policy.least_urgent():
+            if loan.cache.pages.available >= pages:
+                break
+            queue.put_back(sequence, jobs, "the lender needs a part of what it has lent")
+        return loan.pool.lend(pages * page)
 
     def loan(self, model: str) -> OffloadingPlanner[S] | None:
         """Returns what the model has borrowed."""
@@ -242,6 +322,7 @@ class Borrower(Generic[S]):
         if self.loan(borrow.model) is not None:
             raise Conflict(f"weave: {borrow.model} has a loan already")
         blocks = _able(self._backend).borrow(borrow, loan)
+        self._terms[borrow.model] = loan
         queue.planner = self._loans[borrow.model] = OffloadingPlanner[S](
             queue.cache,
             blocks,
@@ -296,6 +377,9 @@ class Borrower(Generic[S]):
     def _drop(self, model: str) -> None:
         queue = self._queues[model]
         queue.planner = DecodePlanner(queue.cache, self._loans.pop(model).tokens_total)
+        del self._terms[model]
+        if model in self._shedding:
+            self._shedding.pop(model)[1].set_result(None)
         queue.changed()
         _able(self._backend).give_back(model)
 
@@ -306,97 +390,3 @@ def _able(backend: OffloadBackend | None) -> OffloadBackend:
             "weave: this unit cannot; CPU units over shared memory can, and GPU units of one rank"
         )
     return backend
-
-
-class LenderClient(Protocol):
-    """The lender's engine, as the borrower calls it."""
-
-    async def load(self) -> UnitLoad: ...
-
-    async def lend(self, body: Borrow) -> Loan:
-        """Raises KvloomError if there is nothing to lend, or nobody to ask."""
-
-
-class LoanKeeper(Generic[S]):
-    """Keeps a model in a loan: asks the lender for one, adapts its share, and asks again when it is over."""
-
-    def __init__(
-        self, borrower: Borrower[S], model: str, spec: WeaveSpec, lender: LenderClient, clock: Clock
-    ) -> None:
-        """lender: the client of the unit that `spec` names."""
-        self._borrower = borrower
-        self._model = model
-        self._spec = spec
-        self._lender = lender
-        self._clock = clock
-        self._share = Share()
-        self._slowdown = Slowdown()
-
-    async def run(self) -> None:
-        """Runs for ever. If the two units can never be woven it says so and ends."""
-        while True:
-            wait, told = _FIRST, ""
-            while (problem := await self._tried()) is not None:
-                if problem.code != told:
-                    _log.warning("%s does not lend to %s: %s", self._spec.cold, self._model, problem.message)
-                if isinstance(problem, BadRequest):
-                    return
-                told = problem.code  # what differs in a number is not said again
-                await self._clock.sleep(wait)
-                wait = min(2 * wait, _LONGEST)
-            await self._watch()
-            await self._clock.sleep(_FIRST)  # the lender has to notice that this unit has left
-
-    async def _tried(self) -> KvloomError | None:
-        """Borrows; returns why not."""
-        spec = self._spec
-        try:
-            load = await self._lender.load()
-            form = self._borrower.terms(self._model, 1).form
-            pages = int(load.total_blocks * spec.part) // (form.layers * form.kv_heads)
-            if not pages:
-                raise BadRequest(f"weave: {spec.part:g} of {load.total_blocks} blocks hold no page")
-            terms = self._borrower.terms(self._model, pages)
-            terms = structs.replace(terms, control=spec.control, split=spec.split, waits=spec.waits)
-            share = 0.0 if spec.share == "auto" else spec.share
-            self._borrower.borrow(terms, await self._lender.lend(terms), share)
-        except KvloomError as error:
-            return error
-        _log.info("%s has borrowed %d pages from %s", self._model, pages, spec.cold)
-        return None
-
-    async def _watch(self) -> None:
-        """Asks the lender for its load once a period, until the loan is over."""
-        self._share, silent = replace(self._share, value=0.0), False
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_PERIOD):
-                    await self._borrower.over(self._model)
-                    return
-            try:
-                load = await self._lender.load()
-                silent = False
-            except KvloomError as error:
-                if not silent:
-                    _log.warning("%s does not tell its load: %s", self._spec.cold, error.message)
-                load, silent = None, True
-            self._observe(load)
-
-    def _observe(self, load: UnitLoad | None) -> None:
-        """Adapts the share to what a period has shown. load: the lender's; None if it does not answer, and
-        nobody knows how it fares."""
-        loan = self._borrower.loan(self._model)
-        if loan is None:
-            return
-        pressed = load is not None and not load.lent_blocks  # or it is another process, which knows no loan
-        if pressed:
-            self._borrower.withdraw(self._model)
-        if self._spec.share != "auto":
-            return
-        short, loan.short = loan.short and loan.policy.roomy, False
-        offloaded = loan.count > 0 or loan.share > 0
-        slowdown = self._slowdown.seen(load, offloaded=offloaded) if load else None
-        seen = Observation(short, slowdown, pressed=pressed)
-        self._share = adapted(self._share, seen, self._spec.bound)
-        if self._share.value != loan.share:
-            self._borrower.set_share(self._model, self._share.value)

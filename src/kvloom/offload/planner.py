@@ -12,7 +12,7 @@ import numpy as np
 
 from kvloom.kv.cache import ModelCache
 from kvloom.kv.pool import Pool
-from kvloom.offload.policy import CopyBudget, OffloadPolicy, S
+from kvloom.offload.policy import KEPT, CopyBudget, OffloadPolicy, S
 from kvloom.types.job import ForwardPlan, Job, OffloadedRows, PageMove
 
 Batch = list[tuple[S, int]]  # sequences with the tokens that each appends
@@ -153,6 +153,13 @@ class OffloadingPlanner(DecodePlanner[S]):
     @property
     def count(self) -> int:
         return len(self.policy.offloaded)
+
+    @property
+    def needless(self) -> bool:
+        """True if home has room for all that is offloaded, and one page in KEPT over."""
+        sequences = self.policy.offloaded.values()
+        need = sum(self.home.geometry.pages(sequence.computed + 1) for sequence in sequences)
+        return need + len(self.home.pages.refs) // KEPT <= self.home.pages.available
 
     def is_home(self, sequence: S) -> bool:
         return not self.policy.has(sequence)

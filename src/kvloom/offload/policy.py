@@ -18,6 +18,7 @@ COPIED: Final = 8  # a step copies at most one page in so many of those that it 
 STEP: Final = 0.1  # the share rises and falls by so much
 CALM: Final = 2 / 3  # the share rises below this part of the bound; between this and the bound it stays
 FIRST, LONGEST = 4, 128  # looks for which the share does not rise once it has had to fall
+IDLE: Final = 8  # looks in a row at which home could do without the loan, until the share falls by a step
 _GOLDEN = 0x9E3779B97F4A7C15  # of 2⁶⁴: multiples of it fill the word evenly, however many there are
 _WORD = 1 << 64
 _ORDER = attrgetter("order")
@@ -113,7 +114,7 @@ class OffloadPolicy(Generic[S]):
         there = self.free(other for other in self.offloaded.values() if not other.in_job)
         if need <= there - self._kept and len(self.offloaded) < self.rows:
             return found
-        for other in sorted(self.offloaded.values(), key=_ORDER, reverse=True):
+        for other in self.least_urgent():
             if found and need <= there:
                 break
             if other.order[0] > sequence.order[0] and not other.in_job:
@@ -187,6 +188,10 @@ class OffloadPolicy(Generic[S]):
                 found.append(sequence)
         return found
 
+    def least_urgent(self) -> list[S]:
+        """Returns the offloaded sequences, the least urgent first."""
+        return sorted(self.offloaded.values(), key=_ORDER, reverse=True)
+
     # -- in pages -------------------------------------------------------------------------------------
 
     def length(self, sequence: S) -> int:
@@ -209,7 +214,8 @@ class OffloadPolicy(Generic[S]):
 
 # -- the share that adapts --------------------------------------------------------------------------------
 # The paper leaves it to future work, so the rule is ours: up by steps while blocks are short and the lender's
-# steps stay well within their bound, down by steps beyond it, to zero if the lender needs its memory back.
+# steps stay well within their bound, down by steps beyond it, to zero if the lender needs its memory back,
+# and slowly down while home has room for all, so that nobody attends for others without need.
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +228,8 @@ class Observation:
     """How much longer the lender's decode steps take than without a loan, 0.15 for 15 %; None if unknown."""
     pressed: bool = False
     """The lender needs its memory."""
+    needless: bool = False
+    """The borrower has room for all that is offloaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,16 +242,19 @@ class Share:
     """Looks until the share may rise again."""
     patience: int = FIRST
     """The next such rest: twice as long with each fall, and shorter again while all is well."""
+    idle: int = 0
+    """Looks in a row at which the loan was needless."""
 
 
 def adapted(share: Share, seen: Observation, bound: float) -> Share:
     """Returns the share after one more observation. bound: the most slowdown that is wanted."""
-    if seen.pressed:
-        return replace(share, value=0.0, rest=share.patience)
-    if seen.slowdown is None:  # it can be measured while nothing is offloaded
-        return replace(share, value=0.0)
+    share = replace(share, idle=share.idle + 1 if seen.needless and share.value > 0 else 0)
+    if seen.pressed or seen.slowdown is None:  # the slowdown can be measured while nothing is offloaded
+        return replace(share, value=0.0, rest=share.patience if seen.pressed else share.rest)
     if seen.slowdown > bound and share.value > 0:
         return Share(_moved(share, -STEP), share.patience, min(2 * share.patience, LONGEST))
+    if share.idle >= IDLE:
+        return replace(share, value=_moved(share, -STEP), idle=0)
     if share.rest:
         return replace(share, rest=share.rest - 1)
     if seen.short and seen.slowdown <= CALM * bound and share.value < 1:

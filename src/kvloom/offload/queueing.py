@@ -134,7 +134,8 @@ class Exchange(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The lender's operators, of which those that are run in parts count as so many."""
+    """The lender's operators in the order in which they run, of which those that are run in parts count as so
+    many."""
 
     times: tuple[float, ...]
     """Seconds of each."""
@@ -146,7 +147,7 @@ class Cut(NamedTuple):
 def parts_of(operators: Sequence[Operator], ahead: float, most: float) -> tuple[int, ...]:
     """Returns the parts of each single operator in order, by algorithm 1. most: seconds of a layer's
     stall."""
-    limits = [one.most for one in operators for _ in range(one.number)]
+    limits = [one.most for one in in_order(operators)]
     return tuple(split(_times(operators), ahead, most, limits))
 
 
@@ -169,5 +170,13 @@ def issued(work: Work, cost: Operated) -> Cut:
     return Cut((cost.queued(work),), 0.0)
 
 
+def in_order(operators: Sequence[Operator]) -> list[Operator]:
+    """Returns the single operators of a job in the order in which they run: those of each layer, and then
+    those of which there are fewer than layers."""
+    layers = max((one.number for one in operators), default=0)
+    layer = [one for one in operators if one.number == layers]
+    return layer * layers + [one for one in operators if one.number < layers for _ in range(one.number)]
+
+
 def _times(operators: Sequence[Operator]) -> list[float]:
-    return [one.seconds for one in operators for _ in range(one.number)]
+    return [one.seconds for one in in_order(operators)]

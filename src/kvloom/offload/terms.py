@@ -11,11 +11,11 @@ from msgspec import Meta, Struct
 
 from kvloom.types.address import Endpoint, KVAddress, KVForm, Ticket, digest_of
 from kvloom.types.errors import BadRequest, Unavailable
-from kvloom.types.geometry import I32
+from kvloom.types.geometry import I32, AnyArray
 from kvloom.types.load import Waits
 from kvloom.types.spec import Control, Splitting
 from kvloom.types.transfer import Transport
-from kvloom.types.verbs import Verb
+from kvloom.types.verbs import Done, Verb
 
 _Size = Annotated[int, Meta(ge=1, lt=2**31)]
 
@@ -56,7 +56,18 @@ class Loan(Struct, frozen=True, kw_only=True):
     """The place of the mailbox, in the encoding of the device."""
 
 
+class HandBack(Struct, frozen=True, kw_only=True):
+    """Blocks of a loan that go back before its end."""
+
+    model: str
+    ticket: Ticket
+    """That of the loan."""
+    blocks: list[Annotated[int, Meta(ge=0, lt=2**31)]]
+    """The blocks' numbers within the loan, whole pages of them."""
+
+
 LEND: Final = Verb("lend", "Lends blocks to a model, and attends over them.", Borrow, Loan)
+TAKE_BACK: Final = Verb("take_back", "Takes back a part of what is lent.", HandBack, Done)
 
 
 class OffloadBackend(Protocol):
@@ -79,6 +90,14 @@ class OffloadBackend(Protocol):
 
     def waits(self) -> Waits | None:
         """Returns how long tasks of the other unit have waited; None if this unit lends nothing."""
+
+    @property
+    def parts(self) -> bool:
+        """Whether a part of a loan can come back before its end."""
+
+    def take_back(self, numbers: AnyArray) -> None:
+        """Lets no task name these blocks of the loan to the other unit any more; that unit does not use them.
+        Called only if `parts`. Some others are left."""
 
     def recall(self) -> bool:
         """Ends the loan to the other unit. Returns True once nobody uses its blocks any more; False means

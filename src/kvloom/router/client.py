@@ -15,7 +15,7 @@ from typing import Final, Self
 import aiohttp
 import msgspec
 
-from kvloom.offload.terms import LEND, Borrow, Loan
+from kvloom.offload.terms import LEND, TAKE_BACK, Borrow, HandBack, Loan
 from kvloom.types.client import Frames
 from kvloom.types.errors import ConnectionLost, HostAway, KvloomError, Unavailable, WireError
 from kvloom.types.request import PROTOCOL, Event, StartGenerate
@@ -108,6 +108,10 @@ class HttpEngineClient(RemoteEngine):
     async def lend(self, body: Borrow) -> Loan:
         """Asks for blocks. Units that weave ask each other, and nobody else does."""
         return await self.call(LEND, body)
+
+    async def take_back(self, body: HandBack) -> None:
+        """Hands blocks of a loan back."""
+        await self.call(TAKE_BACK, body)
 
     def start_generate(self, body: StartGenerate) -> Frames:
         return _FrameStream(self._open("POST", "/verbs/start_generate", self._encode(body), None))

@@ -9,7 +9,7 @@ import importlib
 import signal
 import socket
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from kvloom.api.verbs import create_verbs
 from kvloom.engine.engine import Engine
+from kvloom.engine.freeness import freeness
 from kvloom.exec.cpu.executor import TorchExecutor, load_executor
 from kvloom.exec.huggingface import hide_progress
 from kvloom.exec.loader import check_model
@@ -26,8 +27,8 @@ from kvloom.journal.log import Outbox
 from kvloom.kernels.cpu.warm import is_warm, kernels, warm
 from kvloom.kv.arena import Arena, ArenaMemory
 from kvloom.offload.cpu.attention import CpuOffloadBackend
-from kvloom.offload.loans import LoanKeeper
-from kvloom.offload.terms import OffloadBackend
+from kvloom.offload.keeper import LoanKeeper
+from kvloom.offload.terms import TAKE_BACK, OffloadBackend
 from kvloom.serve.machine import listen, listen_inside
 from kvloom.serve.processes.identity import serving_context
 from kvloom.serve.processes.lease import HeldLease
@@ -90,7 +91,9 @@ async def serve(parent: Parent, order: EngineOrder, lease: HeldLease | None = No
     cards = await engine.models()
     keep_cards(folder, spec.unit, cards)
     chat = tuple(card.name for card in cards if card.chat_template is not None)
-    verbs = create_verbs(engine, secret=order.secret, lend=engine.lend)
+    verbs = create_verbs(
+        engine, secret=order.secret, lend=engine.lend, take_back=functools.partial(TAKE_BACK.ask, engine)
+    )
     with ExitStack() as sockets:
         server, listeners = make_server(
             order, verbs, lambda endpoint: parent.report(Ready(chat, endpoint)), sockets
@@ -187,12 +190,18 @@ def load_unit(spec: EngineSpec, folder: Path, progress: Callable[[str], None]) -
 async def _borrow(
     engine: Engine, spec: EngineSpec, weave: WeaveSpec, order: EngineOrder, clock: Clock
 ) -> None:
-    """Borrows from the unit whose socket lies beside this one's."""
+    """Borrows from units whose sockets lie beside this one's."""
     from kvloom.router.client import UNIX, HttpEngineClient  # noqa: PLC0415 -- few units borrow
 
-    socket = Path(order.socket).with_name(f"{weave.cold}.sock")
-    async with HttpEngineClient(f"{UNIX}{socket}", secret=order.secret) as lender:
-        await LoanKeeper(engine.borrower, spec.models[0].name, weave, lender, clock).run()
+    async with AsyncExitStack() as clients:
+        lenders = {
+            cold: await clients.enter_async_context(
+                HttpEngineClient(f"{UNIX}{Path(order.socket).with_name(f'{cold}.sock')}", secret=order.secret)
+            )
+            for cold in weave.colds
+        }
+        model = spec.models[0].name
+        await LoanKeeper(engine.borrower, model, weave, lenders, clock, freeness).run()
 
 
 def open_offload(spec: EngineSpec, executor: UnitExecutor, transport: Transport) -> OffloadBackend | None:

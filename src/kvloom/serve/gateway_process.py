@@ -230,7 +230,11 @@ async def take_sample(router: Router, mirror: Mirror, metrics: Metrics) -> Sampl
         router.services,
         model_totals(metrics),
         homes={unit: mirror.process(unit).node for unit in units},
-        borrowers={one.engine.weave.cold: unit for unit, one in units.items() if one.engine.weave},
+        borrowers={
+            cold: unit
+            for unit, one in units.items()
+            for cold in (one.engine.weave.colds if one.engine.weave else ())
+        },
     )
 
 

@@ -117,6 +117,7 @@ class UnitLoad(Struct, frozen=True, kw_only=True):
     moves: bool = True  # requests may move to this unit and from it
     draining: bool = False  # what runs here is to end or to go elsewhere, and nothing is to come
     lent_blocks: int = 0  # lent to another unit for a while
+    recalled_blocks: int = 0  # of those, that the other unit is asked to hand back
     waits: Waits | None = None
     priorities: tuple[Level, ...] = ()  # the levels of execution priority that the unit tells apart
     path: str = ""  # the kind of the endpoint by which the unit sends K and V

@@ -81,7 +81,8 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
 
 
 class WeaveSpec(Struct, frozen=True):
-    """A loan of the unit `cold` to this unit's model (Weaver, section 4)."""
+    """A loan of the unit `cold`, or of the freest of it and `others`, to this unit's model (Weaver, section
+    4)."""
 
     cold: str
     share: float | Literal["auto"]  # of the model's sequences that are offloaded; auto: as many as help
@@ -90,6 +91,12 @@ class WeaveSpec(Struct, frozen=True):
     control: Control = "operators"  # when `cold` looks for tasks: between operators or between iterations
     split: Splitting = "auto"  # whether `cold` splits its operators
     waits: float = 0.05  # part of a step of this unit by which tasks are expected to hold it up, at most
+    others: tuple[str, ...] = ()  # further units that may lend instead
+
+    @property
+    def colds(self) -> tuple[str, ...]:
+        """Returns all units that may lend."""
+        return (self.cold, *self.others)
 
 
 class UnitAbilities(Struct, frozen=True, cache_hash=True):

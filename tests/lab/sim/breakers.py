@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from kvloom.lab.faults.faulty_wire import FaultyWire
 from kvloom.lab.faults.host import FaultyHost
 from kvloom.lab.faults.invariants import InvariantChecker
-from kvloom.lab.sim.executor import Content
+from kvloom.lab.sim.content import Content
 from kvloom.lab.sim.links import Entry
 from kvloom.lab.sim.offload import SimulatedOffloadBackend
 from kvloom.lab.sim.processes import EngineProcess

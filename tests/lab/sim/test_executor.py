@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from kvloom.lab.sim.executor import JobFailed, ModelledExecutor
+from kvloom.lab.sim.content import JobFailed
+from kvloom.lab.sim.executor import ModelledExecutor
 from kvloom.lab.sim.unit import simulated_card
 from kvloom.lab.sim.virtual_time import run_virtual
 from kvloom.plan.cost.shapes import ModelShape

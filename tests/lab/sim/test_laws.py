@@ -35,7 +35,7 @@ from kvloom.lab.faults.laws import (
 )
 from kvloom.lab.faults.scenario import draw_scenario
 from kvloom.lab.faults.simulation import Parts
-from kvloom.lab.sim.executor import Evenly
+from kvloom.lab.sim.evenly import Evenly
 from kvloom.lab.sim.fleet import Rescheduling
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.plan.cost.shapes import ModelShape

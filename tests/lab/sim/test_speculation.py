@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from kvloom.lab.sim.executor import JobFailed, NoContent
+from kvloom.lab.sim.content import JobFailed, NoContent
 from kvloom.lab.sim.fleet import simulated
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.sim.virtual_time import run_virtual

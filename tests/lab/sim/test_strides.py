@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from kvloom.engine.engine import Engine
-from kvloom.lab.sim.executor import JobFailed, NoContent
+from kvloom.lab.sim.content import JobFailed, NoContent
 from kvloom.lab.sim.links import ModelledPlane, TimedLink
 from kvloom.lab.sim.unit import SimulatedUnit, modelled_executor
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual

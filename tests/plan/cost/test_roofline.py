@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from msgspec.structs import replace
 
-from kvloom.offload.queueing import Exchange, cut_up, issued, parts_of
+from kvloom.offload.queueing import Exchange, cut_up, in_order, issued, parts_of
 from kvloom.plan.cost.devices import DEVICES, FITTED, find_device
 from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import SHAPES, ModelShape
@@ -216,7 +216,7 @@ def test_what_is_split_holds_nobody_up_for_long(work: Work, ahead: float, most: 
     pieces = len(cut.times) - len(whole.times)
     assert sum(cut.times) == pytest.approx(sum(whole.times) + pieces * A100.start)
     assert cut.more == pytest.approx(pieces * A100.start + len(cut.times) * A100.poll)
-    most_parts = [one.most for one in operators for _ in range(one.number)]
+    most_parts = [one.most for one in in_order(operators)]
     assert all(1 <= n <= bound for n, bound in zip(parts, most_parts, strict=True))
 
 

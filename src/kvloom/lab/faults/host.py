@@ -14,7 +14,9 @@ from kvloom.lab.faults.faults import FaultSource
 from kvloom.lab.faults.guides import guided_card
 from kvloom.lab.faults.invariants import InvariantChecker, LentArena, split_job
 from kvloom.lab.faults.journal import Journal
-from kvloom.lab.sim.executor import Content, EvenlyOperated, JobFailed, ModelledExecutor
+from kvloom.lab.sim.content import Content, JobFailed
+from kvloom.lab.sim.evenly import EvenlyOperated
+from kvloom.lab.sim.executor import ModelledExecutor
 from kvloom.lab.sim.hosting import HostedUnit
 from kvloom.lab.sim.processes import (
     GATEWAY_NAME,

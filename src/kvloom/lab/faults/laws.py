@@ -167,7 +167,7 @@ def check_idle(host: FaultyHost, load: UnitLoad) -> Iterator[Broken]:
             yield Broken(NOTHING_LEAKS, f"{host.name}: {pool.available} of {pool.total} blocks can be had")
         if len(ledger) > bool(pool.lent):  # what is lent has a ticket as long as it is
             yield Broken(NOTHING_LEAKS, f"{host.name}: {len(ledger)} reservations are in its ledger")
-        if (loan := _loan(host)) and (loan.count or loan.pool.available != loan.pool.total):
+        if (loan := _loan(host)) and (loan.count or loan.pool.available + loan.pool.lent != loan.pool.total):
             yield Broken(NOTHING_LEAKS, f"{host.name}: {loan.count} sequences are offloaded still")
 
 

@@ -25,7 +25,7 @@ from kvloom.lab.faults.faults import (
     UnitRemoved,
 )
 from kvloom.lab.faults.guides import GUIDES
-from kvloom.lab.sim.executor import Evenly, EvenlyOperated
+from kvloom.lab.sim.evenly import Evenly, EvenlyOperated
 from kvloom.lab.sim.nodes import SimulatedNode
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.plan.cost.shapes import ModelShape

@@ -32,7 +32,7 @@ from kvloom.lab.faults.more_draws import (
     with_stop_strings,
     with_weaving,
 )
-from kvloom.lab.sim.executor import Evenly
+from kvloom.lab.sim.evenly import Evenly
 from kvloom.lab.sim.fleet import Rescheduling
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.plan.cost.shapes import ModelShape

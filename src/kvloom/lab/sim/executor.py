@@ -4,80 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from msgspec.structs import replace
 
+from kvloom.lab.sim.content import Content, JobFailed, NoContent
 from kvloom.lab.sim.hosting import HostedUnit
-from kvloom.lab.workload.request import mix
 from kvloom.lab.workload.summary import Histogram
 from kvloom.plan.cost.loading import wake_seconds
-from kvloom.plan.cost.shapes import ModelShape
-from kvloom.plan.cost.work import CostModel, Operator, Work
+from kvloom.plan.cost.work import CostModel, Work
 from kvloom.types.geometry import I32, Geometry
-from kvloom.types.job import Job, JobResult, Phase, SampleRow
+from kvloom.types.job import Job, JobResult, SampleRow
 from kvloom.types.request import ModelCard, TokenLogprob
 
 NO_VECTOR: Final = bytes(4)  # the one number that a modelled device makes of a text
 _FORESEEN: Final = 16  # steps of a job that runs alone, of which only the last has a timer
-
-
-class JobFailed(Exception):
-    """The error of a job that fails; a content raises it."""
-
-
-class Content(Protocol):
-    """The content of pages, which jobs write and read. `write` and `draw` raise JobFailed if the job fails
-    half way."""
-
-    def begin(self, job: Job) -> None:
-        """The job has started: its copies of pages are made."""
-
-    def write(self, job: Job, layers: range) -> None:
-        """The job has computed K and V of these layers."""
-
-    def draw(self, job: Job, step: int) -> list[int]:
-        """The tokens that its samples ask for after this step of it."""
-
-
-class NoContent:
-    """Satisfies `Content`: nothing is written, and each draw gives a number of its own.
-
-    The text of a model with an acceptance goes round in a circle, but for tokens that are drawn otherwise by
-    the sequence's key and their index: as many as drafts are wrong. So n-grams foretell it, and a model that
-    drafts, which knows the circle.
-    """
-
-    def __init__(self, vocab: Mapping[str, int], acceptance: Mapping[str, float] | None = None) -> None:
-        self._vocab = vocab
-        self._acceptance = acceptance or {}
-
-    def begin(self, job: Job) -> None:
-        """Pages hold nothing."""
-
-    def write(self, job: Job, layers: range) -> None:
-        """Pages hold nothing."""
-
-    def draw(self, job: Job, step: int) -> list[int]:
-        return [self._token(job.model, sample.key, sample.index + step) for sample in job.samples]
-
-    def draft(self, model: str, key: int, index: int) -> int:
-        """Returns the token that stands there in the circle."""
-        return (key + 7919 * (index % _CIRCLE)) % self._vocab[model]
-
-    def _token(self, model: str, key: int, index: int) -> int:
-        rate, size = self._acceptance.get(model, 0.0), self._vocab[model]
-        if not rate:
-            return (key + 7919 * index) % size
-        drawn = mix(key ^ mix(index))
-        other = 1 + drawn % (size - 1) if drawn >= rate * 2**64 else 0
-        return (self.draft(model, key, index) + other) % size
-
-
-_CIRCLE: Final = 16  # tokens
+_SOON: Final = 1e-9  # seconds that are no time
 
 
 class Loans(Protocol):
@@ -87,22 +32,41 @@ class Loans(Protocol):
         """Does what comes before the job, and calls `then`."""
 
     def seconds(self, job: Job, work: Work, alone: float) -> float:
-        """Returns what a job takes, as things are, that would take `alone` without loans."""
+        """Returns what a job takes that would take `alone` without loans, but for what it waits and stands
+        still for others."""
+
+    def exchanges(self, job: Job) -> int:
+        """Returns how often a step of the job asks another unit for attention, evenly over the step."""
+
+    def exchange(self, job: Job) -> float:
+        """Asks now. Returns the seconds by which that holds the job up."""
 
     def over(self, job: Job) -> str | None:
         """Ends the job. Returns why what was offloaded of it does not count."""
 
-    def changed(self) -> None:
-        """Lets all whom it concerns find their pace: other jobs run here than before."""
+
+class Progress(NamedTuple):
+    """How far a job has come with its step."""
+
+    work: Work
+    seconds: float
+    """The time of the whole step."""
+    part: float
+    """The part of it that is done."""
+    still: float
+    """Seconds for which the job stands still from now on."""
+    age: float
+    """Seconds since the step's begin, in which the job may have stood still."""
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
     """A job at one of its steps. drafting: the steps of a model that drafts, which are a part of its own.
     left: the part of the step that is still to do, at `since`; seconds: all of it beside what runs now.
-    layers: that are written. steps: that it will take; tokens: of those it has taken. timer: the end of the
-    next layer that a peer waits for, or of the last step that is foreseen. ends: when the steps end that are
-    foreseen, from the present one on; paces: what each of them takes."""
+    layers: that are written. steps: that it will take; tokens: of those it has taken. begun: when the step
+    began. exchanges, asked: how often the step asks another unit for attention, and has. timer: the next
+    exchange, or the end of the next layer that a peer waits for, or of the last step that is foreseen. ends:
+    when the steps end that are foreseen, from the present one on; paces: what each of them takes."""
 
     job: Job
     work: Work
@@ -115,6 +79,9 @@ class _Running:
     layers: int = 0
     step: int = 0
     steps: int = 1
+    begun: float = 0.0
+    exchanges: int = 0
+    asked: int = 0
     lost: str | None = None
     tokens: list[int] = field(default_factory=list)
     timer: asyncio.TimerHandle | None = None
@@ -234,6 +201,21 @@ class ModelledExecutor:
         """Returns the work of the jobs that run."""
         return [running.work for running in self._running]
 
+    def progress(self) -> list[Progress]:
+        """Returns how far each job has come that runs."""
+        now = asyncio.get_running_loop().time()
+        return [self._progress(running, now) for running in self._running if running.seconds]
+
+    def _progress(self, running: _Running, now: float) -> Progress:
+        passed = max(0.0, now - running.since) / running.seconds
+        part, still = min(1.0, 1.0 - running.left + passed), max(0.0, running.since - now)
+        return Progress(running.work, running.seconds, part, still, now - running.begun)
+
+    def stand_still(self, seconds: float) -> None:
+        """Lets all jobs that run end later by so much."""
+        for running in self._running:
+            running.since += seconds
+
     def launch(self, job: Job) -> asyncio.Future[JobResult]:
         loop = asyncio.get_running_loop()
         running = _Running(
@@ -274,7 +256,7 @@ class ModelledExecutor:
         return found
 
     def _begin(self, running: _Running) -> None:
-        running.since = asyncio.get_running_loop().time()
+        running.since = running.begun = asyncio.get_running_loop().time()
         self._catch_up(running.since)
         self._running.append(running)
         self._content.begin(running.job)
@@ -284,9 +266,7 @@ class ModelledExecutor:
         """Tells all whom it concerns that other jobs run than before."""
         if self._host is not None:
             self._host.running(sum(running.job.share for running in self._running))
-        if self.loans is not None:
-            self.loans.changed()
-        elif self._host is None:
+        if self._host is None:
             self.pace()
 
     def pace(self) -> None:
@@ -295,8 +275,8 @@ class ModelledExecutor:
         now = loop.time()
         for running in self._running:
             if running.seconds:
-                running.left = max(0.0, running.left - (now - running.since) / running.seconds)
-            running.since = now
+                running.left = max(0.0, running.left - max(0.0, now - running.since) / running.seconds)
+            running.since = max(now, running.since)
             beside = [other.work for other in self._running if other is not running]
             running.seconds = self._cost.seconds(running.work, beside) + self._overhead(running.work.batch)
             running.seconds += sum(self._cost.seconds(work, beside) for work in running.drafting)
@@ -304,16 +284,20 @@ class ModelledExecutor:
                 running.seconds *= self._host.slower(running.work, running.job.share)
             if self.loans is not None:
                 running.seconds = self.loans.seconds(running.job, running.work, running.seconds)
+                running.exchanges = self.loans.exchanges(running.job)
             self._wait(running, loop)
 
     def _wait(self, running: _Running, loop: asyncio.AbstractEventLoop) -> None:
-        """Sets the timer for the next layer that a peer waits for, or for the end."""
-        layer = running.layers + 1 if running.job.plan.sends else running.all_layers
-        after = 1.0 - layer / running.all_layers  # the part of the job that follows on it
-        due = running.since + max(0.0, running.left - after) * running.seconds
+        """Sets the timer for the next layer that a peer waits for, for the next exchange, or for the end."""
         if running.timer is not None:
             running.timer.cancel()
-        running.ends, running.paces = [due], [running.seconds]
+        layer = running.layers + 1 if running.job.plan.sends else running.all_layers
+        running.ends, running.paces = [self._due(running, layer / running.all_layers)], [running.seconds]
+        if running.asked < running.exchanges:
+            asks = self._due(running, running.asked / running.exchanges)
+            if asks <= running.ends[0]:
+                running.timer = loop.call_at(asks, self._exchange, running)
+                return
         if self._foresees and self.loans is None and len(self._running) == 1 and not running.job.plan.sends:
             self._foresee(running)
         running.timer = loop.call_at(running.ends[-1], self._computed, running, layer)
@@ -336,9 +320,22 @@ class ModelledExecutor:
             if steps:
                 running.take(steps)
 
+    def _due(self, running: _Running, part: float) -> float:
+        """Returns the time when that part of the step is done."""
+        return running.since + max(0.0, running.left - (1.0 - part)) * running.seconds
+
+    def _exchange(self, running: _Running) -> None:
+        assert self.loans is not None
+        running.asked += 1
+        running.since += self.loans.exchange(running.job)
+        self._wait(running, asyncio.get_running_loop())
+
     def _computed(self, running: _Running, layer: int) -> None:
         loop = asyncio.get_running_loop()
         self._catch_up(loop.time())
+        if self.loans is not None and self._due(running, layer / running.all_layers) > loop.time() + _SOON:
+            self._wait(running, loop)  # the job has stood still meanwhile
+            return
         try:
             self._write(running, layer)
             if layer < running.all_layers:
@@ -354,7 +351,8 @@ class ModelledExecutor:
         if running.step < running.steps:
             running.work = running.work.next()
             running.left, running.layers = 1.0, 0
-            running.since, running.seconds = loop.time(), 0.0
+            running.since = running.begun = loop.time()
+            running.seconds, running.asked = 0.0, 0
         else:
             self._remove(running)
         self._changed()
@@ -417,44 +415,3 @@ class ModelledExecutor:
         """Returns the job's state as it is now."""
         self._catch_up(asyncio.get_running_loop().time())
         return next((running for running in self._running if running.job is job), None)
-
-
-class Evenly:
-    """Satisfies `CostModel`: so many seconds a job and a token, more with less of the device or beside
-    others."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    @property
-    def pace(self) -> float:
-        """Seconds of a token."""
-        return self._seconds
-
-    def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
-        tokens = work.batch if work.phase is Phase.DECODE else work.tokens
-        return self._seconds * (10 + tokens / work.share + work.context / 50) * (1 + len(beside) / 4)
-
-
-class EvenlyOperated(Evenly):
-    """Satisfies `Operated`: ten operators a job, each with as many parts as it likes."""
-
-    start = 0.0
-    poll = 0.0
-
-    def __init__(self, seconds: float, shapes: Mapping[str, ModelShape]) -> None:
-        """shapes: of the models that run on the device, or attend there."""
-        super().__init__(seconds)
-        self.shapes = shapes
-
-    def shape(self, model: str) -> ModelShape:
-        return self.shapes[model]
-
-    def operators(self, work: Work) -> tuple[Operator, ...]:
-        return (Operator("ten", self.seconds(work) / 10, 10, 8),)
-
-    def queued(self, work: Work) -> float:
-        return self.seconds(work)
-
-    def attention(self, model: str, shape: ModelShape, rows: int, context: int) -> float:
-        return self._seconds * context / 500 / shape.layers

@@ -11,14 +11,15 @@ from typing import Final
 
 import numpy as np
 
-from kvloom.lab.sim.executor import ModelledExecutor
+from kvloom.lab.sim.executor import ModelledExecutor, Progress
 from kvloom.lab.sim.links import ModelledTransport
+from kvloom.lab.sim.polling import Pieces, WaitTally, issued_rest
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.offload.queueing import Cut, Exchange, Rule, cut_up, issued, parts_of
 from kvloom.offload.terms import Borrow, LentBlocks, Loan
 from kvloom.plan.cost.work import Operated, Work
 from kvloom.types.errors import BadRequest, ConfigError, Conflict, Unavailable
-from kvloom.types.geometry import I32
+from kvloom.types.geometry import I32, AnyArray
 from kvloom.types.job import Job, PageMove, Phase
 from kvloom.types.load import Waits
 from kvloom.types.spec import EngineSpec
@@ -27,7 +28,8 @@ SIGNAL: Final = 2e-6  # seconds until a word that was written into a peer's memo
 _PROFILED: Final = 1.0  # seconds between two plans of what is split
 _NOTICED: Final = 0.05  # seconds until a lender sees that its borrower has left
 
-_WHOLE = Cut((), 0.0)
+_WHOLE = Pieces(Cut((), 0.0), 0.0)
+_NOTHING = Exchange(0.0, 0.0, 0.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -35,12 +37,9 @@ class OffloadedStep:
     """A decode step with offloaded rows."""
 
     job: Job
-    seconds: float = 0.0
-    """The time that the step takes, as things are."""
-    service: float = 0.0
-    """The time that a layer's task takes."""
-    ahead: float = 0.0
-    """The time that a task may wait before the step does."""
+    begun: float
+    exchange: Exchange = _NOTHING
+    """The exchange of each of its layers."""
     lost: str | None = None
     """Why the offloaded rows do not count."""
 
@@ -59,7 +58,7 @@ class SplitPlan:
     due: float = float("-inf")
     """The time when the plan is made anew."""
     work: Work | None = None
-    cut: Cut = _WHOLE
+    pieces: Pieces = _WHOLE
     """The pieces of the last such job, `work`."""
 
 
@@ -78,6 +77,9 @@ class SimulatedLoan:
     over: str | None = None
     """Why the loan is over, once it is."""
     step: OffloadedStep | None = None
+    paced: float = 0.0
+    """Seconds of the borrower's last step with offloaded rows; 0 if there was none."""
+    tally: WaitTally = field(default_factory=WaitTally)
     plans: dict[tuple[str, Phase], SplitPlan] = field(default_factory=dict)
     """The plans by the model and the phase of the lender's jobs."""
 
@@ -90,8 +92,9 @@ class SimulatedLoan:
 
 class SimulatedOffloadBackend:
     """Satisfies `OffloadBackend` to an engine, and `Loans` to its executor. A loan is as the real one but for
-    time: q, k and v take the links' time, and a task takes the lender's device when the operator that runs
-    there ends."""
+    time: q, k and v take the links' time, and a task is an event: it begins when the lender's job looks for
+    it, after the piece of an operator that runs when it comes, and holds that job up for as long as it
+    takes."""
 
     def __init__(
         self,
@@ -144,23 +147,28 @@ class SimulatedOffloadBackend:
         if borrow.heads % form.kv_heads:
             raise BadRequest(f"borrow: {borrow.heads} heads over {form.kv_heads}; want a multiple")
         made = LentBlocks(borrow, blocks, self.transport, b"modelled")
-        self.lent = SimulatedLoan(borrow, self, made, ended, blocks)
+        self.lent = SimulatedLoan(borrow, self, made, ended, blocks.copy())
         return made.loan
+
+    parts = True
+
+    def take_back(self, numbers: AnyArray) -> None:
+        assert self.lent is not None
+        lent = self.lent.numbers
+        lent[numbers] = lent[~np.isin(lent, lent[numbers])][0]
 
     def recall(self) -> bool:
         loan = self.lent
         if loan is None:
             return True
         loan.end("the cold unit has its blocks back")
-        self.changed()
         if not loan.blocks.close():
             return False
         self.lent = None
         return True
 
     def waits(self) -> Waits | None:
-        """Returns None: nothing is measured, because what is expected is what comes."""
-        return None
+        return self.lent.tally.waits() if self.lent is not None else None
 
     def lent_blocks(self, model: str) -> tuple[SimulatedOffloadBackend, I32] | None:
         """Returns who lends to a model, and the numbers of the blocks there; None if no loan counts."""
@@ -189,7 +197,7 @@ class SimulatedOffloadBackend:
         if job.offloaded is None or loan is None:
             then()
             return
-        step = loan.step = OffloadedStep(job, lost=loan.over)
+        step = loan.step = OffloadedStep(job, asyncio.get_running_loop().time(), lost=loan.over)
         if not loan.lender.reached:
             loan.end("the cold unit is gone")
         self._move(loan, step, deque(job.offloaded.moves), then)
@@ -214,17 +222,16 @@ class SimulatedOffloadBackend:
         link.wait(size, moved)
 
     def seconds(self, job: Job, work: Work, alone: float) -> float:
-        loan = self._borrowed.get(job.model)
-        step = loan.step if loan else None
-        found = alone
-        if loan is not None and step is not None and step.job is job and step.rows:
-            found = self._offloaded(loan, step, work, alone)
-        lent = self.lent.step if self.lent else None
-        if self.lent is not None and lent is not None and lent.rows and lent.seconds:
-            found = self._lending(self.lent, lent, work, found)
-        if step is not None and step.job is job:
-            step.seconds = found
+        step, found = self._step(job), alone
+        if step is not None and step.rows:
+            found = self._offloaded(self._borrowed[job.model], step, work, alone)
+        if self.lent is not None and self.lent.paced:
+            found += self._pieces(self.lent, work).cut.more
         return found
+
+    def _step(self, job: Job) -> OffloadedStep | None:
+        loan = self._borrowed.get(job.model)
+        return loan.step if loan is not None and loan.step is not None and loan.step.job is job else None
 
     def _offloaded(self, loan: SimulatedLoan, step: OffloadedStep, work: Work, alone: float) -> float:
         """Returns the time of a step whose products are for all rows, and whose attention is for those at
@@ -235,56 +242,73 @@ class SimulatedOffloadBackend:
         own = self.cost.attention(work.model, shape, home, work.context) if home else 0.0
         counted = self.cost.attention(work.model, shape, work.batch, work.context)
         lender = loan.lender
-        step.service = lender.cost.attention(work.model, shape, step.rows, int(away.starts.sum()))
+        service = lender.cost.attention(work.model, shape, step.rows, int(away.starts.sum()))
         row = shape.head_dim * shape.itemsize * step.rows
         there = row * (shape.heads + 2 * shape.kv_heads) / self.bandwidth + SIGNAL
         back = row * shape.heads / lender.bandwidth + SIGNAL
-        exchange = Exchange(own, step.service, there + back)
-        step.ahead = exchange.ahead
-        stall = exchange.stall(lender.times(loan))
-        return alone + shape.layers * (own - counted + 2 * self.cost.start + stall)
+        if step.exchange is _NOTHING:
+            step.exchange = Exchange(own, service, there + back)
+            loan.tally.expect(step.exchange, lender.times(loan))
+        return alone + shape.layers * (own - counted + 2 * self.cost.start)
 
     def times(self, loan: SimulatedLoan) -> list[float]:
-        """Returns the times of the operators of what runs here."""
-        return [t for work in self.executor.works for t in self._cut(loan, work).times]
+        """Returns the times of the pieces of what runs here, with the looks after them."""
+        return [t for work in self.executor.works for t in self._pieces(loan, work).times]
 
-    def _cut(self, loan: SimulatedLoan, work: Work) -> Cut:
-        """Returns a job in the pieces between which a task is found."""
+    def _pieces(self, loan: SimulatedLoan, work: Work) -> Pieces:
+        """Returns a job in the pieces after which a task is found."""
         plan = loan.plans.setdefault((work.model, work.phase), SplitPlan())
-        step, now = loan.step, asyncio.get_running_loop().time()
-        due = step is not None and step.seconds > 0 and plan.due <= now
-        if plan.work == work and not due:
-            return plan.cut
+        if plan.work == work:
+            return plan.pieces
         plan.work = work
         if loan.borrow.control == "iterations":
-            plan.cut = issued(work, self.cost)
-            return plan.cut
-        operators = self.cost.operators(work)
-        if step is not None and due:
-            terms, layers = loan.borrow, self._layers(loan, step)
-            rule = Rule.of(terms.split, terms.waits, step.ahead, step.seconds, layers)
+            plan.pieces = Pieces(issued(work, self.cost), 0.0)
+            return plan.pieces
+        operators, now = self.cost.operators(work), asyncio.get_running_loop().time()
+        step, terms = loan.step, loan.borrow
+        if step is not None and loan.paced and plan.due <= now:
+            rule = Rule.of(
+                terms.split, terms.waits, step.exchange.ahead, loan.paced, self._layers(loan, step)
+            )
             plan.parts, plan.due = parts_of(operators, *rule) if rule else (), now + _PROFILED
-        plan.cut = cut_up(operators, plan.parts, self.cost)
-        return plan.cut
-
-    def _lending(self, loan: SimulatedLoan, step: OffloadedStep, work: Work, alone: float) -> float:
-        """Returns the time of an own job that looks for tasks, and stands still while one is done."""
-        served = self._layers(loan, step) * step.service / step.seconds
-        return (alone + self._cut(loan, work).more) / (1.0 - served)
+        plan.pieces = Pieces(cut_up(operators, plan.parts, self.cost), self.cost.poll)
+        return plan.pieces
 
     def _layers(self, loan: SimulatedLoan, step: OffloadedStep) -> int:
         """Returns the tasks of the step."""
         assert loan.borrower is not None
         return loan.borrower.cost.shape(step.job.model).layers
 
-    def changed(self) -> None:
-        """Lets all find their pace, because other jobs run here than before: first those who wait for this
-        unit, then its own, then those that it waits for."""
-        if self.lent is not None and self.lent.borrower is not None:
-            self.lent.borrower.executor.pace()
-        self.executor.pace()
-        for loan in self._borrowed.values():
-            loan.lender.executor.pace()
+    def exchanges(self, job: Job) -> int:
+        step = self._step(job)
+        return self.cost.shape(job.model).layers if step is not None and step.rows else 0
+
+    def exchange(self, job: Job) -> float:
+        """Posts a layer's task, and lets the lender find it as it is at this moment: what happens there while
+        q, k and v are on their way counts as if it had happened before."""
+        step = self._step(job)
+        if step is None or not step.rows:
+            return 0.0
+        loan = self._borrowed[job.model]
+        if not loan.lender.reached:
+            loan.end("the cold unit is gone")
+            return 0.0
+        wait = loan.lender.serve(loan, step.exchange.service)
+        loan.tally.add(wait, step.exchange)
+        return max(0.0, wait - step.exchange.ahead)
+
+    def serve(self, loan: SimulatedLoan, seconds: float) -> float:
+        """Does a task that takes so many seconds when the first of the own jobs looks for one; they all stand
+        still for it. Returns the seconds until it begins."""
+        rests = [self._rest(loan, progress) for progress in self.executor.progress()]
+        self.executor.stand_still(seconds)
+        return min((rest for rest in rests if rest is not None), default=0.0)
+
+    def _rest(self, loan: SimulatedLoan, progress: Progress) -> float | None:
+        """Returns the seconds until a job finds a task; None if it never does."""
+        if loan.borrow.control == "iterations":
+            return issued_rest(self.cost.queued(progress.work), progress)
+        return self._pieces(loan, progress.work).rest(progress)
 
     def over(self, job: Job) -> str | None:
         loan = self._borrowed.get(job.model)
@@ -292,8 +316,10 @@ class SimulatedOffloadBackend:
             return None
         if not loan.lender.reached:
             loan.end("the cold unit is gone")
-        lost, loan.step = loan.step.lost, None
-        return lost
+        step, loan.step = loan.step, None
+        if step.rows:
+            loan.paced = asyncio.get_running_loop().time() - step.begun
+        return step.lost
 
 
 class OffloadingUnits:
@@ -301,7 +327,7 @@ class OffloadingUnits:
 
     def __init__(self, specs: Iterable[EngineSpec]) -> None:
         self.backends: dict[bytes, SimulatedOffloadBackend] = {}
-        pairs = [(spec.unit, spec.weave.cold) for spec in specs if spec.weave]
+        pairs = [(spec.unit, *spec.weave.colds) for spec in specs if spec.weave]
         self._units = {name for pair in pairs for name in pair}
 
     def backend(

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 from kvloom.cluster.launcher import Answered, Ended, FoundProcess, News, NodeReport, Report
 from kvloom.cluster.state import gateway_name
 from kvloom.engine.engine import Engine
+from kvloom.engine.freeness import freeness
 from kvloom.journal.log import Journal
 from kvloom.journal.records import nobody
 from kvloom.lab.sim.executor import ModelledExecutor, ModelledWeights
@@ -20,8 +21,8 @@ from kvloom.lab.sim.hosting import HostedMachine, HostedUnit
 from kvloom.lab.sim.links import Link, ModelledPlane, ModelledTransport
 from kvloom.lab.sim.offload import OffloadingUnits, SimulatedOffloadBackend
 from kvloom.lab.sim.unit import SimulatedUnit, modelled_executor
-from kvloom.offload.loans import LoanKeeper
-from kvloom.offload.terms import LEND, Borrow, Loan
+from kvloom.offload.keeper import LoanKeeper
+from kvloom.offload.terms import LEND, TAKE_BACK, Borrow, HandBack, Loan
 from kvloom.types.clock import Clock
 from kvloom.types.errors import Unavailable
 from kvloom.types.request import Event, StartGenerate
@@ -159,8 +160,8 @@ class UnitHost:
     async def _borrow(self, engine: Engine, model: str, weave: WeaveSpec) -> None:
         """Keeps the unit's model in a loan for as long as the process lives."""
         around = self._around
-        lender = ModelledWire(around.hosts[weave.cold], around.clock, around.delay)
-        await LoanKeeper(engine.borrower, model, weave, lender, around.clock).run()
+        lenders = {cold: ModelledWire(around.hosts[cold], around.clock, around.delay) for cold in weave.colds}
+        await LoanKeeper(engine.borrower, model, weave, lenders, around.clock, freeness).run()
 
     def kill(self) -> None:
         """Ends the process at once. What its tasks still tidy up reaches nobody."""
@@ -205,6 +206,9 @@ class ModelledWire(RemoteEngine):
 
     async def lend(self, body: Borrow) -> Loan:
         return await self.call(LEND, body)
+
+    async def take_back(self, body: HandBack) -> None:
+        await self.call(TAKE_BACK, body)
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
         loop = None

@@ -128,5 +128,5 @@ def fleet_sample(
 ) -> Sample:
     """Returns a sample of engines that run in virtual time. services: the states of all units."""
     loads = {name: engine.load_now() for name, engine in engines.items()}
-    borrowers = {spec.weave.cold: unit for unit, spec in specs.items() if spec.weave}
+    borrowers = {cold: unit for unit, spec in specs.items() if spec.weave for cold in spec.weave.colds}
     return make_sample(at, loads, services, totals, homes=homes, borrowers=borrowers)

@@ -11,7 +11,8 @@ from typing import Final
 from msgspec import structs
 
 from kvloom.config.config import Config
-from kvloom.lab.sim.executor import Content, ModelledExecutor, ModelledWeights
+from kvloom.lab.sim.content import Content
+from kvloom.lab.sim.executor import ModelledExecutor, ModelledWeights
 from kvloom.lab.sim.hosting import HostedUnit
 from kvloom.lab.sim.links import Link, TimedLink
 from kvloom.plan.cluster import CPU, Abilities

@@ -21,7 +21,7 @@ from kvloom.offload.memory.borrower import BorrowedBlocks, TaskSender
 from kvloom.offload.memory.lender import Lending
 from kvloom.offload.terms import Borrow, Loan, on_this_loop, one_number, watched
 from kvloom.types.errors import Conflict, KvloomError
-from kvloom.types.geometry import I32
+from kvloom.types.geometry import I32, AnyArray
 from kvloom.types.job import ForwardPlan, Job, OffloadedRows
 from kvloom.types.load import Waits
 from kvloom.types.transfer import Transport
@@ -241,6 +241,12 @@ class CpuOffloadBackend:
     def waits(self) -> Waits | None:
         server = self._executor.loans.server
         return None if server is None else server.waits()
+
+    parts = True
+
+    def take_back(self, numbers: AnyArray) -> None:
+        assert self._lending is not None
+        self._lending.receiver.forget(numbers)
 
     def recall(self) -> bool:
         server, self._executor.loans.server = self._executor.loans.server, None

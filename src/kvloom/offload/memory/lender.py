@@ -114,7 +114,7 @@ class TaskReceiver:
     def __init__(self, mailbox: OffloadMailbox, lent: I32, page_tokens: int) -> None:
         """lent: [pages · layers · kv_heads] own blocks, in the order in which the borrower counts them."""
         self._memory = mailbox
-        self.lent: I32 = np.ascontiguousarray(lent)
+        self.lent: I32 = np.array(lent, np.int32)
         self.page_tokens = page_tokens
         form = mailbox.form
         self.map: I32 = np.zeros((form.pages, form.layers, form.kv_heads), np.int32)
@@ -126,6 +126,14 @@ class TaskReceiver:
         self._iteration = -1
         nothing = np.zeros(0, np.int32)
         self._descriptor = TaskDescriptor(nothing, nothing.reshape(0, 0), self.map, nothing, nothing)
+
+    def forget(self, numbers: AnyArray) -> None:
+        """Lets these blocks of the loan, as the borrower counts them, be reached no more. Whoever names one
+        of them nevertheless gets one that is still lent."""
+        gone = self.lent[numbers]
+        left = self.lent[~np.isin(self.lent, gone)][0]
+        self.lent[numbers] = left
+        self.map[np.isin(self.map, gone) & self.known[:, None, None]] = left
 
     @property
     def meanwhile(self) -> float:

@@ -195,12 +195,13 @@ class Measured:
     def operators(self, work: Work) -> tuple[Operator, ...]:
         shape, whole = self._shapes[work.model], self.seconds(work)
         products = self.seconds(replace(work, pairs=0, context=0, held=0))
-        read = [part for part in layer_parts(shape, shape.experts) if part.read]
+        parts = [part for part in layer_parts(shape, shape.experts) if part.read or part.name == "attention"]
         head = shape.vocab * shape.hidden
-        each = products / (shape.layers * sum(part.read for part in read) + head)
-        found = [Operator(part.name, part.read * each, shape.layers, MOST_PARTS) for part in read]
-        attention = Operator("attention", (whole - products) / shape.layers, shape.layers, MOST_PARTS)
-        return (*found, attention, Operator("head", head * each, 1, MOST_PARTS))
+        each = products / (shape.layers * sum(part.read for part in parts) + head)
+        attention = (whole - products) / shape.layers
+        times = [(part.name, part.read * each if part.read else attention) for part in parts]
+        found = [Operator(name, seconds, shape.layers, MOST_PARTS) for name, seconds in times]
+        return (*found, Operator("head", head * each, 1, MOST_PARTS))
 
     def queued(self, work: Work) -> float:
         """A job is issued as one."""

@@ -87,7 +87,7 @@ class Roofline:
         self._memory = constants.bandwidth * device.bandwidth * gpus
         self._compute = constants.compute * device.flops * gpus
         layer = max(shapes.values(), key=lambda shape: shape.layers)
-        self.start = constants.kernels / sum(part.number for part in layer_parts(layer, 1.0))
+        self.start = constants.kernels / len(list(layer_parts(layer, 1.0)))
         self.poll = constants.poll
 
     def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:

@@ -140,7 +140,8 @@ class Operated(CostModel, Protocol):
     def shape(self, model: str) -> ModelShape: ...
 
     def operators(self, work: Work) -> tuple[Operator, ...]:
-        """Returns the operators of a job that runs alone: they last as long as the device is busy."""
+        """Returns the operators of a job that runs alone, those of a layer in the order in which they run:
+        they last as long as the device is busy."""
 
     def queued(self, work: Work) -> float:
         """Returns the most seconds of the job's operators that the host has issued, and the device not yet
@@ -155,7 +156,6 @@ class LayerOperator(NamedTuple):
     """One operator of a layer."""
 
     name: str
-    number: int
     multiplied: float
     """Weights that each token is multiplied with."""
     read: float
@@ -174,22 +174,25 @@ class WorkPace(NamedTuple):
 
 
 def layer_parts(shape: ModelShape, touched: float) -> Iterator[LayerOperator]:
-    """Returns the operators of one layer, but for what attention does with K and V. touched: experts that the
-    job reads."""
+    """Returns the operators of one layer in the order in which they run, but for what attention does with K
+    and V. touched: experts that the job reads."""
     hidden, ffn, active = shape.hidden, shape.ffn, shape.active
     out = hidden * shape.head_dim * shape.heads
     qkv = shape.attention_parameters - out
     ups = 2 if shape.gated else 1
     up, down = hidden * ffn * ups, hidden * ffn
-    yield LayerOperator("norm", 2, 0, 0, 2 * hidden)
-    yield LayerOperator("qkv", 1, qkv, qkv, 3 * hidden)
-    yield LayerOperator("rotary", 1, 0, 0, 3 * hidden)
-    yield LayerOperator("attention", 1, 0, 0, 2 * hidden)
-    yield LayerOperator("output", 1, out, out, 2 * hidden)
-    yield LayerOperator("add", 2, 0, 0, 3 * hidden)
-    yield LayerOperator("up", 1, up * active, up * touched, hidden + ups * ffn * active)
-    yield LayerOperator("activation", 1, 0, 0, (ups + 1) * ffn * active)
-    yield LayerOperator("down", 1, down * active, down * touched, hidden + ffn * active)
+    norm, add = LayerOperator("norm", 0, 0, 2 * hidden), LayerOperator("add", 0, 0, 3 * hidden)
+    yield norm
+    yield LayerOperator("qkv", qkv, qkv, 3 * hidden)
+    yield LayerOperator("rotary", 0, 0, 3 * hidden)
+    yield LayerOperator("attention", 0, 0, 2 * hidden)
+    yield LayerOperator("output", out, out, 2 * hidden)
+    yield add
+    yield norm
+    yield LayerOperator("up", up * active, up * touched, hidden + ups * ffn * active)
+    yield LayerOperator("activation", 0, 0, (ups + 1) * ffn * active)
+    yield LayerOperator("down", down * active, down * touched, hidden + ffn * active)
+    yield add
 
 
 def operators_of(
@@ -202,16 +205,17 @@ def operators_of(
     start: float,
     pace: WorkPace,
 ) -> tuple[Operator, ...]:
-    """Returns the operators of a job. attention: seconds of one layer's, without its start."""
+    """Returns the operators of a job, those of a layer in the order in which they run. attention: seconds of
+    one layer's, without its start."""
     found = list[Operator]()
     for part in layer_parts(shape, touched):
         seconds = start + _seconds(part, tokens, shape.itemsize, pace)
         splits = part.read > 0 or part.name == "attention"
         if part.name == "attention":
             seconds += attention
-        found.append(Operator(part.name, seconds, shape.layers * part.number, MOST_PARTS if splits else 1))
+        found.append(Operator(part.name, seconds, shape.layers, MOST_PARTS if splits else 1))
     weights = shape.vocab * shape.hidden
-    head = _seconds(LayerOperator("head", 1, weights, weights, 0), drawn, shape.itemsize, pace)
+    head = _seconds(LayerOperator("head", weights, weights, 0), drawn, shape.itemsize, pace)
     return (*found, Operator("head", start + head, 1, MOST_PARTS))
 
 

@@ -24,7 +24,7 @@ from msgspec import structs
 
 from kvloom.lab.reproduce.muxserve.setup import SHAREGPT
 from kvloom.lab.reproduce.setup import VOCAB, TellPart, poisson_requests
-from kvloom.lab.sim.executor import NoContent
+from kvloom.lab.sim.content import NoContent
 from kvloom.lab.sim.fleet import simulated
 from kvloom.lab.sim.run import play, slept
 from kvloom.lab.sim.unit import (

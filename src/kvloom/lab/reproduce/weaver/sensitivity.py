@@ -1,5 +1,4 @@
-"""How the gain depends on the cold model's rate and the share that is offloaded (section 5.2, figure 5), and
-on what finds a task (section 5.3, figure 7a)."""
+"""How the gain depends on the cold model's rate and the share that is offloaded (section 5.2, figure 5)."""
 
 from __future__ import annotations
 
@@ -10,19 +9,17 @@ from kvloom.lab.reproduce.report import NEAR, Cell, Claim, Grid, Report, Scale, 
 from kvloom.lab.reproduce.weaver.serving import DEDICATED_MOST, seconds_of
 from kvloom.lab.reproduce.weaver.setup import (
     AZURE,
+    BARE_MUXSERVE,
+    BARE_TEMPORAL,
     BURSTGPT,
     MUXSERVE,
-    SHARE,
     TEMPORAL,
     WEAVER,
     Load,
     Point,
     System,
-    Trace,
-    dedicated,
     play_points,
     sharing,
-    weave,
 )
 
 # What the paper tells: figure 5, read off: milliseconds a token, over the ratios, from and to
@@ -31,15 +28,10 @@ PAPER_RATIOS: Final = {
     "MuxServe": ((31.0, 31.0), (16.0, 20.5)),
     "Mux-Temporal": ((35.0, 44.0), (33.0, 44.0)),
 }
+SYSTEMS: Final = (WEAVER, MUXSERVE, BARE_MUXSERVE, TEMPORAL, BARE_TEMPORAL)
 HALF_QUICKER: Final = 13.0  # % at a share of 50 %
 HALF_LONGER: Final = 3.7  # ms of the cold model then
 BEST_SHARE: Final = 0.45
-
-# figure 7a
-CPU_CONTROL: Final = 175.0  # ms
-GPU_CONTROL: Final = 4.83  # times as quick
-SPLITTING: Final = 9.5  # % quicker again
-SPLITTING_COLD: Final = 0.7  # ms of the cold model
 
 DEVICE: Final = "A100-40"
 HOT_RATE: Final = 10.0  # requests a second, of (a)
@@ -54,11 +46,7 @@ def figure_5(scale: Scale, tell: Tell) -> Report:
     """(a) BurstGPT, (b) Azure: of both, those whose published times a token fit their rates."""
     ratios, shares = (RATIOS, SHARES) if scale == "full" else (RATIOS[:1], (0.0, 0.5))
     base = Load(DEVICE, BURSTGPT, HOT_RATE, seconds_of(BURSTGPT, scale))
-    first = [
-        (system, replace(base, cold=part * HOT_RATE))
-        for part in ratios
-        for system in (WEAVER, MUXSERVE, TEMPORAL)
-    ]
+    first = [(system, replace(base, cold=part * HOT_RATE)) for part in ratios for system in SYSTEMS]
     other = Load(DEVICE, AZURE, SHARE_RATE, seconds_of(AZURE, scale))
     second = [(sharing(share), other) for share in shares]
     points = play_points([*first, *second], tell)
@@ -82,9 +70,11 @@ def figure_5(scale: Scale, tell: Tell) -> Report:
 def _ratio_cells(found: Found) -> list[Cell]:
     """The ends of the paper's ranges are those of its ratios, whichever they are."""
     told = []
-    for system in (WEAVER, MUXSERVE, TEMPORAL):
+    for system in SYSTEMS:
         points = [point for (name, _), point in found.items() if name == system.name]
-        for model, papers in zip(("hot", "cold"), PAPER_RATIOS[system.name], strict=True):
+        for model, papers in zip(
+            ("hot", "cold"), PAPER_RATIOS[system.name.removesuffix(", bare")], strict=True
+        ):
             times = [1e3 * (point.hot if model == "hot" else point.cold).tpot for point in points]
             for end, paper, ours in zip(("least", "most"), papers, (min(times), max(times)), strict=True):
                 told += cells(f"(a) {system.name}", (f"{model}, {end} ms", paper, ours))
@@ -100,7 +90,9 @@ def _ratio_claims(found: Found) -> list[Claim]:
         ]
 
     claims = []
-    for over, told, (low, high) in ((MUXSERVE, "15 %", (15, 15)), (TEMPORAL, "20 to 40 %", (20, 40))):
+    muxserve, temporal = ("15 %", (15, 15)), ("20 to 40 %", (20, 40))
+    overs = ((MUXSERVE, muxserve), (BARE_MUXSERVE, muxserve), (TEMPORAL, temporal), (BARE_TEMPORAL, temporal))
+    for over, (told, (low, high)) in overs:
         least, most = min(gains(over)), max(gains(over))
         near = low <= least * (1 + NEAR) and most <= high * (1 + NEAR)
         said = f"at every ratio the hot model's time a token is {told} shorter than under {over.name}"
@@ -146,57 +138,3 @@ def _grid(title: str, rows: list[tuple[str, float, Point]]) -> Grid:
 def _times(point: Point) -> list[str]:
     both = (point.hot, point.cold)
     return [f"{1e3 * seconds:.1f}" for course in both for seconds in (course.tpot, course.p99)]
-
-
-BATCH: Final = 128  # of the hot model, all the time: chosen, because no rate is told
-ANSWERS: Final = {"full": 512, "small": 24}  # tokens
-PROMPT: Final = 749
-LONGEST: Final = 400.0  # seconds
-
-GAIN: Final = 1.05
-
-CONTROLLED: Final = (
-    System("CPU control", dedicated(weave(SHARE, "iterations", "none"))),
-    System("+ GPU control", dedicated(weave(SHARE, split="none"))),
-    System("+ operator splitting", dedicated(weave(SHARE))),
-)
-
-
-def figure_7(scale: Scale, tell: Tell) -> Report:
-    """(a); times to the first token, (b), are those of GPUs that are not simulated."""
-    trace = Trace(f"{BATCH} at once", None, PROMPT, ANSWERS[scale])
-    load = Load(DEVICE, trace, 0.0, LONGEST, at_once=BATCH)
-    points = play_points([(system, load) for system in CONTROLLED], tell)
-    cpu, gpu, split = (1e3 * point.hot.tpot for point in points)
-    cold = [1e3 * point.cold.tpot for point in points]
-    quicker, longer = 100 * (1 - split / gpu), cold[2] - cold[1]
-    return Report(
-        name="figure 7",
-        title=f"(a) who looks for tasks: {BATCH} sequences of the hot model",
-        cells=(
-            *cells(
-                "hot",
-                ("CPU control, ms", CPU_CONTROL, cpu),
-                ("GPU control, times as quick", GPU_CONTROL, cpu / gpu),
-                ("splitting, % quicker", SPLITTING, quicker),
-            ),
-            *cells("cold", ("splitting, ms longer", SPLITTING_COLD, longer)),
-        ),
-        claims=(
-            Claim(
-                said="each step makes the hot model quicker, by 5 % at least",
-                holds=cpu > GAIN * gpu > GAIN**2 * split,
-                found=f"{cpu:.0f}, {gpu:.1f}, {split:.1f} ms",
-            ),
-        ),
-        grids=(
-            Grid(
-                title="ms a token",
-                heads=("", "hot", "cold"),
-                rows=tuple(
-                    (system.name, f"{1e3 * point.hot.tpot:.1f}", f"{1e3 * point.cold.tpot:.1f}")
-                    for system, point in zip(CONTROLLED, points, strict=True)
-                ),
-            ),
-        ),
-    )

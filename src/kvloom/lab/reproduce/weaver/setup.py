@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import merge
 from operator import attrgetter
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from msgspec import structs
@@ -29,6 +29,7 @@ from kvloom.lab.reproduce.setup import (
     play_watched,
     poisson_requests,
 )
+from kvloom.lab.reproduce.weaver.ranks import MODEL, RANKED
 from kvloom.lab.sim.fleet import SimulatedFleet
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.workload.lengths import STAND_INS, Sides
@@ -39,9 +40,9 @@ from kvloom.plan.cost.shapes import find_shape
 from kvloom.plan.cost.work import Operator, Work
 from kvloom.types.geometry import I64
 from kvloom.types.job import Phase
+from kvloom.types.load import Waits
 from kvloom.types.spec import Control, ModelSpec, Policy, Splitting, WeaveSpec
 
-MODEL: Final = "llama3-8b"
 HOT: Final = "hot"
 COLD: Final = "cold"
 COLD_RATE: Final = 1.0  # requests a second, where the paper has section 2.3's cold model
@@ -102,7 +103,7 @@ def unit(
         overload=0.2,
         weave=weave,
     )
-    cost = Decoder(sheet, gpus, dict.fromkeys(models, shape))
+    cost = Decoder(sheet, gpus, dict.fromkeys(models, shape), RANKED)
     return SimulatedUnit(spec, dict.fromkeys(models, page), _PARTS, cost, bandwidth=sheet.link / 2)
 
 
@@ -154,11 +155,20 @@ SHARES: Final = (0.9, 0.3)  # of MuxServe's decode processes: its largest, and i
 
 
 WAITS: Final = 0.05  # of a step: algorithm 1's threshold
+BOUND: Final = 0.15  # by which the cold model's steps may take longer under `share: auto`: kvloom's default
 
 
-def weave(share: float, control: Control = "operators", split: Splitting = "auto") -> WeaveSpec:
+def weave(
+    share: float | Literal["auto"],
+    control: Control = "operators",
+    split: Splitting = "auto",
+    *,
+    part: float = PART,
+    waits: float = WAITS,
+    bound: float = BOUND,
+) -> WeaveSpec:
     """The relation of the cold unit to the hot one."""
-    return WeaveSpec(COLD, share, PART, control=control, split=split, waits=WAITS)
+    return WeaveSpec(COLD, share, part, bound, control=control, split=split, waits=waits)
 
 
 MakeUnits = Callable[[str, float, float], list[SimulatedUnit]]
@@ -223,7 +233,7 @@ _LOOK: Final = 0.5  # seconds
 @dataclass(frozen=True, slots=True)
 class Load:
     """Requests come for `seconds`, then it ends. hot, cold: requests a second. at_once: so many of the hot
-    model come at the start instead, and it ends with the last of them."""
+    model come after `warm` seconds instead, and it ends with the last of them."""
 
     device: str
     trace: Trace
@@ -231,6 +241,7 @@ class Load:
     seconds: float
     cold: float = COLD_RATE
     at_once: int = 0
+    warm: float = 0.0
 
     @property
     def where(self) -> str:
@@ -240,7 +251,7 @@ class Load:
     @property
     def counted(self) -> float:
         """The time from which on it is counted, in seconds."""
-        return 0.0 if self.at_once else WARM * self.seconds
+        return self.warm if self.at_once else WARM * self.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,11 +267,15 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """filled: by unit, the part of its pool that is in use, with what others have of it, in the mean."""
+    """filled: by unit, the part of its pool that is in use, with what others have of it, in the mean. waits:
+    of the last loan's tasks, with what the queueing model expects; None if there was no loan. share: of the
+    hot model's sequences that were to be offloaded, in the mean."""
 
     hot: Course
     cold: Course
     filled: dict[str, float]
+    waits: Waits | None = None
+    share: float = 0.0
 
 
 def play_point(system: System, load: Load, tell: TellPart) -> Point:
@@ -301,6 +316,8 @@ class _Play:
         self._seen = {HOT: _Seen(), COLD: _Seen()}
         self._filled: dict[str, list[float]] = {}
         self._over = asyncio.Event()  # of what came at once
+        self._waits: Waits | None = None
+        self._shares: list[float] = []
 
     def run(self, units: Sequence[SimulatedUnit]) -> Point:
         load = self._load
@@ -315,7 +332,8 @@ class _Play:
             over=self._over,
         )
         hot, cold = (self._seen[model].course(load.trace.output) for model in (HOT, COLD))
-        return Point(hot, cold, {name: float(np.mean(parts)) for name, parts in self._filled.items()})
+        filled = {name: float(np.mean(parts)) for name, parts in self._filled.items()}
+        return Point(hot, cold, filled, self._waits, float(np.mean(self._shares or [0.0])))
 
     async def _look(self, fleet: SimulatedFleet) -> None:
         """Notes how full all pools are."""
@@ -324,20 +342,24 @@ class _Play:
             for model, told in load.models.items():
                 self._seen[model].running.append(told.running)
                 self._seen[model].tokens.append(told.output_tokens_total)
+            self._waits = load.waits or self._waits
             used = sum(told.used_blocks for told in load.models.values())
             self._filled.setdefault(name, []).append(used / load.total_blocks)
             loan = engine.borrower.loan(HOT) if name == HOT else None
+            if name == HOT:
+                self._shares.append(loan.share if loan is not None else 0.0)
             if loan is not None:
                 away = loan.pool.total - loan.pool.available
                 self._filled.setdefault("lent", []).append(away / load.total_blocks)
 
     def _requests(self) -> Iterator[WorkloadRequest]:
-        load = self._load
-        for n in range(load.at_once):
-            yield WorkloadRequest(
-                at=0.0, model=HOT, prompt=load.trace.prompt + n % 16, output=load.trace.output
-            )
-        for request in requests(load.trace, load.hot, load.cold, load.seconds):
+        load, trace = self._load, self._load.trace
+        crowd = (
+            WorkloadRequest(at=load.warm, model=HOT, prompt=trace.prompt + n % 16, output=trace.output)
+            for n in range(load.at_once)
+        )
+        others = requests(trace, load.hot, load.cold, load.seconds)
+        for request in merge(crowd, others, key=attrgetter("at")):
             self._tell(request.at / load.seconds)
             yield request
 
