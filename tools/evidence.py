@@ -2,6 +2,7 @@
 
 python -m tools.evidence                         all that the present code has not made yet
 python -m tools.evidence llumnix --figure 3      only these
+python -m tools.evidence llumnix --figure 11 --draws 1    with less than the whole of it, which the page tells
 python -m tools.evidence --moved                 only those whose small run gives other numbers than it did
 python -m tools.evidence --page                  nothing is run: pages are written from data files
 
@@ -28,7 +29,7 @@ from msgspec import Struct
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvloom.lab.reproduce.report import Experiment, Report, Scale, markdown, verdicts
+from kvloom.lab.reproduce.report import Experiment, Options, Report, Scale, markdown, verdicts
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 DATA: Final = ROOT / "docs" / "reproduction"
@@ -139,12 +140,13 @@ def write_pages() -> None:
         page.write_text(page_text(page.read_text("utf-8")), "utf-8")
 
 
-def make(paper: str, experiment: Experiment, commit: str, console: Console) -> Evidence:
+def make(paper: str, experiment: Experiment, options: Options, commit: str, console: Console) -> Evidence:
     """Runs a figure at both scales, and writes its data file. commit: of the code that runs."""
-    small, _ = _run(paper, experiment, "small", console)
-    report, seconds = _run(paper, experiment, "full", console)
+    small, _ = _run(paper, experiment, "small", Options(), console)
+    report, seconds = _run(paper, experiment, "full", options, console)
+    asked = (f" --{name} {getattr(options, name)}" for name in options.given)
     evidence = Evidence(
-        command=f"kvloom reproduce {paper} --figure {experiment.name}",
+        command=f"kvloom reproduce {paper} --figure {experiment.name}{''.join(asked)}",
         commit=commit,
         date=datetime.now(UTC).date().isoformat(),
         seconds=round(seconds, 1),
@@ -157,7 +159,9 @@ def make(paper: str, experiment: Experiment, commit: str, console: Console) -> E
     return evidence
 
 
-def _run(paper: str, experiment: Experiment, scale: Scale, console: Console) -> tuple[Report, float]:
+def _run(
+    paper: str, experiment: Experiment, scale: Scale, options: Options, console: Console
+) -> tuple[Report, float]:
     """Returns the report, and the seconds of one core that it took."""
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     before = time.process_time()
@@ -167,7 +171,10 @@ def _run(paper: str, experiment: Experiment, scale: Scale, console: Console) -> 
         def tell(what: str, part: float) -> None:
             progress.update(step, description=f"{paper} {experiment.name}: {what}", completed=part)
 
-        report = experiment.run(scale, tell)
+        if options.given and experiment.adjusted is not None:
+            report = experiment.adjusted(scale, tell, options)
+        else:
+            report = experiment.run(scale, tell)
     return report, time.process_time() - before
 
 
@@ -196,6 +203,8 @@ def main(words: Sequence[str] | None = None) -> str | None:
     parser = argparse.ArgumentParser(prog="make evidence", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("papers", nargs="*", metavar="PAPER", help=f"only of these: {', '.join(PAPERS)}")
     parser.add_argument("--figure", action="append", default=[], help="only these; may be given again")
+    parser.add_argument("--traffic", help="of figures that have several: this one alone")
+    parser.add_argument("--draws", type=int, help="of each point")
     parser.add_argument("--moved", action="store_true", help="only those whose small run gives other numbers")
     parser.add_argument("--page", action="store_true", help="only write the pages, from the data files")
     options = parser.parse_args(words)
@@ -210,12 +219,16 @@ def main(words: Sequence[str] | None = None) -> str | None:
             return f"no figure {asked}: `kvloom reproduce PAPER --figure ?` tells which there are"
         if _git("status", "--porcelain", "--", CODE):
             return f"{CODE} has changes that are not committed: figures name the commit that made them"
-        _make_all(chosen, options.moved)
+        given = Options(traffic=options.traffic, draws=options.draws)
+        lacking = [one.name for _, one in chosen if not set(given.given) <= set(one.options)]
+        if lacking:
+            return f"figure {lacking[0]} has no option {', '.join(given.given)}"
+        _make_all(chosen, given, options.moved)
     write_pages()
     return None
 
 
-def _make_all(chosen: Sequence[tuple[str, Experiment]], only_moved: bool) -> None:
+def _make_all(chosen: Sequence[tuple[str, Experiment]], options: Options, only_moved: bool) -> None:
     console = Console()
     commit = _git("rev-parse", "--short=8", "HEAD")  # others may be made while this runs
     before = [read_evidence(data_file(paper, experiment.name)) for paper, experiment in chosen]
@@ -223,8 +236,8 @@ def _make_all(chosen: Sequence[tuple[str, Experiment]], only_moved: bool) -> Non
     console.print(f"{len(chosen)} figures, of which those made before took {_spent(left)} of one core")
     for at, (paper, experiment) in enumerate(chosen, 1):
         name = f"{at} of {len(chosen)}: {paper} {experiment.name}"
-        if _is_wanted(paper, experiment, only_moved):
-            evidence = make(paper, experiment, commit, console)
+        if options.given or _is_wanted(paper, experiment, only_moved):
+            evidence = make(paper, experiment, options, commit, console)
             console.print(f"{name}, {_spent(evidence.seconds)}")
         else:
             console.print(f"{name} stands")
