@@ -67,7 +67,7 @@ def test_where_nothing_runs_and_something_can_something_happens(policy: str, vie
     assert not can or POLICIES[policy](view)
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"vllm-2023"}))
+@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"vllm-2023", "adbs-2024"}))
 def test_a_prompt_is_let_in_where_what_runs_can_grow(policy: str) -> None:
     full = model(waiting=1, head_blocks=10, running=9, decodable=9, held=9, used=87, quota=100)
     full = replace(full, last_prefill=-1)
