@@ -98,7 +98,9 @@ def sequence_blocks(geometry: Geometry) -> int:
 
 def initial_caps(quotas: Mapping[str, int], geometries: Mapping[str, Geometry]) -> dict[str, int]:
     """Returns how many sequences each model may run by its quota of blocks; one at least."""
-    return {model: max(1, quotas[model] // sequence_blocks(geometry)) for model, geometry in geometries.items()}
+    return {
+        model: max(1, quotas[model] // sequence_blocks(geometry)) for model, geometry in geometries.items()
+    }
 
 
 def move_caps(

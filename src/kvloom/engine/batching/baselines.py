@@ -1,5 +1,5 @@
-"""The policies that `adbs` is compared with: first come first served, vLLM's of 2023, MuxServe's as published,
-round-robin, and partitioned shares."""
+"""The policies that `adbs` is compared with: first come first served, vLLM's of 2023, MuxServe's as
+published, round-robin, and partitioned shares."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def vllm_2023(view: UnitView) -> Action | None:
 
 
 def _room_2023(view: UnitView, model: ModelView) -> int:
-    """Returns the blocks that prompts of `model` may take: beside the watermark, and the next steps' blocks."""
+    """Returns the blocks that prompts of `model` may take beside the watermark and the next steps."""
     page = max(m.page_blocks for m in view.models)
     steps = sum(m.decode_blocks for m in view.models if m.wants_decode)
     return view.free(model) - max(page, int(WATERMARK * view.total_blocks)) - steps
