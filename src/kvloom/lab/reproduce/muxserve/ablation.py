@@ -9,6 +9,7 @@ from typing import Final
 
 from kvloom.lab.reproduce.muxserve.points import Point, play_points
 from kvloom.lab.reproduce.muxserve.setup import (
+    AS_LONG,
     DEVICE,
     SECONDS,
     SHAREGPT,
@@ -20,8 +21,9 @@ from kvloom.lab.reproduce.muxserve.setup import (
 from kvloom.lab.reproduce.muxserve.systems import (
     KVLOOM,
     MUXSERVE,
+    PREFILLS,
     UNBOUNDED,
-    PublishedMemory,
+    AsPublished,
     System,
     naive,
     together,
@@ -132,7 +134,7 @@ def figure_9(scale: Scale, tell: Tell) -> Report:
     """4 LLMs on 4 GPUs: compute and memory in parts; phases apart; and one pool for all."""
     alphas = ALPHAS if scale == "full" else ALPHAS[:1]
     systems = (PARTS, SEPARATED, UNIFIED, TOGETHER)
-    loads = [Load(falling(MANAGED, alpha, TOP), 4, SECONDS[scale]) for alpha in alphas]
+    loads = [Load(falling(MANAGED, alpha, TOP), 4, AS_LONG[scale]) for alpha in alphas]
     points = play_points([(system, load) for load in loads for system in systems], tell)
     by_load = [points[at : at + len(systems)] for at in range(0, len(points), len(systems))]
     weighted = [
@@ -169,12 +171,12 @@ def figure_9(scale: Scale, tell: Tell) -> Report:
 
 
 GPUS: Final = 4
-_SHARED: Final = System("", together, estimator=PublishedMemory)  # in the memory that the paper's units have
+_SHARED: Final = System("", together, estimator=AsPublished, prefills=PREFILLS)  # a unit as published
 POLICIES: Final = (
     replace(_SHARED, name="FCFS", policy="vllm-2023", shares="whole"),
     replace(_SHARED, name="round-robin", policy="adbs-2024"),
     replace(UNIFIED, name="ADBS", max_running=UNBOUNDED),
-    replace(_SHARED, name="kvloom in that memory"),
+    replace(_SHARED, name="kvloom's adbs there"),
     TOGETHER,
 )
 PUBLISHED: Final = 3  # of them, the first ones
@@ -217,7 +219,7 @@ SETTINGS: Final = (
 
 def figure_10(scale: Scale, tell: Tell) -> Report:
     """Models that share a unit, under each policy."""
-    runs = [(policy, Load(one.models, GPUS, SECONDS[scale])) for one in SETTINGS for policy in POLICIES]
+    runs = [(policy, Load(one.models, GPUS, AS_LONG[scale])) for one in SETTINGS for policy in POLICIES]
     points = play_points(runs, tell)
     told: list[Cell] = []
     rows: list[tuple[str, ...]] = []

@@ -20,7 +20,7 @@ from kvloom.lab.reproduce.muxserve.systems import (
     KVLOOM,
     MUXSERVE,
     TEMPORAL,
-    PublishedMemory,
+    AsPublished,
     System,
     units_of,
 )
@@ -106,7 +106,7 @@ def _unit(index: int, members: Sequence[tuple[Served, Measured]]) -> PlannedUnit
     gpus = members[0][1].mesh.gpus
     nodes = cluster(8)
     demands = [model.demand for model, _ in members]
-    estimator = PublishedMemory(demands, DeviceCosts(nodes, demands, None))
+    estimator = AsPublished(demands, DeviceCosts(nodes, demands, None))
     pool = estimator.pool(nodes[0].mesh(gpus), [estimator.item(n, 1) for n in range(len(members))])
     return PlannedUnit(
         name=f"unit-{index}",

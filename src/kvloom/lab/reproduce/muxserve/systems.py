@@ -17,7 +17,7 @@ from kvloom.plan.cluster import Costs, DeviceCosts, MeshKind, Nodes
 from kvloom.plan.cost.devices import find_device
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import CostModel, Work
-from kvloom.plan.estimate import Estimator, Item
+from kvloom.plan.estimate import Decoding, Estimator, Item
 from kvloom.plan.plan import PlacementPlan
 from kvloom.plan.planner import memory_greedy, plan_placement, spatial, write_down, write_spatial
 from kvloom.plan.search import SearchEffort
@@ -41,8 +41,18 @@ CHAT_PARTS: Final[Mapping[str, float]] = {"7b": 0.65, "13b": 0.5, "30b": 0.375, 
 Placer = Callable[[Sequence[Served], Estimator, Sequence[Nodes]], PlacementPlan]
 
 
-class PublishedMemory(Estimator):
-    """Estimates units whose pools are as large as those of the configurations that were published."""
+PREFILLS: Final[Mapping[str, float]] = {"7b": 0.8, "13b": 0.9, "30b": 1.0, "65b": 1.0}
+"""A prefill's share of the compute, by the model's size: as the published configurations launch them."""
+
+
+class AsPublished(Estimator):
+    """Estimates units as the configurations that were published with the paper have them: pools are smaller,
+    and a model decodes on the smallest share on which it answers its demand alone (algorithm 2)."""
+
+    def settled(self, kind: MeshKind, items: Sequence[Item]) -> list[Decoding]:
+        """Returns how each model decodes beside others: as alone."""
+        candidates = (self.candidate(kind, item) for item in items)
+        return [candidate.lean for candidate in candidates if candidate is not None]
 
     def pool(self, kind: MeshKind, items: Sequence[Item]) -> int:
         """Bytes of the pool; below 0 if these do not fit."""
@@ -115,6 +125,8 @@ class System:
     alone has the whole device."""
     shares: Shares = "planned"
     """Of the compute, for each job: planned ones, or all of it."""
+    prefills: Mapping[str, float] = field(default_factory=dict)
+    """A prefill's share of the compute, by the model's size; if left out, as planned."""
     estimator: type[Estimator] = Estimator
     """It says how large pools are, too."""
     pools: Mapping[str, float] = field(default_factory=dict)
@@ -128,7 +140,8 @@ MUXSERVE: Final = System(
     policy="adbs-2024",
     quotas="sequences",
     rooms="by rate",
-    estimator=PublishedMemory,
+    estimator=AsPublished,
+    prefills=PREFILLS,
     max_running=UNBOUNDED,
 )
 TEMPORAL: Final = replace(
@@ -188,6 +201,10 @@ def units_of(system: System, models: Sequence[Served], plan: PlacementPlan) -> l
 def _configured(system: System, unit: SimulatedUnit, models: Mapping[str, Served]) -> SimulatedUnit:
     here = [models[model.name] for model in unit.spec.models]
     specs: Sequence[ModelSpec] = unit.spec.models
+    if system.prefills:
+        specs = [
+            structs.replace(model, prefill_share=system.prefills[models[model.name].size]) for model in specs
+        ]
     if system.shares == "whole":
         specs = [structs.replace(model, prefill_share=1.0, decode_share=1.0) for model in specs]
     rooms = _rooms(system.rooms, unit, here)
