@@ -31,7 +31,7 @@ from kvloom.types.errors import ConfigError
 
 FOLDER: Final = "KVLOOM_DATA"  # the variable that names where the file is
 NAME: Final = "muxserve_chatlmsys.json"
-RATES: Final[Mapping[Scale, Sequence[float]]] = {"full": (3.0, 9.5), "small": (9.5,)}
+RATES: Final = (3.0, 9.5)
 """Requests a second and model: of the four loads that were published, a low one and a high one."""
 RUNS: Final[Mapping[float, str]] = {3.0: "500", 4.8: "800", 9.5: "1600", 11.9: "2000"}
 _SMALL: Final = 16  # parts of the time that the small scale plays one of
@@ -123,8 +123,8 @@ def _unit(index: int, members: Sequence[tuple[Served, Measured]]) -> PlannedUnit
                 rate=model.rate,
                 prompt=demand.prompt,
                 output=demand.output,
-                prefill_share=one.mps[0] / 100,
-                decode_share=one.mps[1] / 100,
+                prefill_share=max(one.mps) / 100,
+                decode_share=min(one.mps) / 100,
                 quota=1 / len(members),
                 throughput=0.0,
             )
@@ -134,49 +134,49 @@ def _unit(index: int, members: Sequence[tuple[Served, Measured]]) -> PlannedUnit
 
 
 def replayed(scale: Scale, tell: Tell) -> Report:
-    """Plays the published placements under the load that was measured. Raises ConfigError."""
-    published = read_published()
+    """Plays the published placements under the load that was measured. The small scale needs no file: it has
+    kvloom's own plan alone, and a part of the load. Raises ConfigError."""
+    published = read_published() if scale == "full" else {}
+    rates = RATES if published else RATES[-1:]
     told: list[Cell] = []
     pairs: list[Pair] = []
     rows: list[tuple[str, ...]] = []
-    rates = RATES[scale]
     for n, average in enumerate(rates):
         load = chat(average)
-        if scale == "small":
+        if not published:
             load = replace(load, seconds=load.seconds / _SMALL)
-        found = _played(load, published[average], part_of(tell, n, len(rates)))
+        found = play_placements(load, published.get(average, {}), part_of(tell, n, len(rates)))
         for name, point in found.items():
-            theirs = published[average].get(_KEYS.get(name, ""), {})
+            theirs = published.get(average, {}).get(_KEYS.get(name, ""), {})
             told += _cells(f"{average:g} req/s a model, {name}", load, theirs, point)
             if theirs:
                 pairs += _pairs(name, load, theirs, point)
                 rows += _rows(f"{average:g}, {name}", load, theirs, point)
+    grid = Grid(
+        title="Each LLM: measured, and found here",
+        heads=("req/s a model, system", "LLM", "GPUs", "req/s", "TTFT", "TPOT", "decode batch"),
+        rows=tuple(rows),
+    )
     return Report(
         name="figure 7, replayed",
         title="the published placements, LLM by LLM",
         cells=tuple(told),
         claims=tuple(_claims(pairs)),
-        grids=(
-            Grid(
-                title="Each LLM: measured, and found here",
-                heads=("req/s a model, system", "LLM", "GPUs", "req/s", "TTFT", "TPOT", "decode batch"),
-                rows=tuple(rows),
-            ),
-        ),
+        grids=(grid,) if rows else (),
     )
 
 
 _KEYS: Final[Mapping[str, str]] = {system.name: key for key, system in SYSTEMS.items()}
 
 
-def _played(load: Load, published: Published, tell: Tell) -> dict[str, Point]:
-    """Returns what each system has, and kvloom with a plan of its own."""
+def play_placements(load: Load, published: Published, tell: Tell) -> dict[str, Point]:
+    """Returns what each system has with the placement that was published of it, and kvloom with its own."""
     found: dict[str, Point] = {}
-    for n, (key, system) in enumerate(SYSTEMS.items()):
-        plan, part = published_plan(load, published[key]), part_of(tell, n, len(SYSTEMS) + 1)
-        units = units_of(system, load.models, plan)
+    for n, (key, theirs) in enumerate(published.items()):
+        system, part = SYSTEMS[key], part_of(tell, n, len(published) + 1)
+        units = units_of(system, load.models, published_plan(load, theirs))
         found[system.name] = play_units(units, load, _naming(part, system.name))
-    own = _naming(part_of(tell, len(SYSTEMS), len(SYSTEMS) + 1), KVLOOM.name)
+    own = _naming(part_of(tell, len(published), len(published) + 1), KVLOOM.name)
     return found | {KVLOOM.name: play_point(KVLOOM, load, own)}
 
 

@@ -116,8 +116,8 @@ SECONDS: Final[Mapping[Scale, float]] = {"full": 120.0, "small": 6.0}
 """For which requests come, where the paper's time would take too long here."""
 
 AS_LONG: Final[Mapping[Scale, float]] = {"full": 264.0, "small": 6.0}
-"""The paper's time: requests come until there are as many as its planner expects of 240 s and a tenth more, by
-the code that was published."""
+"""The paper's time: requests come until there are as many as its planner expects of 240 s and a tenth more,
+by the code that was published."""
 
 
 @dataclass(frozen=True, slots=True)
