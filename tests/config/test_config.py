@@ -284,7 +284,10 @@ def test_what_units_cannot_be(folder: Path, text: str, message: str) -> None:
         (M + "kv_memory: 4TiB", ["kv_memory", "4 TiB", "3 GiB available"]),
         (M + "block_bytes: 1000", ["block_bytes", "power of two"]),
         (M + "block_bytes: 32", ["block_bytes", "power of two"]),
-        (M + "policy: lifo", ["policy", "'lifo'", "'adbs', 'fcfs', 'round-robin'", "'vllm-2023' or 'adbs-2024'"]),
+        (
+            M + "policy: lifo",
+            ["policy", "'lifo'", "'adbs', 'fcfs', 'round-robin'", "'vllm-2023' or 'adbs-2024'"],
+        ),
         (S + "2s}}", ["models.a.slo: '2s'", "a mapping with `ttft` or `tpot` is right"]),
         (S + "{ttft: 0}}}", ["models.a.slo.ttft: 0 s; 0.001 s to 3600 s is right"]),
         (S + "{tpot: -1s}}}", ["models.a.slo.tpot: '-1s' is no time"]),
