@@ -219,10 +219,26 @@ def _configured(system: System, unit: SimulatedUnit, models: Mapping[str, Served
         gpus, (model,) = spec.tensor_parallel, here
         pool = int(system.pools[model.size] * gpus * find_device(DEVICE).memory)
         spec = structs.replace(spec, kv_bytes=pool)
+    spec = structs.replace(spec, block_bytes=COARSER**2 * spec.block_bytes)
+    shapes = {name: in_coarser_blocks(shape) for name, shape in unit.shapes.items()}
     cost = unit.cost
     if system.runtime == "MuxServe":
         cost = in_runtime(cost, spec, {model.name: model.size for model in here})
-    return replace(unit, spec=spec, cost=cost)
+    return replace(unit, spec=spec, shapes=shapes, cost=cost)
+
+
+COARSER: Final = 4
+
+
+def in_coarser_blocks(shape: ModelShape) -> ModelShape:
+    """Returns a LLaMA with a fourth of the layers and heads, and as many bytes: pages take a 16th of the blocks,
+    each 16 times as large. Pools count fewer things, and have the same pages."""
+    return structs.replace(
+        shape,
+        layers=shape.layers // COARSER,
+        kv_heads=shape.kv_heads // COARSER,
+        head_dim=shape.head_dim * COARSER**2,
+    )
 
 
 def _rooms(rooms: Rooms, unit: SimulatedUnit, models: Sequence[Served]) -> list[float] | None:
