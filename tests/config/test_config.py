@@ -16,7 +16,7 @@ from kvloom.plan.cost.shapes import read_shape
 from kvloom.plan.plan import PROCESS_BYTES, host_bytes
 from kvloom.types.errors import ConfigError
 from kvloom.types.request import Level
-from kvloom.types.spec import ProgramSpec, SchedulerSpec, Slo
+from kvloom.types.spec import DEFAULT_POLICY, ProgramSpec, SchedulerSpec, Slo
 from tests.config.configs import AB, MACHINE, load, refused
 
 GIB = 1 << 30
@@ -81,7 +81,7 @@ def test_keys_with_priorities(folder: Path) -> None:
 
 def test_defaults_and_short_form(folder: Path) -> None:
     config = load(folder, "models: {a: ./model}")
-    assert (config.host, config.port, config.policy) == ("127.0.0.1", 8000, "adbs")
+    assert (config.host, config.port, config.policy) == ("127.0.0.1", 8000, DEFAULT_POLICY)
     (engine,) = config.engines
     assert (engine.unit, engine.kv_bytes, engine.threads, engine.block_bytes) == ("unit-0", GIB, 4, 16384)
     assert (engine.transport, engine.transport_host, engine.lease) == ("shm", "127.0.0.1", 30.0)

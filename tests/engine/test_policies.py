@@ -101,6 +101,7 @@ def test_vllm_2023_keeps_its_watermark_and_the_next_step_and_no_more() -> None:
 
 def test_vllm_2023_makes_the_latest_give_way_before_it_lets_anybody_in() -> None:
     full = model(waiting=1, head_blocks=1, running=9, decodable=9, held=9, used=92, decode_blocks=9)
+    full = replace(full, page_blocks=1)
     assert POLICIES["vllm-2023"](unit(full)) == Preempt("a", kept=False)
     assert POLICIES["fcfs"](unit(replace(full, waiting=0))) == Preempt("a")
 

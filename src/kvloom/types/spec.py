@@ -11,8 +11,9 @@ from kvloom.types.request import Level
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Policy = Literal["adbs", "fcfs", "round-robin", "partitioned", "slack", "vllm-2023", "adbs-2024"]
-DEFAULT_POLICY: Final[Policy] = "adbs"
-"""The policy that `kvloom reproduce muxserve --figure policies` finds best over its workloads."""
+DEFAULT_POLICY: Final[Policy] = "slack"
+"""The policy that has most requests in time over the workloads of `kvloom reproduce muxserve --figure
+policies`."""
 Quotas = Literal["adaptive", "fixed", "sequences", "fixed-sequences"]
 """Whether a unit's quotas move and bend; or are walls (no unified pool); or bound how many sequences of a
 model run, as those of MuxServe's published code do, and move or not."""

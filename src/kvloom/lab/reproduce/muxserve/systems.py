@@ -231,8 +231,8 @@ COARSER: Final = 4
 
 
 def in_coarser_blocks(shape: ModelShape) -> ModelShape:
-    """Returns a LLaMA with a fourth of the layers and heads, and as many bytes: pages take a 16th of the blocks,
-    each 16 times as large. Pools count fewer things, and have the same pages."""
+    """Returns a LLaMA with a fourth of the layers and heads, and as many bytes: pages take a 16th of the
+    blocks, each 16 times as large. Pools count fewer things, and have the same pages."""
     return structs.replace(
         shape,
         layers=shape.layers // COARSER,
