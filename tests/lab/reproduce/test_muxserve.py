@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
-from msgspec.structs import replace
+from msgspec import structs
 
 from kvloom.lab.reproduce.muxserve.ablation import PARTS, figure_3
 from kvloom.lab.reproduce.muxserve.end_to_end import (
@@ -116,7 +117,7 @@ def test_under_mps_a_job_has_its_models_share_whatever_it_is_given(device: Roofl
     cost = UnderMPS(device, unit.spec)
     share = {Phase.PREFILL: model.prefill_share, Phase.DECODE: model.decode_share}
     for work in (Work.decode("7b", 1.0, [256] * 64), Work.prefill("7b", 0.1, [512])):
-        fixed = replace(work, share=share[work.phase] or 1.0)
+        fixed = structs.replace(work, share=share[work.phase] or 1.0)
         assert cost.seconds(work) == device.seconds(fixed)
         assert cost.seconds(work, [work]) == device.seconds(fixed, [fixed])
     assert model.decode_share != 1.0
