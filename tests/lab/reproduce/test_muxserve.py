@@ -43,6 +43,7 @@ from kvloom.lab.reproduce.muxserve.systems import (
     PREFILLS,
     SPATIAL,
     TEMPORAL,
+    Rooms,
     System,
     host_seconds,
     make_units,
@@ -168,14 +169,17 @@ def test_equal_rooms_hold_as_many_tokens_of_each_model() -> None:
     assert tokens[0] == pytest.approx(tokens[1])
 
 
-def test_rooms_by_rate_are_smaller_where_sequences_are_longer() -> None:
-    """A bound counts 416 tokens for each sequence: of 832 tokens it lets in half as many."""
-    longer = replace(PAIR[0], lengths=PAIR[0].lengths.scaled(416, 416))
-    here, there = (
-        make_units(replace(MUXSERVE, place=together), models, 4)[0].spec.models
-        for models in ((replace(longer, lengths=longer.lengths.scaled(208, 208)), PAIR[1]), (longer, PAIR[1]))
+ROOMS: tuple[Rooms, ...] = ("by rate", "by rate and length")
+
+
+def test_rooms_by_length_are_smaller_where_sequences_are_longer() -> None:
+    """A bound counts 416 tokens for each sequence: of 832 tokens it lets in half as many, if it is told."""
+    longer = (replace(PAIR[0], lengths=PAIR[0].lengths.scaled(416, 416)), PAIR[1])
+    by_rate, told = (
+        make_units(replace(MUXSERVE, place=together, rooms=rooms), longer, 4)[0].spec.models[0].quota or 0.0
+        for rooms in ROOMS
     )
-    assert there[0].quota == pytest.approx((here[0].quota or 0.0) / 2)
+    assert told == pytest.approx(by_rate / 2)
 
 
 # -- a point ----------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from kvloom.lab.reproduce.muxserve.systems import (
     KVLOOM,
     MUXSERVE,
     PREFILLS,
-    UNBOUNDED,
     AsPublished,
     System,
     naive,
@@ -175,7 +174,7 @@ _SHARED: Final = System("", together, estimator=AsPublished, prefills=PREFILLS) 
 POLICIES: Final = (
     replace(_SHARED, name="FCFS", policy="vllm-2023", shares="whole"),
     replace(_SHARED, name="round-robin", policy="adbs-2024"),
-    replace(UNIFIED, name="ADBS", max_running=UNBOUNDED),
+    replace(UNIFIED, name="ADBS", rooms="by rate and length"),
     replace(_SHARED, name="kvloom's adbs there"),
     TOGETHER,
 )

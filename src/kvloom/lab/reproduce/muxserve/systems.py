@@ -105,7 +105,7 @@ def together(models: Sequence[Served], estimator: Estimator, nodes: Sequence[Nod
 
 Runtime = Literal["MuxServe", "kvloom"]
 Shares = Literal["planned", "whole"]
-Rooms = Literal["planned", "by rate", "equal"]
+Rooms = Literal["planned", "by rate", "by rate and length", "equal"]
 UNBOUNDED: Final = 4096  # sequences of a model: the pool alone bounds them
 
 
@@ -118,8 +118,8 @@ class System:
     policy: Policy = DEFAULT_POLICY
     quotas: Quotas = "adaptive"
     rooms: Rooms = "planned"
-    """The quotas at first: as planned; by rate and the bytes of a token (MuxServe); or room for as many
-    tokens of each model."""
+    """The quotas at first: as planned; by rate and the bytes of a token (MuxServe), for sequences of
+    `SEQUENCE_TOKENS` or of each model's own length; or room for as many tokens of each model."""
     runtime: Runtime = "MuxServe"
     """How long jobs take: `MuxServe`'s has fixed shares and waits for the host; in `kvloom`'s a job that runs
     alone has the whole device."""
@@ -242,15 +242,13 @@ def in_coarser_blocks(shape: ModelShape) -> ModelShape:
 
 
 def _rooms(rooms: Rooms, unit: SimulatedUnit, models: Sequence[Served]) -> list[float] | None:
-    """Returns the parts of the pool that the models' quotas are at first; None for those of the plan. What
-    bounds sequences counts `SEQUENCE_TOKENS` for each, so a model of longer ones has fewer."""
+    """Returns the parts of the pool that the models' quotas are at first; None for those of the plan."""
     if rooms == "planned":
         return None
-    weights = [
-        unit.shapes[model.name].kv_bytes * (model.rate if rooms == "by rate" else 1.0) for model in models
-    ]
+    rated, sized = rooms.startswith("by rate"), rooms.endswith("length")
+    weights = [unit.shapes[model.name].kv_bytes * (model.rate if rated else 1.0) for model in models]
     lengths = [model.lengths.mean_prompt + model.lengths.mean_output for model in models]
     return [
-        weight / sum(weights) * min(1.0, SEQUENCE_TOKENS / length)
+        weight / sum(weights) * (SEQUENCE_TOKENS / length if sized else 1.0)
         for weight, length in zip(weights, lengths, strict=True)
     ]
