@@ -16,7 +16,7 @@ from kvloom.plan.cost.shapes import read_shape
 from kvloom.plan.plan import PROCESS_BYTES, host_bytes
 from kvloom.types.errors import ConfigError
 from kvloom.types.request import Level
-from kvloom.types.spec import ProgramSpec, SchedulerSpec, Slo
+from kvloom.types.spec import DEFAULT_POLICY, ProgramSpec, SchedulerSpec, Slo
 from tests.config.configs import AB, MACHINE, load, refused
 
 GIB = 1 << 30
@@ -81,7 +81,7 @@ def test_keys_with_priorities(folder: Path) -> None:
 
 def test_defaults_and_short_form(folder: Path) -> None:
     config = load(folder, "models: {a: ./model}")
-    assert (config.host, config.port, config.policy) == ("127.0.0.1", 8000, "adbs")
+    assert (config.host, config.port, config.policy) == ("127.0.0.1", 8000, DEFAULT_POLICY)
     (engine,) = config.engines
     assert (engine.unit, engine.kv_bytes, engine.threads, engine.block_bytes) == ("unit-0", GIB, 4, 16384)
     assert (engine.transport, engine.transport_host, engine.lease) == ("shm", "127.0.0.1", 30.0)
@@ -215,7 +215,7 @@ def test_auto_is_shared_out(folder: Path, text: str, memory: list[int], threads:
         (
             "units: [{models: [a, b], policy: lifo}]",
             "units.0.policy: 'lifo'; "
-            "'adbs', 'fcfs', 'round-robin', 'partitioned', 'slack' or 'vllm-2023' is right",
+            "'adbs', 'fcfs', 'round-robin', 'partitioned', 'slack', 'vllm-2023' or 'adbs-2024' is right",
         ),
         (
             "units: [{models: [a, b], kv_memory: 4TiB}]",
@@ -284,7 +284,10 @@ def test_what_units_cannot_be(folder: Path, text: str, message: str) -> None:
         (M + "kv_memory: 4TiB", ["kv_memory", "4 TiB", "3 GiB available"]),
         (M + "block_bytes: 1000", ["block_bytes", "power of two"]),
         (M + "block_bytes: 32", ["block_bytes", "power of two"]),
-        (M + "policy: lifo", ["policy", "'lifo'", "'adbs', 'fcfs', 'round-robin'", "'slack' or 'vllm-2023'"]),
+        (
+            M + "policy: lifo",
+            ["policy", "'lifo'", "'adbs', 'fcfs', 'round-robin'", "'vllm-2023' or 'adbs-2024'"],
+        ),
         (S + "2s}}", ["models.a.slo: '2s'", "a mapping with `ttft` or `tpot` is right"]),
         (S + "{ttft: 0}}}", ["models.a.slo.ttft: 0 s; 0.001 s to 3600 s is right"]),
         (S + "{tpot: -1s}}}", ["models.a.slo.tpot: '-1s' is no time"]),

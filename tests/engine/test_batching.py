@@ -15,7 +15,7 @@ from kvloom.engine.batching.view import STARVING
 from kvloom.engine.engine import Engine
 from kvloom.types.job import Phase
 from kvloom.types.request import SamplingParams, StartGenerate
-from kvloom.types.spec import Policy
+from kvloom.types.spec import Policy, Quotas
 from tests.engine.plays import serve
 from tests.engine.views import COMPUTE
 from tests.engines import Answer
@@ -150,6 +150,21 @@ def test_prompts_go_whole_and_in_the_order_of_arrival_as_published() -> None:
     assert [count for counts in prefills for count in counts] == [6, 8, 20, 3]
     assert [6, 8] in prefills or prefills[0] == [6]
     assert [20] in prefills  # beyond the bound of a job, and by itself
+
+
+@pytest.mark.parametrize(("quotas", "most"), [("fixed-sequences", 1), ("adaptive", 8)])
+def test_bounds_on_sequences_hold_as_published(quotas: Quotas, most: int) -> None:
+    """A pool that is smaller than what a sequence counts for lets one of each model run."""
+    executor = ModelledExecutor(400, compute=2)
+    engine = engine_over(executor, policy="adbs-2024", quotas=quotas)
+
+    async def play() -> None:
+        answers = await asyncio.gather(*(ask(engine, order("wide", 9, 12)) for _ in range(8)))
+        assert [len(answer.tokens[0]) for answer in answers] == [12] * 8
+
+    serve(play(), engine, executor)
+    steps = [len(job.plan.appends) for job in executor.jobs if job.phase is Phase.DECODE]
+    assert max(steps) == most
 
 
 def test_two_long_prompts_do_not_take_turns_at_preempting() -> None:

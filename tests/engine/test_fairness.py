@@ -394,7 +394,7 @@ def test_tokens_that_are_there_already_cost_nothing() -> None:
 def test_a_newcomer_runs_at_once_beside_a_crowd_of_another_tenant(
     blocks: int, running: int, length: int, policy: Policy
 ) -> None:
-    """Under the default policy one of the crowd gives way to it, and it never gives way to them, though it
+    """Under `adbs` and `slack` one of the crowd gives way to it, and it never gives way to them, though it
     came last. Under the others it may have to wait."""
     executor = ModelledExecutor(blocks, models=(MODEL,))
     engine = engine_over(executor, max_running=running, policy=policy)
@@ -411,7 +411,7 @@ def test_a_newcomer_runs_at_once_beside_a_crowd_of_another_tenant(
                 group.create_task(one(body))
 
     serve(play(), engine, executor)
-    assert ended[0] == "quiet" or policy != "adbs"
+    assert ended[0] == "quiet" or policy not in ("adbs", "slack")
 
 
 @pytest.mark.parametrize(

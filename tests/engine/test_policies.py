@@ -67,7 +67,7 @@ def test_where_nothing_runs_and_something_can_something_happens(policy: str, vie
     assert not can or POLICIES[policy](view)
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"vllm-2023"}))
+@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"vllm-2023", "adbs-2024"}))
 def test_a_prompt_is_let_in_where_what_runs_can_grow(policy: str) -> None:
     full = model(waiting=1, head_blocks=10, running=9, decodable=9, held=9, used=87, quota=100)
     full = replace(full, last_prefill=-1)
@@ -111,6 +111,28 @@ def test_vllm_2023_knows_no_quotas() -> None:
     view = unit(alone, walls=True)
     assert POLICIES["vllm-2023"](view) == Decode("a", view.compute)
     assert POLICIES["fcfs"](view) == Preempt("a")
+
+
+def test_vllm_2023_steps_the_model_whose_sequence_came_first() -> None:
+    late = model("a", decodable=3, held=3, running=3, used=3, step_order=(0, 9, 0), last_decode=1)
+    early = model("b", decodable=1, held=1, running=1, used=1, step_order=(0, 2, 0), last_decode=5)
+    assert POLICIES["vllm-2023"](unit(late, early)) == Decode("b", 2)
+
+
+def test_adbs_2024_holds_decodes_for_the_compute_of_a_prompt() -> None:
+    waits = model("a", waiting=2, head_blocks=4, prefill_share=2, quota=9)
+    steps = model("b", decodable=3, held=3, running=3, used=3, decode_share=1, quota=9)
+    assert POLICIES["adbs-2024"](unit(waits, steps)) == Prefill("a", 2, 95, whole=True)
+    busy = replace(unit(waits, steps, model("c", running=1, decoding=True, used=1)), idle=1)
+    assert POLICIES["adbs-2024"](busy) is None
+    begun = replace(busy, models=(replace(waits, prefilling=True), *busy.models[1:]))
+    assert POLICIES["adbs-2024"](begun) == Decode("b", 1)
+
+
+def test_adbs_2024_makes_a_model_give_way_to_itself_alone() -> None:
+    short = model("a", decodable=3, held=3, running=3, used=50, decode_blocks=3, decode_share=1)
+    other = model("b", decodable=9, held=9, running=9, used=50, quota=1, last_decode=9, decode_share=1)
+    assert POLICIES["adbs-2024"](unit(short, other)) == Preempt("a", kept=False)
 
 
 @_SETTINGS

@@ -70,7 +70,7 @@ def test_a_more_urgent_priority_comes_before_deadlines() -> None:
     step = streams("c", 0.01)
     assert isinstance(slack(at(sooner, step)), Decode)
     assert slack(at(urgent, step)) == Prefill("b", 1, 92)
-    assert slack(at(streams("a", 0.01), streams("b", 9.0, step_priority=-1))) == Decode("b", 1)
+    assert slack(at(streams("a", 0.01), streams("b", 9.0, step_order=(-1, 0, 0)))) == Decode("b", 1)
 
 
 def test_steps_wait_while_their_streams_are_ahead() -> None:

@@ -106,7 +106,7 @@ def views(draw: st.DrawFn) -> UnitView:
                 head_due=draw(st.sampled_from([-inf, 40.0, 50.5, 60.0])),
                 head_tokens=draw(st.integers(1, 400)) if waiting or partial else 0,
                 step_due=draw(st.sampled_from([40.0, 50.1, 60.0, inf])) if decodable else inf,
-                step_priority=draw(st.integers(0, 1)) if decodable else 0,
+                step_order=(draw(st.integers(0, 1)) if decodable else 0, 0, 0),
                 step_seconds=draw(st.sampled_from([0.0, 0.02, 0.3])) if decodable else 0.0,
                 token_seconds=draw(st.sampled_from([0.0, 0.001, 0.01])),
                 tpot=draw(st.sampled_from([0.01, 0.2, 5.0])),

@@ -5,7 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.kv.quota import QuotaUsage, adapt_quotas, initial_quotas
+from kvloom.kv.quota import (
+    SEQUENCE_TOKENS,
+    QuotaUsage,
+    SequenceUse,
+    adapt_quotas,
+    initial_caps,
+    initial_quotas,
+    move_caps,
+    sequence_blocks,
+)
 from kvloom.types.geometry import Geometry
 
 WIDE = Geometry(layers=4, kv_heads=4, head_dim=16, itemsize=4, block_bytes=1024)  # 8 tokens, 16 blocks
@@ -88,3 +97,45 @@ def test_adapting_settles() -> None:
         seen.append(quotas)
     assert seen[1] == {"busy": 600, "idle": 400}
     assert seen[-1] == seen[-2] == {"busy": 875, "idle": 125}
+
+
+# -- bounds on sequences, as MuxServe's published code has them ---------------------------------------------
+
+BOTH = {"wide": WIDE, "thin": THIN}
+
+
+def test_a_bound_counts_whole_pages_of_416_tokens_for_each_sequence() -> None:
+    assert SEQUENCE_TOKENS == 416
+    assert sequence_blocks(WIDE) == 52 * 16
+    assert sequence_blocks(THIN) == 26 * 2
+    assert initial_caps({"wide": 10 * 832, "thin": 51}, BOTH) == {"wide": 10, "thin": 1}
+
+
+def test_a_full_model_with_a_queue_takes_a_tenth_of_what_it_runs() -> None:
+    use = {"wide": SequenceUse(ran=10.0, asked=40), "thin": SequenceUse(ran=20.0, asked=20)}
+    moved = move_caps({"wide": 10, "thin": 200}, use, BOTH)
+    assert moved == {"wide": 11, "thin": 200 - 832 // 52}
+
+
+def test_nothing_moves_without_a_queue_or_without_anything_to_give() -> None:
+    caps = {"wide": 10, "thin": 100}
+    calm = {"wide": SequenceUse(10.0, 10), "thin": SequenceUse(5.0, 5)}
+    assert move_caps(caps, calm, BOTH) == caps
+    full = {"wide": SequenceUse(10.0, 90), "thin": SequenceUse(99.0, 500)}
+    assert move_caps(caps, full, BOTH) == caps
+
+
+@given(data=st.data(), geometries=_geometries())
+def test_moved_bounds_hold_no_more_blocks_than_before(
+    data: st.DataObject, geometries: dict[str, Geometry]
+) -> None:
+    caps = {name: data.draw(st.integers(1, 400)) for name in geometries}
+    use = {
+        name: SequenceUse(data.draw(st.floats(0, cap)), data.draw(st.integers(0, 900)))
+        for name, cap in caps.items()
+    }
+    moved = move_caps(caps, use, geometries)
+    blocks = {name: sequence_blocks(geometry) for name, geometry in geometries.items()}
+    lifted = sum(blocks[name] for name, cap in moved.items() if cap == 1)  # nobody is left with none
+    held = sum(cap * blocks[name] for name, cap in caps.items())
+    assert sum(cap * blocks[name] for name, cap in moved.items()) <= held + lifted

@@ -46,7 +46,7 @@ from kvloom.plan.plan import read_plan
 from kvloom.router.program import load_program
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import PATIENCE
-from kvloom.types.spec import Policy, ProgramSpec
+from kvloom.types.spec import DEFAULT_POLICY, Policy, ProgramSpec
 
 JournalFlag = Annotated[
     Path | None, Parameter(metavar="FILE", help="write what happens, and why, as lines of JSON")
@@ -216,7 +216,7 @@ def _planned(path: Path, policy: Policy | None, profile: Path | None, client_her
         raise ConfigError("--profile: a plan's GPUs are known by their sheets; a plan for cores is right")
     measured = None if profile is None else read_profile(profile)
     try:
-        units = planned_units(plan, policy or "adbs", measured)
+        units = planned_units(plan, policy or DEFAULT_POLICY, measured)
     except ConfigError as error:
         raise error if error.message.startswith("--") else ConfigError(f"{path}: {error.message}") from error
     one_machine = all(on_cores) and len({unit.node for unit in plan.units}) == 1

@@ -80,6 +80,7 @@ from kvloom.router.programs import name_problem
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import PATIENCE, GroupSpec
 from kvloom.types.spec import (
+    DEFAULT_POLICY,
     AdapterSpec,
     EngineSpec,
     Policy,
@@ -117,7 +118,7 @@ class Config(ConfigSection):
     kv_memory: Memory = "auto"
     memory: Budget | None = None
     sleep_dir: Path = Path("/var/tmp")
-    policy: Policy = "adbs"
+    policy: Policy = DEFAULT_POLICY
     max_running: Count = 256
     max_waiting: Count = 1024
     chunk_tokens: Count = 512

@@ -10,7 +10,7 @@ from typing import Final
 from kvloom.engine.guide import Guides, GuideTrial, no_trial
 from kvloom.engine.leases import Leases, Pins, Promises
 from kvloom.engine.migration import Llumlet, Pauses
-from kvloom.engine.quotas import QuotaTuner, fit
+from kvloom.engine.quotas import fit, quota_tuner
 from kvloom.engine.report import unit_load
 from kvloom.engine.requests import Requests, RequestStream
 from kvloom.engine.reservations import MOST_RESERVATIONS, Arrivals, Reservations
@@ -94,7 +94,7 @@ class Engine:
 
         # What runs next.
         pool = self.pool
-        self._tuner = QuotaTuner(queues, spec, pool, clock)
+        self._tuner = quota_tuner(queues, spec, pool, clock)
         self._scheduler = Scheduler(
             queues, pool, executor, requests, self._tuner, self._arrivals, spec, clock, wake=self._wake.set
         )

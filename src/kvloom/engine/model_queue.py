@@ -442,7 +442,7 @@ def model_view(queue: ModelQueue) -> ModelView:
         head_due=deadlines.latest(head) if head else math.inf,
         head_tokens=deadlines.left(head) if head else 0,
         step_due=min(map(deadlines.step_due, hopeful), default=math.inf),
-        step_priority=min((s.order[0] for s in ready), default=0),
+        step_order=min(map(_ORDER, ready), default=_NOBODY),
         step_seconds=deadlines.times.step(len(ready)),
         token_seconds=deadlines.times.token,
         tpot=deadlines.slo.tpot,

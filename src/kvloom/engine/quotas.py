@@ -15,7 +15,14 @@ from kvloom.engine.sequence import Sequence, Status
 from kvloom.journal.records import Recorder, nobody
 from kvloom.kv.pool import Pool
 from kvloom.kv.prefix_feed import adapter_salt
-from kvloom.kv.quota import QuotaUsage, adapt_quotas, initial_quotas
+from kvloom.kv.quota import (
+    QuotaUsage,
+    SequenceUse,
+    adapt_quotas,
+    initial_caps,
+    initial_quotas,
+    move_caps,
+)
 from kvloom.offload.planner import DecodePlanner
 from kvloom.types.clock import Clock
 from kvloom.types.errors import ConfigError
@@ -156,6 +163,48 @@ class QuotaTuner:
         for name, quota in quotas.items():
             self._queues[name].quota = quota
             self._queues[name].changed()
+
+
+class SequenceTuner(QuotaTuner):
+    """Bounds how many sequences of each model run, as the code that was published with MuxServe does."""
+
+    def __init__(self, queues: Mapping[str, ModelQueue], spec: EngineSpec, pool: Pool, clock: Clock) -> None:
+        super().__init__(queues, spec, pool, clock)
+        self._most = spec.max_running
+        self._geometries = {name: queue.cache.geometry for name, queue in self._queues.items()}
+        self._moves_caps = spec.quotas == "sequences"
+        self._ran = dict.fromkeys(self._queues, 0)  # summed over jobs
+        self._cap(initial_caps(self._quotas, self._geometries))
+
+    def observe(self, jobs: int) -> None:
+        """Notes who runs how many sequences as `jobs` jobs have ended."""
+        self._jobs += jobs
+        for name, queue in self._queues.items():
+            self._ran[name] += len(queue.running) * jobs
+
+    def adapt(self) -> None:
+        """Moves the bounds, once a period in which jobs ran."""
+        if not self._moves_caps or self._jobs == 0 or self._clock.now() < self._due:
+            return
+        use = {
+            name: SequenceUse(self._ran[name] / self._jobs, len(queue.running) + len(queue.waiting))
+            for name, queue in self._queues.items()
+        }
+        self._cap(move_caps(self._caps, use, self._geometries))
+        self._ran = dict.fromkeys(self._queues, 0)
+        self._begin()
+
+    def _cap(self, caps: Mapping[str, int]) -> None:
+        self._caps = dict(caps)
+        for name, queue in self._queues.items():
+            queue.max_running = min(self._most, caps[name])
+            queue.changed()
+
+
+def quota_tuner(queues: Mapping[str, ModelQueue], spec: EngineSpec, pool: Pool, clock: Clock) -> QuotaTuner:
+    """Returns the tuner that the specification's quotas want."""
+    kind = SequenceTuner if spec.quotas in ("sequences", "fixed-sequences") else QuotaTuner
+    return kind(queues, spec, pool, clock)
 
 
 class Salted(Protocol):

@@ -1,6 +1,8 @@
 """Token-block quotas (MuxServe, section 3.3): each model's fair share of the pool, moved as need moves.
 
-Quotas say who gives way when blocks run out; while nobody else wants them, a model may hold more.
+Quotas say who gives way when blocks run out; while nobody else wants them, a model may hold more. In the code
+that was published with MuxServe they bound how many sequences of a model run instead: `initial_caps` and
+`move_caps` are these.
 """
 
 from __future__ import annotations
@@ -73,3 +75,58 @@ def _shares(amount: int, weights: Mapping[str, int]) -> dict[str, int]:
         shares[model] += more
         left -= more
     return shares
+
+
+SEQUENCE_TOKENS = 416  # of a sequence, for which the published code counts; of its lengths it is told nothing
+_FULL = 1.1  # times the sequences that run, which must be there for a model to take more
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceUse:
+    """What one model has made of its bound on sequences in the last period."""
+
+    ran: float
+    """Sequences that ran, on average."""
+    asked: int
+    """Sequences that wait or run now."""
+
+
+def sequence_blocks(geometry: Geometry) -> int:
+    """Returns the blocks for which a sequence counts: whole pages of `SEQUENCE_TOKENS`."""
+    return max(1, SEQUENCE_TOKENS // geometry.tokens_per_block) * geometry.blocks_per_page
+
+
+def initial_caps(quotas: Mapping[str, int], geometries: Mapping[str, Geometry]) -> dict[str, int]:
+    """Returns how many sequences each model may run by its quota of blocks; one at least."""
+    return {
+        model: max(1, quotas[model] // sequence_blocks(geometry)) for model, geometry in geometries.items()
+    }
+
+
+def move_caps(
+    caps: Mapping[str, int], use: Mapping[str, SequenceUse], geometries: Mapping[str, Geometry]
+) -> dict[str, int]:
+    """Moves bounds as the code that was published with MuxServe does. A model that runs 0.9 of its bound, and
+    has a tenth more sequences than it runs, takes a tenth of what it runs from the others, in proportion to
+    what they leave below 0.95 of theirs. Blocks that make no whole sequence are lost, so the sum may fall."""
+    blocks = {model: sequence_blocks(geometry) for model, geometry in geometries.items()}
+    parts = {model: use[model].ran / cap for model, cap in caps.items()}
+    idle = {
+        model: int(max(1.0, (_KEEP - part) * caps[model])) * blocks[model]
+        for model, part in parts.items()
+        if part < _BUSY
+    }
+    whole = sum(idle.values())
+    held = {model: cap * blocks[model] for model, cap in caps.items()}
+    left = dict(idle)
+    for model in sorted(caps.keys() - idle.keys(), key=lambda m: -parts[m]):
+        ran, asked = use[model].ran, use[model].asked
+        if asked < _FULL * ran:
+            continue
+        wanted = min(max(1, int(_STEP * ran)), int(asked - ran)) * blocks[model]
+        for giver, had in idle.items():
+            given = min(wanted * had // whole, left[giver])
+            left[giver] -= given
+            held[giver] -= given
+            held[model] += given
+    return {model: max(1, held[model] // blocks[model]) for model in caps}

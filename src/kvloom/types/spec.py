@@ -10,8 +10,13 @@ from kvloom.types.geometry import KVDtype
 from kvloom.types.request import Level
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Policy = Literal["adbs", "fcfs", "round-robin", "partitioned", "slack", "vllm-2023"]
-Quotas = Literal["adaptive", "fixed"]
+Policy = Literal["adbs", "fcfs", "round-robin", "partitioned", "slack", "vllm-2023", "adbs-2024"]
+DEFAULT_POLICY: Final[Policy] = "slack"
+"""The policy that has most requests in time over the workloads of `kvloom reproduce muxserve --figure
+policies`."""
+Quotas = Literal["adaptive", "fixed", "sequences", "fixed-sequences"]
+"""Whether a unit's quotas move and bend; or are walls (no unified pool); or bound how many sequences of a
+model run, as those of MuxServe's published code do, and move or not."""
 Control = Literal["operators", "iterations"]
 Splitting = Literal["auto", "none"]
 TransportName = Literal["auto", "shm", "nixl", "tcp"]
@@ -164,7 +169,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     lease: float = 30.0  # seconds for which a reservation is kept without being renewed
     transport: TransportName = "shm"  # what carries K and V to other units
     transport_host: str = "127.0.0.1"  # the host's address at which units of the transport tcp listen
-    quotas: Quotas = "adaptive"  # whether quotas move and bend, or are walls (no unified pool)
+    quotas: Quotas = "adaptive"
     overload: float = 0.0  # part of the compute by which shares of jobs that run together may exceed it
     tensor_parallel: int = 1  # ranks, each a process with its heads of all models
     device: str = "cpu"  # or `cuda:N`; of several ranks N is the first one's GPU, and the others follow it

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvloom.engine.batching.adbs import adbs
-from kvloom.engine.batching.baselines import fcfs, partitioned, round_robin, vllm_2023
+from kvloom.engine.batching.baselines import adbs_2024, fcfs, partitioned, round_robin, vllm_2023
 from kvloom.engine.batching.slack import slack
 from kvloom.engine.batching.view import Action, UnitView, last_resort
 
@@ -25,6 +25,7 @@ POLICIES: dict[str, Policy] = {
     "partitioned": _with_last_resort(partitioned),
     "slack": _with_last_resort(slack),
     "vllm-2023": _with_last_resort(vllm_2023),
+    "adbs-2024": _with_last_resort(adbs_2024),
 }
 BY_DEADLINES: Final = frozenset({"slack"})  # policies whose answer changes as time goes by
 IN_ORDER: Final = frozenset({"vllm-2023"})  # policies under which nobody leaves the queue but for the device

@@ -31,7 +31,7 @@ WEIGHTS: Final = 16  # tokens whose products take as long on cores as reading th
 
 
 def adbs(view: UnitView) -> Action | None:
-    """Returns the next action of adaptive batch scheduling, the default policy."""
+    """Returns the next action of adaptive batch scheduling."""
     crowded = next((m for m in view.models if m.awake and m.full and m.outnumbered and not m.partial), None)
     if crowded:
         return outnumbered(crowded)

@@ -1,5 +1,5 @@
-"""The policies that `adbs` is compared with: first come first served, vLLM's of 2023, round-robin, and
-partitioned shares."""
+"""The policies that `adbs` is compared with: first come first served, vLLM's of 2023, MuxServe's as
+published, round-robin, and partitioned shares."""
 
 from __future__ import annotations
 
@@ -59,24 +59,68 @@ def vllm_2023(view: UnitView) -> Action | None:
     It knows one model and no quotas: all models share the pool in the order of arrival, even if quotas are
     fixed. The watermark is a page at least, however small the pool is. With less, a sequence that gave way
     could be let in again before the step for which it gave way, and be taken from at once, for ever.
+
+    Where several models share the engine, the step is that of the model whose sequence came first, as in the
+    temporal multiplexing that was published with MuxServe: the others wait until it has ended.
     """
     if view.walls:
         return vllm_2023(structs.replace(view, walls=False))
     if view.idle < view.compute:
         return None
     steps = [model for model in view.models if model.wants_decode]
-    ready = min(steps, key=lambda m: m.last_decode, default=None)
+    ready = min(steps, key=lambda m: m.step_order, default=None)
     action = _step(view, ready) if ready else None
     if isinstance(action, Preempt):
         return replace(action, kept=False)
     first = min((m for m in view.models if m.wants_prefill), key=lambda m: m.head, default=None)
     if first is not None:
-        page = max(model.page_blocks for model in view.models)
-        kept = max(page, int(WATERMARK * view.total_blocks)) + sum(model.decode_blocks for model in steps)
-        room = view.free(first) - kept
+        room = _room_2023(view, first)
         if first.fits(room):
             return Prefill(first.name, view.compute, room, whole=True)
     return action
+
+
+def _room_2023(view: UnitView, model: ModelView) -> int:
+    """Returns the blocks that prompts of `model` may take beside the watermark and the next steps."""
+    page = max(m.page_blocks for m in view.models)
+    steps = sum(m.decode_blocks for m in view.models if m.wants_decode)
+    return view.free(model) - max(page, int(WATERMARK * view.total_blocks)) - steps
+
+
+def adbs_2024(view: UnitView) -> Action | None:
+    """Does what was published with MuxServe as adaptive batch scheduling (Duan et al., ICML 2024, algorithm
+    3, and the code beside the paper), over memory as vLLM's of 2023 treats it.
+
+    If no prefill runs, the models are asked for one by turns. While one could start but for the compute, no
+    decode starts either. Otherwise decodes start by turns while there is compute for them. Each job has its
+    planned share and no other. A model that finds no block for its next step makes its own latest sequence
+    give way, and nothing is kept of that. Quotas bound how many sequences a model runs: they are the unit's
+    (`sequences`), not this function's. A prompt that has starved is the one deviation: its blocks are kept.
+    """
+    room = view.idle + view.overload
+    if not view.prefill_runs:
+        kept = view.urgent.head_blocks if view.urgent else 0
+        fitting = [
+            (model, budget)
+            for model in sorted(view.models, key=lambda m: m.last_prefill)
+            if model.wants_prefill
+            and model.fits(budget := _room_2023(view, model) - kept * (model is not view.urgent))
+        ]
+        for model, budget in fitting:
+            share = model.prefill_share or view.compute
+            if share <= room:
+                return Prefill(model.name, share, budget, whole=True)
+        if fitting:
+            return None
+    for model in sorted((m for m in view.models if m.wants_decode), key=lambda m: m.last_decode):
+        share = model.decode_share or view.compute
+        if share > room:
+            continue
+        if model.decode_blocks <= view.free(model):
+            return Decode(model.name, share)
+        if model.held:
+            return replace(gives_way(view, model, model, model.decode_blocks), kept=False)
+    return None
 
 
 def round_robin(view: UnitView) -> Action | None:

@@ -49,7 +49,7 @@ class ModelView(Struct, frozen=True):
     head_due: float = inf  # when the head's next token is due; inf if it cannot be in time any more
     head_tokens: int = 0  # what the head still has to compute
     step_due: float = inf  # when the next token of `decodable` is due, of those that can still be in time
-    step_priority: int = 0  # the most urgent of `decodable`
+    step_order: Order = (0, 0, 0)  # the order of the first of `decodable`
     step_seconds: float = 0.0  # that a step of `decodable` is expected to take
     token_seconds: float = 0.0  # that a token of a prompt does, and one more sequence in a step
     tpot: float = inf  # seconds from one token of a stream to the next, by the model's objective
@@ -57,6 +57,11 @@ class ModelView(Struct, frozen=True):
     @property
     def wants_prefill(self) -> bool:
         return self.awake and bool(self.waiting or self.partial) and not self.prefilling
+
+    @property
+    def step_priority(self) -> int:
+        """The priority of the most urgent sequence that is ready for its next token."""
+        return self.step_order[0]
 
     @property
     def growth(self) -> int:

@@ -97,7 +97,8 @@ class UnderMPS:
         return self._cost.seconds(self._fixed(work), [self._fixed(other) for other in beside])
 
     def _fixed(self, work: Work) -> Work:
-        return structs.replace(work, share=self._shares[work.model, work.phase])
+        share = self._shares[work.model, work.phase]
+        return work if work.share == share else structs.replace(work, share=share)
 
 
 def poisson_requests(

@@ -26,7 +26,14 @@ from kvloom.plan.cost.work import CostModel
 from kvloom.plan.plan import PlacementPlan, PlannedUnit
 from kvloom.types.errors import ConfigError
 from kvloom.types.request import ModelCard
-from kvloom.types.spec import EngineSpec, ModelSpec, Policy, shared_bytes, unit_abilities
+from kvloom.types.spec import (
+    DEFAULT_POLICY,
+    EngineSpec,
+    ModelSpec,
+    Policy,
+    shared_bytes,
+    unit_abilities,
+)
 
 CONTEXT = 8192  # tokens, of a model of which neither spec nor checkpoint says it
 DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}  # by the bytes of a number
@@ -146,7 +153,7 @@ CPU_CHUNK_TOKENS: Final = 512
 
 def planned_units(
     plan: PlacementPlan,
-    policy: Policy = "adbs",
+    policy: Policy = DEFAULT_POLICY,
     profile: Profile | None = None,
     abilities: Abilities = unit_abilities,
 ) -> list[SimulatedUnit]:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Final
 
+from kvloom.lab.reproduce.muxserve.points import Point, play_points
 from kvloom.lab.reproduce.muxserve.setup import (
+    AS_LONG,
     DEVICE,
-    MUXSERVE,
     SECONDS,
+    SHAREGPT,
     Load,
-    Point,
     Served,
-    System,
     falling,
-    like_sharegpt,
-    naive,
-    play_points,
     served,
+)
+from kvloom.lab.reproduce.muxserve.systems import (
+    KVLOOM,
+    MUXSERVE,
+    PREFILLS,
+    AsPublished,
+    System,
+    naive,
     together,
 )
 from kvloom.lab.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell, cells
@@ -78,10 +83,11 @@ def seconds(row: str, share: float) -> float:
     return cost.seconds(works[phase](_MODEL, share, [_TOKENS] * int(batch)))
 
 
-NAIVE: Final = System("naive placement", naive)
-PARTS: Final = System("in parts", together, policy="partitioned", quotas="fixed")
-SEPARATED: Final = System("separated phases", together, quotas="fixed")
-UNIFIED: Final = System("unified memory", together)
+NAIVE: Final = replace(MUXSERVE, name="naive placement", place=naive)
+UNIFIED: Final = replace(MUXSERVE, name="unified memory", place=together)
+SEPARATED: Final = replace(UNIFIED, name="separated phases", quotas="fixed-sequences", rooms="equal")
+PARTS: Final = replace(SEPARATED, name="in parts", policy="partitioned")
+TOGETHER: Final = System("kvloom", together)
 
 # The paper tells how many LLMs, that half of them are popular and have more than 70 % of the requests, and
 # nothing of sizes and rates.
@@ -93,6 +99,7 @@ PLACED: Final[tuple[tuple[str, tuple[Served, ...], int], ...]] = (
         16,
     ),
 )
+PLACINGS: Final = (NAIVE, MUXSERVE, KVLOOM)
 FIGURE_8: Final = 1.3  # times as much throughput
 ALPHAS: Final = (0.7, 1.3, 2.1)
 MANAGED: Final = ("7b", "7b", "13b", "30b")
@@ -102,20 +109,21 @@ _SLO: Final = 8
 
 def figure_8(scale: Scale, tell: Tell) -> Report:
     """Placement by algorithm 1 against the naive one."""
-    runs = [
-        (system, Load(models, gpus, SECONDS[scale]))
-        for _, models, gpus in PLACED
-        for system in (NAIVE, MUXSERVE)
-    ]
+    runs = [(system, Load(models, gpus, SECONDS[scale])) for _, models, gpus in PLACED for system in PLACINGS]
     points = play_points(runs, tell)
     told, rows = [], []
-    for (name, models, _), poor, good in zip(PLACED, points[::2], points[1::2], strict=True):
-        gain = good.weighted(models) / poor.weighted(models)
+    for (name, models, _), at in zip(PLACED, range(0, len(points), len(PLACINGS)), strict=True):
+        found = points[at : at + len(PLACINGS)]
+        poor, good, own = (point.weighted(models) for point in found)
         paper = FIGURE_8 if name == PLACED[-1][0] else None
-        told += cells(name, ("throughput over the naive placement's", paper, gain))
+        told += cells(
+            name,
+            ("MuxServe's throughput over the naive placement's", paper, good / poor),
+            ("kvloom's over MuxServe's", None, own / good),
+        )
         rows += [
             (name, system.name, f"{point.weighted(models):.2f}", f"{point.total:.2f}")
-            for system, point in ((NAIVE, poor), (MUXSERVE, good))
+            for system, point in zip(PLACINGS, found, strict=True)
         ]
     grid = Grid(title="req/s", heads=("", "placement", "weighted with rates", "in all"), rows=tuple(rows))
     return Report(name="figure 8", title="the placement", cells=tuple(told), grids=(grid,))
@@ -124,23 +132,24 @@ def figure_8(scale: Scale, tell: Tell) -> Report:
 def figure_9(scale: Scale, tell: Tell) -> Report:
     """4 LLMs on 4 GPUs: compute and memory in parts; phases apart; and one pool for all."""
     alphas = ALPHAS if scale == "full" else ALPHAS[:1]
-    systems = (PARTS, SEPARATED, UNIFIED)
-    loads = [Load(falling(MANAGED, alpha, TOP), 4, SECONDS[scale], after=SECONDS[scale]) for alpha in alphas]
+    systems = (PARTS, SEPARATED, UNIFIED, TOGETHER)
+    loads = [Load(falling(MANAGED, alpha, TOP), 4, AS_LONG[scale]) for alpha in alphas]
     points = play_points([(system, load) for load in loads for system in systems], tell)
-    by_load = [points[at : at + 3] for at in range(0, len(points), 3)]
+    by_load = [points[at : at + len(systems)] for at in range(0, len(points), len(systems))]
     weighted = [
         [point.weighted(load.models) for point in found] for load, found in zip(loads, by_load, strict=True)
     ]
     in_time = [[point.attained[_SLO] for point in found] for found in by_load]
     gains: tuple[tuple[str, float, float], ...] = (
-        ("times the throughput by separated phases", 1.7, max(b / a for a, b, _ in weighted)),
-        ("times the throughput by one pool, besides", 1.2, max(c / b for _, b, c in weighted)),
+        ("times the throughput by separated phases", 1.7, max(b / a for a, b, *_ in weighted)),
+        ("times the throughput by one pool, besides", 1.2, max(c / b for _, b, c, _ in weighted)),
         (
             f"times the requests within {_SLO}×, by one pool",
             3.6,
-            max((c / b for _, b, c in in_time if b), default=0.0),
+            max((c / b for _, b, c, _ in in_time if b), default=0.0),
         ),
     )  # the second number is the paper's
+    least = min(d / c for _, _, c, d in weighted)
     grid = Grid(
         title=f"req/s weighted with rates, and requests within {_SLO}× of what they take alone",
         heads=("α", *(system.name for system in systems)),
@@ -152,18 +161,24 @@ def figure_9(scale: Scale, tell: Tell) -> Report:
     return Report(
         name="figure 9",
         title="the resource manager, 4 LLMs on 4 GPUs",
-        cells=tuple(cells("at best", *gains)),
+        cells=(
+            *cells("at best", *gains),
+            *cells("at the least", ("kvloom's throughput over MuxServe's", None, least)),
+        ),
         grids=(grid,),
     )
 
 
 GPUS: Final = 4
-LONGER: Final = 2  # times, than this figure's other loads: a pool of 200 GB takes a while to fill
+_SHARED: Final = System("", together, estimator=AsPublished, prefills=PREFILLS)  # a unit as published
 POLICIES: Final = (
-    System("FCFS", together, policy="fcfs", shares="whole"),
-    System("round-robin", together, policy="round-robin"),
-    System("ADBS", together),
+    replace(_SHARED, name="FCFS", policy="vllm-2023", shares="whole"),
+    replace(_SHARED, name="round-robin", policy="adbs-2024"),
+    replace(UNIFIED, name="ADBS", rooms="by rate and length"),
+    replace(_SHARED, name="kvloom's adbs there"),
+    TOGETHER,
 )
+PUBLISHED: Final = 3  # of them, the first ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +197,7 @@ SETTINGS: Final = (
     Setting(
         "(a) 30B, 13B, 7B",
         (
-            Served("30b", "30b", 2.0, like_sharegpt(322, 676)),
+            Served("30b", "30b", 2.0, SHAREGPT.scaled(322, 676)),
             Served("13b", "13b", 8.0),
             Served("7b", "7b", 8.0),
         ),
@@ -192,8 +207,8 @@ SETTINGS: Final = (
     Setting(
         "(b) 65B, 30B",
         (
-            Served("65b", "65b", 1.0, like_sharegpt(778, 251)),
-            Served("30b", "30b", 8.0, like_sharegpt(128, 126)),
+            Served("65b", "65b", 1.0, SHAREGPT.scaled(778, 251)),
+            Served("30b", "30b", 8.0, SHAREGPT.scaled(128, 126)),
         ),
         (3.16, 4.9, 6.55),
         ("46 : 54", "46 : 54", "18 : 82"),
@@ -203,21 +218,29 @@ SETTINGS: Final = (
 
 def figure_10(scale: Scale, tell: Tell) -> Report:
     """Models that share a unit, under each policy."""
-    seconds = LONGER * SECONDS[scale]
-    runs = [(policy, Load(one.models, GPUS, seconds)) for one in SETTINGS for policy in POLICIES]
+    runs = [(policy, Load(one.models, GPUS, AS_LONG[scale])) for one in SETTINGS for policy in POLICIES]
     points = play_points(runs, tell)
     told: list[Cell] = []
     rows: list[tuple[str, ...]] = []
     for setting, at in zip(SETTINGS, range(0, len(points), len(POLICIES)), strict=True):
         found = points[at : at + len(POLICIES)]
         told += _cells(setting, found)
+        blocks = (*setting.blocks, *("–",) * (len(POLICIES) - PUBLISHED))
         rows += [
-            (setting.name, policy.name, f"{point.total:.2f}", _shares(point), blocks)
-            for policy, point, blocks in zip(POLICIES, found, setting.blocks, strict=True)
+            (
+                setting.name,
+                policy.name,
+                f"{point.total:.2f}",
+                f"{sum(point.answered.values()):.2f}",
+                _shares(point),
+                share,
+            )
+            for policy, point, share in zip(POLICIES, found, blocks, strict=True)
         ]
     grid = Grid(
-        title="All requests, and who has how many of the blocks",
-        heads=("", "policy", "req/s in all", "% of the blocks", "in the paper"),
+        title="All requests, those that ended a second in the second half of the time, and who has how many "
+        "of the blocks",
+        heads=("", "policy", "req/s in all", "in the second half", "% of the blocks", "in the paper"),
         rows=tuple(rows),
     )
     return Report(
@@ -229,13 +252,15 @@ def figure_10(scale: Scale, tell: Tell) -> Report:
 
 
 def _cells(setting: Setting, points: Sequence[Point]) -> list[Cell]:
-    paper, ours = setting.weighted, [point.weighted(setting.models) for point in points]
+    ours = [point.weighted(setting.models) for point in points]
+    paper = [*setting.weighted, *(None,) * (len(POLICIES) - PUBLISHED)]
     names = [policy.name for policy in POLICIES]
+    adbs, theirs = PUBLISHED - 1, setting.weighted
     leads = [
-        (f"ADBS over {name}", paper[-1] / paper[at], ours[-1] / ours[at])
-        for at, name in enumerate(names[:-1])
+        (f"ADBS over {names[at]}", theirs[adbs] / theirs[at], ours[adbs] / ours[at]) for at in range(adbs)
     ]
-    return cells(setting.name, *zip(names, paper, ours, strict=True), *leads)
+    own = [(f"{names[at]} over ADBS", None, ours[at] / ours[adbs]) for at in range(PUBLISHED, len(names))]
+    return cells(setting.name, *zip(names, paper, ours, strict=True), *leads, *own)
 
 
 def _shares(point: Point) -> str:

@@ -17,7 +17,7 @@ from typing import Final, Literal
 import numpy as np
 from msgspec import structs
 
-from kvloom.lab.reproduce.muxserve.setup import in_runtime
+from kvloom.lab.reproduce.muxserve.systems import in_runtime
 from kvloom.lab.reproduce.report import Tell
 from kvloom.lab.reproduce.setup import (
     AT_ONCE,
