@@ -140,13 +140,20 @@ def write_pages() -> None:
         page.write_text(page_text(page.read_text("utf-8")), "utf-8")
 
 
-def make(paper: str, experiment: Experiment, options: Options, commit: str, console: Console) -> Evidence:
-    """Runs a figure at both scales, and writes its data file. commit: of the code that runs."""
-    small, _ = _run(paper, experiment, "small", Options(), console)
-    report, seconds = _run(paper, experiment, "full", options, console)
-    asked = (f" --{name} {getattr(options, name)}" for name in options.given)
+def make(
+    paper: str, experiment: Experiment, scale: Scale, options: Options, commit: str, console: Console
+) -> Evidence:
+    """Runs a figure at both scales, or at the small one alone, and writes its data file. commit: of the code
+    that runs."""
+    small, seconds = _run(paper, experiment, "small", Options(), console)
+    report = small
+    asked = [f"--{name} {getattr(options, name)}" for name in options.given]
+    if scale == "full":
+        report, seconds = _run(paper, experiment, "full", options, console)
+    else:
+        asked.append("--scale small")
     evidence = Evidence(
-        command=f"kvloom reproduce {paper} --figure {experiment.name}{''.join(asked)}",
+        command=" ".join(("kvloom reproduce", paper, "--figure", experiment.name, *asked)),
         commit=commit,
         date=datetime.now(UTC).date().isoformat(),
         seconds=round(seconds, 1),
@@ -205,6 +212,7 @@ def main(words: Sequence[str] | None = None) -> str | None:
     parser.add_argument("--figure", action="append", default=[], help="only these; may be given again")
     parser.add_argument("--traffic", help="of figures that have several: this one alone")
     parser.add_argument("--draws", type=int, help="of each point")
+    parser.add_argument("--scale", choices=("small", "full"), default="full", help="of the tables")
     parser.add_argument("--moved", action="store_true", help="only those whose small run gives other numbers")
     parser.add_argument("--page", action="store_true", help="only write the pages, from the data files")
     options = parser.parse_args(words)
@@ -223,12 +231,14 @@ def main(words: Sequence[str] | None = None) -> str | None:
         lacking = [one.name for _, one in chosen if not set(given.given) <= set(one.options)]
         if lacking:
             return f"figure {lacking[0]} has no option {', '.join(given.given)}"
-        _make_all(chosen, given, options.moved)
+        _make_all(chosen, options.scale, given, options.moved)
     write_pages()
     return None
 
 
-def _make_all(chosen: Sequence[tuple[str, Experiment]], options: Options, only_moved: bool) -> None:
+def _make_all(
+    chosen: Sequence[tuple[str, Experiment]], scale: Scale, options: Options, only_moved: bool
+) -> None:
     console = Console()
     commit = _git("rev-parse", "--short=8", "HEAD")  # others may be made while this runs
     before = [read_evidence(data_file(paper, experiment.name)) for paper, experiment in chosen]
@@ -237,7 +247,7 @@ def _make_all(chosen: Sequence[tuple[str, Experiment]], options: Options, only_m
     for at, (paper, experiment) in enumerate(chosen, 1):
         name = f"{at} of {len(chosen)}: {paper} {experiment.name}"
         if options.given or _is_wanted(paper, experiment, only_moved):
-            evidence = make(paper, experiment, options, commit, console)
+            evidence = make(paper, experiment, scale, options, commit, console)
             console.print(f"{name}, {_spent(evidence.seconds)}")
         else:
             console.print(f"{name} stands")
