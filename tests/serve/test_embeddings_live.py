@@ -191,8 +191,8 @@ def test_pairs_are_scored(served: Served) -> None:
 @pytest.mark.parametrize(
     ("body", "param", "told"),
     [
-        ({"input": ""}, "input", "at least 1"),
-        ({"input": []}, "input", "at least 1"),
+        ({"input": ""}, "input", "expected a text or token ids"),
+        ({"input": []}, "input", "none of them empty"),
         ({"input": ["a", ""]}, "input", "at least 1"),
         ({"input": [[]]}, "input", "input[0]"),
         ({"input": ["a"] * 2049}, "input", "at most 2048 texts are taken at once, and 2049 are here"),

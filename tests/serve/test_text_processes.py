@@ -200,8 +200,10 @@ def test_prompts_are_encoded_in_groups_and_keep_their_order() -> None:
         model = await catalog.get("odd")
         found = [one async for one in model.tokens_of(prompts)]
         assert found == [await model.tokens(prompt) for prompt in prompts]
-        with pytest.raises(BadRequest, match="surrogate pair"):
-            await model.tokens(PlainPrompt("\ud800"))
+        halves = [PlainPrompt("a", param="text_1"), PlainPrompt("\ud800", param="text_2")]
+        with pytest.raises(BadRequest, match="surrogate pair") as error:
+            assert not [one async for one in model.tokens_of(halves)]
+        assert error.value.param == "text_2"
         assert len(workers()) >= 1
 
     regex = pre_tokenizers.Split(Regex("[a-z]+"), "isolated")  # nobody knows it, so a process has to encode

@@ -225,12 +225,14 @@ def bad_parameter(error: ValidationError) -> BadRequest:
     if not first["loc"]:
         return BadRequest(f"the request body is wrong: {first['msg']}")
     field = first["loc"][0]
-    if form := _FORMS.get(f"{error.title}.{field}") or _FORMS.get(str(field)):
-        return BadRequest(f"{field}: expected {form}", param=str(field))
+    if field in _FORMS:
+        return BadRequest(f"{field}: expected {_FORMS[field]}", param=str(field))
     mine = [detail for detail in details if detail["loc"][0] == field]
     # A union tells of each of its members. The one that came furthest is the one that was meant.
     deepest = max(mine, key=lambda detail: len(detail["loc"]))
     path = _path(deepest["loc"])
+    if form := _FORMS.get(f"{error.title}.{path}"):
+        return BadRequest(f"{path}: expected {form}", param=path)
     said = (
         dict.fromkeys(detail["msg"] for detail in mine) if len(path) == len(str(field)) else [deepest["msg"]]
     )

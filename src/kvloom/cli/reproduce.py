@@ -15,7 +15,7 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvloom.cli.app import check_outputs, interruptible
+from kvloom.cli.app import Whole, check_outputs, interruptible
 from kvloom.cli.tables import console_for
 from kvloom.lab.reproduce.report import (
     Experiment,
@@ -51,8 +51,8 @@ def reproduce(
     rate: Annotated[
         tuple[float, ...], Parameter(metavar="N", help="requests a second; may be given again")
     ] = (),
-    draws: Annotated[int | None, Parameter(help="draws of requests, of which the mean is told")] = None,
-    requests: Annotated[int | None, Parameter(help="requests of each draw")] = None,
+    draws: Annotated[Whole | None, Parameter(help="draws of requests, of which the mean is told")] = None,
+    requests: Annotated[Whole | None, Parameter(help="requests of each draw")] = None,
     threshold: Annotated[
         tuple[float, ...],
         Parameter(metavar="N", help="a threshold of Llumnix's section 6.5; may be given again"),

@@ -9,11 +9,13 @@ partition for both. If torch has a runtime without libgomp's entry point, kernel
 import ctypes
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numba import cfunc, from_dtype, types
+from numba.core.caching import FunctionCache
 
 
 @cache
@@ -56,6 +58,20 @@ class Kernel:
             self._enter(address)
         else:
             entry(self._address, address, threads, 0)
+
+    @property
+    def cache_folder(self) -> Path:
+        """Returns the folder in which numba keeps the compiled body. Raises OSError if there is none that can
+        be written to."""
+        return Path(FunctionCache(self.body).cache_path)
+
+    def cached(self) -> list[Path]:
+        """Returns the files of the compiled body, of any sources and processor."""
+        return [
+            *self.cache_folder.glob(
+                f"{Path(self.body.__code__.co_filename).stem}.{self.body.__qualname__}-*.nb[ic]"
+            )
+        ]
 
     def compile(self) -> None:
         """Compiles the body, or reads it from numba's cache, if that was not done yet."""

@@ -5,8 +5,8 @@ it is. If they were others, what is cached is removed first. If compiling is int
 ended.
 """
 
+import fcntl
 import hashlib
-import os
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Final
 
 from llvmlite.binding import get_host_cpu_name
-from numba import config
 
 from kvloom.kernels.cpu import (
     block_copy,
@@ -30,49 +29,62 @@ from kvloom.kernels.cpu.parallel import Kernel
 from kvloom.kernels.cpu.quantized import lookup, panels
 
 MODULES = (
-    *(block_copy, decode, prefill, elementwise, decode_step, draw, half, memory, offload_serve),
-    *(lookup, panels),
+    block_copy,
+    decode,
+    prefill,
+    elementwise,
+    decode_step,
+    draw,
+    half,
+    memory,
+    offload_serve,
+    lookup,
+    panels,
 )
 
 
 def kernels() -> list[Kernel]:
-    """Returns all kernels, those that every engine needs first."""
+    """Returns all kernels, those that every engine needs first, in the order of MODULES."""
     members = [member for module in MODULES for member in vars(module).values()]
     return list(dict.fromkeys(member for member in members if isinstance(member, Kernel)))
 
 
 _SOURCES: Final = Path(__file__).parents[1]
-_CACHE: Final = Path(config.CACHE_DIR) if config.CACHE_DIR else _SOURCES  # `NUMBA_CACHE_DIR`
-_STAMPS: Final = _CACHE if config.CACHE_DIR else Path(__file__).parent / "__pycache__"
+_SOME, _ALL = "some", "all"  # of the kernels are compiled, by a stamp
 
 
 def is_warm() -> bool:
     """Returns whether all kernels of the present sources are in the cache for this processor, as far as the
     stamp knows."""
-    return _stamp().is_file() and _stamp().read_text() == f"{_sources()} all"
+    return _read(_stamp()) == f"{_sources()} {_ALL}"
 
 
 def warm(tell: Callable[[int, int], None]) -> None:
-    """Compiles what is not in the cache. tell: is called before each kernel with its number, from 1 on, and
-    with how many there are."""
-    _CACHE.mkdir(parents=True, exist_ok=True)
-    writable, sources = os.access(_CACHE, os.W_OK), _sources()
-    if writable and not any(stamp.read_text().startswith(sources) for stamp in _STAMPS.glob("kernels-*")):
-        for stale in _CACHE.rglob("*.nb[ic]"):
-            stale.unlink(missing_ok=True)
-        _STAMPS.mkdir(exist_ok=True)
-        _stamp().write_text(f"{sources} some")
-    whole = kernels()
-    for at, kernel in enumerate(whole, 1):
-        tell(at, len(whole))
-        kernel.compile()
-    if writable:
-        _stamp().write_text(f"{sources} all")
+    """Compiles what is not in the cache, unless another process does so now: then it waits for that. tell: is
+    called before each kernel with its number, from 1 on, and with how many there are."""
+    stamp, sources, whole = _stamp(), _sources(), kernels()
+    stamp.parent.mkdir(parents=True, exist_ok=True)
+    with stamp.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not any(_read(one).startswith(sources) for one in stamp.parent.glob("kernels-*")):
+            for kernel in whole:
+                for stale in kernel.cached():
+                    stale.unlink(missing_ok=True)
+            stamp.write_text(f"{sources} {_SOME}")
+        for at, kernel in enumerate(whole, 1):
+            tell(at, len(whole))
+            kernel.compile()
+        stamp.write_text(f"{sources} {_ALL}")
+
+
+def _read(stamp: Path) -> str:
+    return stamp.read_text() if stamp.is_file() else ""
 
 
 def _stamp() -> Path:
-    """Returns the stamp for this kind of processor."""
-    return _STAMPS / f"kernels-{get_host_cpu_name()}"
+    """Returns the stamp for this kind of processor. It lies where numba keeps the first kernel: beside the
+    sources, in `NUMBA_CACHE_DIR`, or in the user's cache if the sources cannot be written to."""
+    return kernels()[0].cache_folder / f"kernels-{get_host_cpu_name()}"
 
 
 def _sources() -> str:

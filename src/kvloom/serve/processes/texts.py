@@ -17,7 +17,7 @@ from kvloom.serve.processes.sandbox import Limits, OverLimit, Refused, Sandbox
 from kvloom.types.errors import BadRequest, ConfigError, KvloomError, Unavailable
 from kvloom.types.request import ModelCard
 
-SIZE: Final = 2  # processes for short prompts, and as many for long ones
+SIZE: Final = 2  # processes for short prompts, and as many for long ones and groups
 SHORT_LIMITS: Final = Limits(2.0, 1 << 30)
 LONG_LIMITS: Final = Limits(8.0, 1 << 30)
 WAITING: Final = 1024  # of a tenant's prompts, for the turn of one model
@@ -67,14 +67,28 @@ class TextProcesses:
     async def encode(
         self, key: str, model: TextModel, prompts: Sequence[Prompt], tenant: str
     ) -> list[list[int]]:
-        plain, param = all(isinstance(prompt, PlainPrompt) for prompt in prompts), prompts[0].param
+        plain = all(isinstance(prompt, PlainPrompt) for prompt in prompts)
         if plain and model.tokenizer.plain and sum(prompt.size for prompt in prompts) <= SHORT:
             await asyncio.sleep(0)  # Many short texts must not hold up the loop together.
             return [model.encode(prompt) for prompt in prompts]
         what = "its tokenizer" if plain else "its chat template or its tokenizer"
         try:
+            return await self._encoded(key, model, prompts, what, tenant)
+        except BadRequest:
+            if len(prompts) == 1:
+                raise
+        # Each alone, so that the right one is blamed, and has the limits for itself.
+        return [(await self._encoded(key, model, [prompt], what, tenant))[0] for prompt in prompts]
+
+    async def _encoded(
+        self, key: str, model: TextModel, prompts: Sequence[Prompt], what: str, tenant: str
+    ) -> list[list[int]]:
+        """Returns each prompt's tokens, made in a process. Raises as `encode` does."""
+        param = prompts[0].param
+        try:
             data = msgspec.msgpack.encode(prompts)
-            answer = await self._run(key, model.card, data, what, tenant)
+            long = len(prompts) > 1 or len(data) > 2 * SHORT
+            answer = await self._run(key, model.card, data, what, tenant, long=long)
         except UnicodeEncodeError:
             said = "the text has half of a surrogate pair, which no tokenizer reads"
             raise BadRequest(said, param=param) from None
@@ -82,13 +96,16 @@ class TextProcesses:
             raise BadRequest(f"model {model.card.name}: {error.message}", param=param) from None
         return msgspec.msgpack.decode(answer, type=Encoded).tokens()
 
-    async def _run(self, key: str, card: ModelCard, data: bytes, what: str, tenant: str) -> bytes:
-        """Returns a process's answer. Raises BadRequest, QueueFull and Unavailable."""
-        turn = self._turns[key, _is_long(data)]
+    async def _run(
+        self, key: str, card: ModelCard, data: bytes, what: str, tenant: str, *, long: bool = False
+    ) -> bytes:
+        """Returns a process's answer. long: whether it is a long prompt, or several. Raises BadRequest,
+        QueueFull and Unavailable."""
+        turn = self._turns[key, long]
         await turn.take(tenant)
         # What is under way cannot be cancelled without its process, so the turn ends with the work, and not
         # with who waits for it.
-        work = asyncio.create_task(self._called(key, card, data, what, tenant))
+        work = asyncio.create_task(self._called(key, card, data, what, tenant, long=long))
         self._work.add(work)
         work.add_done_callback(self._work.discard)
         work.add_done_callback(lambda _: turn.give())
@@ -98,9 +115,9 @@ class TextProcesses:
         return answer
 
     async def _called(
-        self, key: str, card: ModelCard, data: bytes, what: str, tenant: str
+        self, key: str, card: ModelCard, data: bytes, what: str, tenant: str, *, long: bool
     ) -> bytes | KvloomError:
-        now, long = asyncio.get_running_loop().time(), _is_long(data)
+        now = asyncio.get_running_loop().time()
         self._resting = {who: rest for who, rest in self._resting.items() if rest[0] > now}
         if (rest := self._resting.get((key, what, tenant))) is not None:
             return BadRequest(rest[1])
@@ -118,8 +135,3 @@ class TextProcesses:
             return error
         except OSError as error:
             return Unavailable(f"no process can be started for {what}: {error}", retry_after=1)
-
-
-def _is_long(data: bytes) -> bool:
-    """Returns whether a prompt, as a process gets it, is one of the long ones."""
-    return len(data) > 2 * SHORT
