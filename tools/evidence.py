@@ -3,7 +3,7 @@
 python -m tools.evidence                         all that the present code has not made yet
 python -m tools.evidence llumnix --figure 3      only these
 python -m tools.evidence llumnix --figure 11 --draws 1    with less than the whole of it, which the page tells
-python -m tools.evidence --moved                 only those whose small run gives other numbers than it did
+python -m tools.evidence --changed               only those whose small run gives other numbers than it did
 python -m tools.evidence --page                  nothing is run: pages are written from data files
 
 Each figure is written as soon as it is made, so that an interrupted run goes on where it ended.
@@ -36,9 +36,8 @@ DATA: Final = ROOT / "docs" / "reproduction"
 OVERVIEW: Final = ROOT / "docs" / "reproduction.md"
 CODE: Final = "src/kvloom"  # what a figure is made by
 PAPERS: Final = ("microserving", "muxserve", "llumnix", "weaver", "aegaeon")  # as the page has them
-SAME: Final = (
-    0.01  # by which the numbers of two small runs may differ: processors round logarithms differently
-)
+TOLERANCE: Final = 0.01
+"""The part by which numbers of two small runs may differ: processors round logarithms differently."""
 
 _FIGURE: Final = re.compile(r"<!-- (\w+) ([\w.-]+) -->\n.*?<!-- end -->\n", re.S)
 _OVERVIEW: Final = re.compile(r"<!-- overview -->\n.*?<!-- end -->\n", re.S)
@@ -74,9 +73,9 @@ def read_evidence(path: Path) -> Evidence | None:
     return msgspec.json.decode(path.read_bytes(), type=Evidence) if path.exists() else None
 
 
-def moved(before: Report, now: Report) -> list[str]:
+def changed(before: Report, now: Report) -> list[str]:
     """Returns what a report says otherwise than it did, a line each: words, or numbers that differ by more
-    than `SAME`."""
+    than `TOLERANCE`."""
     lines = zip_longest(markdown(before).splitlines(), markdown(now).splitlines(), fillvalue="")
     return [f"{old}  →  {new}" for old, new in lines if not _alike(old, new)]
 
@@ -85,7 +84,7 @@ def _alike(old: str, new: str) -> bool:
     if _NUMBER.sub("#", old) != _NUMBER.sub("#", new):
         return False
     pairs = zip(_NUMBER.findall(old), _NUMBER.findall(new), strict=True)
-    return all(abs(_value(a) - _value(b)) <= SAME * max(_value(a), _value(b)) for a, b in pairs)
+    return all(abs(_value(a) - _value(b)) <= TOLERANCE * max(_value(a), _value(b)) for a, b in pairs)
 
 
 def _value(text: str) -> float:
@@ -196,12 +195,12 @@ def _made_by_present_code(evidence: Evidence) -> bool:
     return subprocess.run(words, cwd=ROOT, check=False, capture_output=True).returncode == 0
 
 
-def _is_wanted(paper: str, experiment: Experiment, only_moved: bool) -> bool:
+def _is_wanted(paper: str, experiment: Experiment, only_changed: bool) -> bool:
     evidence = read_evidence(data_file(paper, experiment.name))
     if evidence is None:
         return True
-    if only_moved:
-        return bool(moved(evidence.small, experiment.run("small", lambda *_: None)))
+    if only_changed:
+        return bool(changed(evidence.small, experiment.run("small", lambda *_: None)))
     return not _made_by_present_code(evidence)
 
 
@@ -213,7 +212,9 @@ def main(words: Sequence[str] | None = None) -> str | None:
     parser.add_argument("--traffic", help="of figures that have several: this one alone")
     parser.add_argument("--draws", type=int, help="of each point")
     parser.add_argument("--scale", choices=("small", "full"), default="full", help="of the tables")
-    parser.add_argument("--moved", action="store_true", help="only those whose small run gives other numbers")
+    parser.add_argument(
+        "--changed", action="store_true", help="only those whose small run gives other numbers"
+    )
     parser.add_argument("--page", action="store_true", help="only write the pages, from the data files")
     options = parser.parse_args(words)
     logging.getLogger("kvloom").setLevel(logging.ERROR)  # papers overload their systems
@@ -231,13 +232,13 @@ def main(words: Sequence[str] | None = None) -> str | None:
         lacking = [one.name for _, one in chosen if not set(given.given) <= set(one.options)]
         if lacking:
             return f"figure {lacking[0]} has no option {', '.join(given.given)}"
-        _make_all(chosen, options.scale, given, options.moved)
+        _make_all(chosen, options.scale, given, options.changed)
     write_pages()
     return None
 
 
 def _make_all(
-    chosen: Sequence[tuple[str, Experiment]], scale: Scale, options: Options, only_moved: bool
+    chosen: Sequence[tuple[str, Experiment]], scale: Scale, options: Options, only_changed: bool
 ) -> None:
     console = Console()
     commit = _git("rev-parse", "--short=8", "HEAD")  # others may be made while this runs
@@ -246,7 +247,7 @@ def _make_all(
     console.print(f"{len(chosen)} figures, of which those made before took {_spent(left)} of one core")
     for at, (paper, experiment) in enumerate(chosen, 1):
         name = f"{at} of {len(chosen)}: {paper} {experiment.name}"
-        if options.given or _is_wanted(paper, experiment, only_moved):
+        if options.given or _is_wanted(paper, experiment, only_changed):
             evidence = make(paper, experiment, scale, options, commit, console)
             console.print(f"{name}, {_spent(evidence.seconds)}")
         else:

@@ -124,7 +124,7 @@ class ModelledBackend:
         self.ended = ended
         return loan_of(borrow, blocks)
 
-    parts = False
+    returns_parts = False
 
     def take_back(self, numbers: AnyArray) -> None:
         raise AssertionError("a part never comes back")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from kvloom.engine.freeness import freeness
-from kvloom.offload.keeper import LoanKeeper
+from kvloom.offload.loan_manager import LoanManager
 from kvloom.offload.terms import Borrow, HandBack, Loan
 from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, Unavailable
 from kvloom.types.load import UnitLoad
@@ -54,8 +54,8 @@ def played(refusing: Refusing) -> bool:
         async with modelled(engine, executor):
             spec = WeaveSpec("unit-1", 0.5, 0.3)
             lenders = {"unit-1": refusing}
-            keeper = LoanKeeper(engine.borrower, MODEL, spec, lenders, refusing, freeness)
-            task = asyncio.create_task(keeper.run())
+            manager = LoanManager(engine.borrower, MODEL, spec, lenders, refusing, freeness)
+            task = asyncio.create_task(manager.run())
             while not task.done() and refusing.waited < 30:
                 await turns(1)
             given_up = task.done()

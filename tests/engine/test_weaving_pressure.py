@@ -13,7 +13,7 @@ from msgspec import structs
 
 from kvloom.engine.engine import Engine
 from kvloom.engine.freeness import freeness, virtual_usage
-from kvloom.offload.keeper import LoanKeeper
+from kvloom.offload.loan_manager import LoanManager
 from kvloom.offload.policy import STEP
 from kvloom.types.address import Ticket
 from kvloom.types.clock import WallClock
@@ -144,8 +144,8 @@ def test_a_share_that_adapts_rises_where_blocks_are_short_and_ends_with_the_loan
     async def serve() -> list[tuple[list[int], Answer]]:
         async with pair(paths, hot_bytes=12 * 2048 * 6) as (hot, cold), asyncio.TaskGroup() as group:
             spec = WeaveSpec("unit-1", "auto", 0.3)
-            keeper = LoanKeeper(hot.borrower, MODEL, spec, {"unit-1": cold}, WallClock(), freeness)
-            borrower = group.create_task(keeper.run())
+            manager = LoanManager(hot.borrower, MODEL, spec, {"unit-1": cold}, WallClock(), freeness)
+            borrower = group.create_task(manager.run())
             await until(lambda: hot.borrower.loan(MODEL) is not None)
             assert woven_of(hot).share == 0
             ends, answers = False, list[tuple[list[int], Answer]]()

@@ -10,10 +10,10 @@ from msgspec import structs
 from tools.evidence import (
     DATA,
     Evidence,
+    changed,
     data_file,
     experiments,
     main,
-    moved,
     page_text,
     pages,
     read_evidence,
@@ -40,7 +40,7 @@ def evidence_of(paper: str, name: str) -> Evidence:
 def test_a_figure_played_small_gives_what_it_gave_when_it_was_made(paper: str, name: str) -> None:
     experiment: Experiment = KNOWN[paper, name]
     now = experiment.run("small", lambda *_: None)
-    assert moved(evidence_of(paper, name).small, now) == [], f"make evidence ARGS='{paper} --figure {name}'"
+    assert changed(evidence_of(paper, name).small, now) == [], f"make evidence ARGS='{paper} --figure {name}'"
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
@@ -67,8 +67,8 @@ def test_every_data_file_is_a_figure_of_a_page() -> None:
         (structs.replace(REPORT, claims=(Claim(said="it is quick", holds=True, found="3.10 s of 12"),)), 1),
     ],
 )
-def test_what_moved_is_told(now: Report, lines: int) -> None:
-    assert len(moved(REPORT, now)) == lines
+def test_what_changed_is_told(now: Report, lines: int) -> None:
+    assert len(changed(REPORT, now)) == lines
 
 
 def test_a_figure_without_data_is_named() -> None:

@@ -40,9 +40,9 @@ class InflightBatch:
         """Returns the tokens that the job computes, or one step of it."""
         return sum(count for _, count in self.batch)
 
-    def verified(self, result: JobResult) -> tuple[InflightBatch, JobResult, dict[int, int]]:
-        """Returns the batch and its result without what was drafted wrongly, and how many tokens of each
-        sequence are valid, by its id; if nothing was drafted, all as it is, and no numbers.
+    def accepted_only(self, result: JobResult) -> tuple[InflightBatch, JobResult, dict[int, int]]:
+        """Returns the batch and its result without what was drafted wrongly, and the drawn tokens that count,
+        by sequence id (accepted drafts + 1); if nothing was drafted, all as it is, and no numbers.
 
         A sequence's draws count up to the first that is not the draft which follows it, or ends the sequence;
         of one that is over, and so has no draft any more, the first alone.
@@ -94,11 +94,12 @@ def _goes_on(sequence: Sequence) -> Callable[[tuple[int, int]], bool]:
 
 
 @dataclass(frozen=True, slots=True)
-class StepDrafts:
-    """The tokens that a decode job of one step tries."""
+class Proposal:
+    """The drafts that a decode job of one step tries."""
 
     tokens: dict[int, list[int]]
-    """For some sequences, by id, those after their own; any, if a model is yet to draft them."""
+    """Drafts of each sequence, by id. If a model drafts, zeros of the right length: the job overwrites them
+    before its own step."""
     steps: DraftSteps | None = None
     """The steps of the model that drafts them."""
 
@@ -117,7 +118,7 @@ def compose(
     batch: list[tuple[Sequence, int]],
     steps: int = 1,
     on_step: Callable[[Job, list[int]], None] | None = None,
-    drafts: StepDrafts | None = None,
+    drafts: Proposal | None = None,
 ) -> InflightBatch:
     """Plans one job and describes it. Raises OutOfBlocks, with nothing changed, if the pool is short.
 
@@ -176,7 +177,7 @@ def compose(
         decoding,
         adapters if any(adapters) else (),
         on_step,
-        drafting=drafts.placed(_arrays(places, inputs)) if drafts else None,
+        draft_steps=drafts.placed(_arrays(places, inputs)) if drafts else None,
     )
     return InflightBatch(job, batch, drawers, asked)
 

@@ -14,7 +14,7 @@ from kvloom.engine.batching import BY_DEADLINES, POLICIES
 from kvloom.engine.batching.view import Mixed, Preempt, Prefill, UnitView, same_turn
 from kvloom.engine.decoding.multistep import MultiStepDecode
 from kvloom.engine.decoding.speculation import Speculation
-from kvloom.engine.inflight import InflightBatch, OutputProcessor, StepDrafts, compose
+from kvloom.engine.inflight import InflightBatch, OutputProcessor, Proposal, compose
 from kvloom.engine.model_queue import BusyModels, ModelQueue
 from kvloom.engine.quotas import QuotaTuner
 from kvloom.engine.requests import Requests
@@ -153,7 +153,7 @@ class Scheduler:
         # time lets more in
         single = drafts or self._settling or watched or (self._by_deadlines and queue.waiting)
         steps = 1 if single else self._multistep.steps(view, action, batch)
-        steps = self._speculation.most_steps(queue, steps)
+        steps = self._speculation.take_steps(queue, steps)
         return self._start(queue, Phase.DECODE, action.share, batch, steps, drafts)
 
     def _start_prompts(self, queue: ModelQueue, action: Prefill | Mixed) -> bool:
@@ -178,7 +178,7 @@ class Scheduler:
         share: int,
         batch: list[tuple[Sequence, int]],
         steps: int = 1,
-        drafts: StepDrafts | None = None,
+        drafts: Proposal | None = None,
     ) -> bool:
         if not batch:
             return False
@@ -222,8 +222,8 @@ class Scheduler:
                 steps = inflight.steps(result)
                 self.jobs += self._multistep.ended(inflight, steps)
                 rows = inflight.tokens
-                tried, (inflight, result, valid) = inflight, inflight.verified(result)
-                self._speculation.verified(tried, valid, result)
+                tried, (inflight, result, valid) = inflight, inflight.accepted_only(result)
+                self._speculation.note_verified(tried, valid, result)
                 void, gone = queue.planner.finish(inflight.job, result.lost, valid)
                 if void:
                     whole = inflight

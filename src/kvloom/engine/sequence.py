@@ -8,7 +8,7 @@ from enum import Enum
 
 import numpy as np
 
-from kvloom.engine.drafts.drafting import Drafting
+from kvloom.engine.drafts.drafting import DraftState
 from kvloom.engine.guide import GuideState
 from kvloom.types.geometry import I64
 from kvloom.types.job import PromptRow, SampleRow
@@ -150,7 +150,7 @@ class Sequence:
     status: Status = Status.WAITING
     salt: str = ""
     """That with which its tokens are cached."""
-    drafting: Drafting | None = None
+    draft_state: DraftState | None = None
     """What is known of tokens that are drafted for it; None before the first are looked for."""
     pair: int = 0
     """The position from which its tokens are the second text of a pair; 0 if it is none."""

@@ -325,7 +325,7 @@ class CudaOffloadBackend:
         """Returns None: tasks are over before a host could look."""
         return None
 
-    parts = False  # what a device has been told of its blocks stays there until the loan ends
+    returns_parts = False  # what a device has been told of its blocks stays there until the loan ends
 
     def take_back(self, numbers: AnyArray) -> None:
         raise NotImplementedError

@@ -134,7 +134,7 @@ class Lender(Generic[S]):
         backend = _able(self._backend)
         quarter = -(-self._promises.lent // _QUARTERS)
         parts = (n * quarter for n in range(1, _QUARTERS) if n * quarter < self._promises.lent)
-        return next(filter(lacks, parts), 0) if backend.parts else 0
+        return next(filter(lacks, parts), 0) if backend.returns_parts else 0
 
     def give_way(self) -> None:
         """Has lent blocks back if own models are short of them: they have waited, or nothing runs for whose

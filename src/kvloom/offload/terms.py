@@ -92,12 +92,12 @@ class OffloadBackend(Protocol):
         """Returns how long tasks of the other unit have waited; None if this unit lends nothing."""
 
     @property
-    def parts(self) -> bool:
-        """Whether a part of a loan can come back before its end."""
+    def returns_parts(self) -> bool:
+        """Whether blocks may come back before the loan ends."""
 
     def take_back(self, numbers: AnyArray) -> None:
         """Lets no task name these blocks of the loan to the other unit any more; that unit does not use them.
-        Called only if `parts`. Some others are left."""
+        Called only if `returns_parts`. Some others are left."""
 
     def recall(self) -> bool:
         """Ends the loan to the other unit. Returns True once nobody uses its blocks any more; False means

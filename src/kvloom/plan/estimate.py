@@ -14,7 +14,7 @@ import numpy as np
 from kvloom.plan.cluster import Costs, Demand, MeshKind
 from kvloom.plan.cost.loading import load_bandwidth
 from kvloom.plan.cost.shapes import ModelShape
-from kvloom.plan.cost.speculation import seconds_a_token
+from kvloom.plan.cost.speculation import seconds_per_token
 from kvloom.plan.cost.work import CostModel, Work
 from kvloom.plan.growth import AMPLE, BATCHES, BEYOND, Bound, Growth, ModelShare, grow
 from kvloom.plan.plan import CHUNK_TOKENS, LEAST_RATE, pool_bytes, request_bytes, usable_bytes
@@ -133,7 +133,7 @@ class CandidateCatalog:
             if demand.speculation != "none":
                 each, rate, draft = demand.name, demand.acceptance, demand.draft
                 tokens = [
-                    seconds_a_token(cost, each, share, [context] * batch, rate, draft) for batch in BATCHES
+                    seconds_per_token(cost, each, share, [context] * batch, rate, draft) for batch in BATCHES
                 ]
             probed = range(0, len(works), _PROBED)
             if kind.abilities.shares:

@@ -27,7 +27,7 @@ from kvloom.journal.log import Outbox
 from kvloom.kernels.cpu.warm import is_warm, kernels, warm
 from kvloom.kv.arena import Arena, ArenaMemory
 from kvloom.offload.cpu.attention import CpuOffloadBackend
-from kvloom.offload.keeper import LoanKeeper
+from kvloom.offload.loan_manager import LoanManager
 from kvloom.offload.terms import TAKE_BACK, OffloadBackend
 from kvloom.serve.machine import listen, listen_inside
 from kvloom.serve.processes.identity import serving_context
@@ -201,7 +201,7 @@ async def _borrow(
             for cold in weave.colds
         }
         model = spec.models[0].name
-        await LoanKeeper(engine.borrower, model, weave, lenders, clock, freeness).run()
+        await LoanManager(engine.borrower, model, weave, lenders, clock, freeness).run()
 
 
 def open_offload(spec: EngineSpec, executor: UnitExecutor, transport: Transport) -> OffloadBackend | None:

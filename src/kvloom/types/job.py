@@ -131,7 +131,7 @@ class PromptRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
+class DraftedSequence:
     """A sequence of a decode job for which a smaller model drafts."""
 
     sequence: int
@@ -159,7 +159,7 @@ class DraftSteps:
     model: str
     plan: ForwardPlan
     """Over all tokens that are computed, sequence by sequence, each a row of its own."""
-    sequences: tuple[Drafted, ...]
+    sequences: tuple[DraftedSequence, ...]
 
     @property
     def steps(self) -> int:
@@ -220,7 +220,7 @@ class Job:
     # text of a pair; 0 if it is none. Such a job has whole texts, draws nothing, and has no pages.
     pairs: tuple[int, ...] = ()
     # Steps that come before that of a decode job, and put what they draft into `tokens`.
-    drafting: DraftSteps | None = None
+    draft_steps: DraftSteps | None = None
 
     @property
     def kept(self) -> I64:
@@ -239,7 +239,7 @@ class JobResult:
     seconds: float  # on the device
     lost: str | None = None  # why the offloaded rows have no output; their tokens mean nothing then
     vectors: list[bytes] = field(default_factory=list)  # one for each text of a job with `pairs`
-    drafting: float = 0.0  # of `seconds`, those of `Job.drafting`
+    draft_seconds: float = 0.0  # of `seconds`, those of `Job.draft_steps`
 
 
 class WeightMemory(Protocol):

@@ -59,7 +59,7 @@ async def line(*faults: CallFault) -> AsyncIterator[Line]:
     around = Surroundings(
         clock, OffloadingUnits(()), failures.append, LATENCY, lambda _: TimedLink(1e6, LATENCY)
     )
-    units = [replace(unit(name, ["small"], blocks=100), stride=1) for name in ("unit-0", "unit-1")]
+    units = [replace(unit(name, ["small"], blocks=100), max_steps=1) for name in ("unit-0", "unit-1")]
     hosts = [FaultyHost(one, around, Listed(), journal) for one in units]
     for host in hosts:
         host.start()

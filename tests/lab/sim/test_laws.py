@@ -90,7 +90,7 @@ def small_units(
             1,
             Evenly(step),
             bandwidth=bandwidth,
-            stride=1,
+            max_steps=1,
         )
         for i, count in enumerate(blocks)
     )

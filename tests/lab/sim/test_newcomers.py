@@ -59,7 +59,7 @@ class Uneven:
 @asynccontextmanager
 async def fleet(cost: CostModel | None = None, max_running: int = 16) -> AsyncIterator[SimulatedFleet]:
     """Two units, asked in turn, a millisecond away."""
-    units = [replace(unit(f"unit-{i}", ["small"]), cost=cost or Even(), stride=1) for i in range(2)]
+    units = [replace(unit(f"unit-{i}", ["small"]), cost=cost or Even(), max_steps=1) for i in range(2)]
     units = [replace(one, spec=structs.replace(one.spec, max_running=max_running)) for one in units]
     async with simulated(units, load_program("data_parallel"), delay=0.001) as made:
         yield made
@@ -184,7 +184,7 @@ def test_no_other_model_waits(policy: Policy) -> None:
     """One of long steps and one of short ones side by side, and all the while somebody is announced."""
 
     async def tokens(due: float | None) -> dict[str, int]:
-        shared = replace(unit(policy=policy, blocks=2000), cost=Even(small=0.1, deep=0.005), stride=1)
+        shared = replace(unit(policy=policy, blocks=2000), cost=Even(small=0.1, deep=0.005), max_steps=1)
         told = dict.fromkeys(("small", "deep"), 0)
         async with simulated([shared], load_program("data_parallel"), delay=0.0001) as made:
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvloom.lab.sim.executor import Progress
-from kvloom.lab.sim.polling import Pieces, WaitTally, issued_rest
+from kvloom.lab.sim.polling import Pieces, WaitTally, seconds_behind_launches
 from kvloom.offload.queueing import Cut, Exchange, cut_up, expected_stall, parts_of
 from kvloom.plan.cost.devices import find_device
 from kvloom.plan.cost.roofline import Roofline
@@ -23,20 +23,22 @@ def at(part: float, seconds: float = 10.0, still: float = 0.0, age: float = 0.0)
 
 def test_a_task_waits_for_the_piece_that_runs_and_the_look_after_it() -> None:
     pieces = Pieces(Cut((3.0, 1.0, 4.0), 0.0), poll=0.5)  # looks at 3.5, 5 and 9.5
-    assert pieces.rest(at(0.0, 9.5)) == pytest.approx(3.5)
-    assert pieces.rest(at(4.0 / 9.5, 9.5)) == pytest.approx(1.0)
-    assert pieces.rest(at(1.0, 9.5)) == 0.0
-    assert pieces.rest(at(4.0 / 9.5, 19.0)) == pytest.approx(2.0)  # a job that takes twice as long
-    assert pieces.rest(at(0.0, 9.5, still=2.0)) == pytest.approx(5.5)
-    assert Pieces(Cut((), 0.0), 0.5).rest(at(0.5)) is None
+    assert pieces.seconds_to_poll(at(0.0, 9.5)) == pytest.approx(3.5)
+    assert pieces.seconds_to_poll(at(4.0 / 9.5, 9.5)) == pytest.approx(1.0)
+    assert pieces.seconds_to_poll(at(1.0, 9.5)) == 0.0
+    assert pieces.seconds_to_poll(at(4.0 / 9.5, 19.0)) == pytest.approx(2.0)  # a job that takes twice as long
+    assert pieces.seconds_to_poll(at(0.0, 9.5, still=2.0)) == pytest.approx(5.5)
+    assert Pieces(Cut((), 0.0), 0.5).seconds_to_poll(at(0.5)) is None
 
 
 def test_a_host_that_is_ahead_of_its_device_keeps_a_task_waiting() -> None:
-    assert issued_rest(10.0, at(0.3)) == pytest.approx(7.0)  # all is issued at once
-    assert issued_rest(0.0, at(0.3, age=3.0)) == pytest.approx(0.0)  # the device waits for the host
-    assert issued_rest(5.0, at(0.2, age=2.0)) == pytest.approx(2.0)  # 2 s issue what takes 4
-    assert issued_rest(5.0, at(0.6, age=6.0)) == pytest.approx(4.0)
-    assert issued_rest(5.0, at(0.2, age=4.0)) == pytest.approx(6.0)  # it has stood still for 2 s
+    assert seconds_behind_launches(10.0, at(0.3)) == pytest.approx(7.0)  # all is issued at once
+    assert seconds_behind_launches(0.0, at(0.3, age=3.0)) == pytest.approx(
+        0.0
+    )  # the device waits for the host
+    assert seconds_behind_launches(5.0, at(0.2, age=2.0)) == pytest.approx(2.0)  # 2 s issue what takes 4
+    assert seconds_behind_launches(5.0, at(0.6, age=6.0)) == pytest.approx(4.0)
+    assert seconds_behind_launches(5.0, at(0.2, age=4.0)) == pytest.approx(6.0)  # it has stood still for 2 s
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -48,9 +50,9 @@ def test_tasks_at_any_moment_wait_as_the_formula_says(split: bool) -> None:
     exchange = Exchange(own=80e-6, service=30e-6, wire=10e-6)
     tally, seconds = WaitTally(), sum(pieces.times)
     for part in np.random.default_rng(0).random(40_000):
-        rest = pieces.rest(at(float(part), seconds))
-        assert rest is not None
-        tally.add(rest, exchange)
+        wait = pieces.seconds_to_poll(at(float(part), seconds))
+        assert wait is not None
+        tally.add(wait, exchange)
     tally.expect(exchange, pieces.times)
     found = tally.waits()
     assert found.wait == pytest.approx(found.expected_wait, rel=0.03)

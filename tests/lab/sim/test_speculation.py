@@ -15,7 +15,7 @@ from kvloom.lab.sim.fleet import simulated
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.sim.virtual_time import run_virtual
 from kvloom.plan.cost.shapes import ModelShape
-from kvloom.plan.cost.speculation import seconds_a_token
+from kvloom.plan.cost.speculation import seconds_per_token
 from kvloom.plan.cost.work import Work
 from kvloom.router.program import load_program
 from kvloom.types.job import Job
@@ -86,7 +86,7 @@ PLAIN = Steps(1.0).seconds(Work.decode("large", 1.0, [1]))  # of a token without
 )
 def test_a_request_has_the_pace_that_the_cost_model_says(acceptance: float, draft: float) -> None:
     _, took, load = play(pair("draft", acceptance, draft=draft), [(1, 1500)])
-    said = seconds_a_token(Steps(draft), "large", 1.0, [750], acceptance, "draft")
+    said = seconds_per_token(Steps(draft), "large", 1.0, [750], acceptance, "draft")
     assert took / 1500 == pytest.approx(said, rel=0.1)
     assert said < 0.85 * PLAIN
     assert load.accepted_tokens_total > 300
@@ -114,7 +114,7 @@ class Fails(NoContent):
         self._draw, self._odds = random.Random(1), odds
 
     def draw(self, job: Job, step: int) -> list[int]:
-        if job.drafting is not None and self._draw.random() < self._odds:
+        if job.draft_steps is not None and self._draw.random() < self._odds:
             raise JobFailed("told to")
         return super().draw(job, step)
 

@@ -79,7 +79,7 @@ async def ask(
 def test_a_cached_send_takes_pages_that_a_stride_would_have_taken() -> None:
     async def main(stride: int) -> list[float]:
         sender, receiver = (
-            replace(unit(name, ["small"], blocks=blocks), stride=stride)
+            replace(unit(name, ["small"], blocks=blocks), max_steps=stride)
             for name, blocks in (("a", 66), ("b", 400))
         )
         async with running([sender, receiver]) as (a, b), asyncio.TaskGroup() as group:
@@ -100,7 +100,7 @@ def test_a_cached_send_takes_pages_that_a_stride_would_have_taken() -> None:
 @pytest.mark.parametrize("policy", ["adbs", "fcfs", "round-robin"])
 def test_a_lease_that_ends_lets_in_who_waits(policy: Policy) -> None:
     async def main(stride: int) -> list[float]:
-        one = replace(unit("a", ["small"], blocks=160, policy=policy), stride=stride)
+        one = replace(unit("a", ["small"], blocks=160, policy=policy), max_steps=stride)
         one = replace(one, spec=structs.replace(one.spec, lease=0.05))
         async with running([one]) as (engine,), asyncio.TaskGroup() as group:
             await engine.prep_recv(PrepRecv(model="small", request="r", prompt=[7] * 220))
@@ -124,7 +124,7 @@ def test_who_asks_for_the_load_cuts_nothing_and_sees_every_block() -> None:
 
     async def main(stride: int) -> tuple[list[int], int, list[str | None]]:
         seen: list[int] = []
-        async with running([replace(unit("a", ["small"]), stride=stride)]) as [engine]:
+        async with running([replace(unit("a", ["small"]), max_steps=stride)]) as [engine]:
             asking = asyncio.create_task(ask(engine, "it", list(range(8)), 64))
             for _ in range(20):
                 await asyncio.sleep(0.002)
@@ -147,7 +147,7 @@ def test_who_asks_what_could_move_does_not_wait_for_one_stride_after_the_other()
     """Of two models, either one's next step would be another stride while the other's ends."""
 
     async def main(stride: int) -> tuple[float, str | None]:
-        async with running([replace(unit("a"), stride=stride)]) as [engine], asyncio.TaskGroup() as group:
+        async with running([replace(unit("a"), max_steps=stride)]) as [engine], asyncio.TaskGroup() as group:
             for model in SHAPES:
                 group.create_task(ask(engine, model, [3] * 8, 200, model))
             await asyncio.sleep(0.05)
@@ -164,7 +164,7 @@ def test_a_page_that_is_to_be_copied_is_copied_before_a_stride() -> None:
     """It is held until the copy's job has ended, and a pool just large enough has no room for both."""
 
     async def main(stride: int) -> float:
-        async with running([replace(unit("a", ["small"], blocks=33), stride=stride)]) as [engine]:
+        async with running([replace(unit("a", ["small"], blocks=33), max_steps=stride)]) as [engine]:
             await ask(engine, "first", list(range(12)), 1)
             made = [Made(0, [7])]  # as of a request that has moved here: it decodes at once
             return (await ask(engine, "second", list(range(12)), 116, made=made))[-1]
@@ -175,7 +175,7 @@ def test_a_page_that_is_to_be_copied_is_copied_before_a_stride() -> None:
 
 def check_like(units: list[SimulatedUnit], *, seed: int, rate: float) -> None:
     played = asks(16, seed=seed, rate=rate, models=list(units[0].shapes))
-    stepped, each_load = outcomes([replace(unit, stride=1) for unit in units], played)
+    stepped, each_load = outcomes([replace(unit, max_steps=1) for unit in units], played)
     strode, load = outcomes(units, played)
     for ask, outcome in strode.items():
         assert outcome.tokens == ask.output == stepped[ask].tokens

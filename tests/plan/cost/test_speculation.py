@@ -11,7 +11,7 @@ from kvloom.plan.cluster import MeshKind
 from kvloom.plan.cost.devices import find_device
 from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import find_shape
-from kvloom.plan.cost.speculation import drafted_step, seconds_a_token, tokens_a_step
+from kvloom.plan.cost.speculation import drafted_step, seconds_per_token, tokens_per_step
 from kvloom.plan.cost.work import Work
 from kvloom.plan.estimate import Estimator
 from kvloom.types.spec import unit_abilities
@@ -21,10 +21,10 @@ SPECULATING = MeshKind("A100-80", 80 << 30, 1, unit_abilities("cpu", 1))
 
 
 def test_tokens_of_a_step() -> None:
-    assert [tokens_a_step(0.5, drafted) for drafted in range(4)] == [1.0, 1.5, 1.75, 1.875]
-    assert tokens_a_step(0.8, 4) == pytest.approx(3.3616)
-    assert tokens_a_step(0.0, 9) == 1.0
-    assert tokens_a_step(1.0, 9) == 10.0
+    assert [tokens_per_step(0.5, drafted) for drafted in range(4)] == [1.0, 1.5, 1.75, 1.875]
+    assert tokens_per_step(0.8, 4) == pytest.approx(3.3616)
+    assert tokens_per_step(0.0, 9) == 1.0
+    assert tokens_per_step(1.0, 9) == 10.0
 
 
 def test_the_work_of_a_verification() -> None:
@@ -45,11 +45,11 @@ class Steps:
 def test_seconds_of_a_token() -> None:
     assert drafted_step(Steps(), "m", 1.0, [5], 3, None) == pytest.approx(0.014)
     assert drafted_step(Steps(), "m", 1.0, [5], 3, "s") == pytest.approx(0.014 + 3 * 0.0011)
-    assert seconds_a_token(Steps(), "m", 1.0, [5], 0.0, "s") == pytest.approx(0.011)
+    assert seconds_per_token(Steps(), "m", 1.0, [5], 0.0, "s") == pytest.approx(0.011)
     best = min((0.011 + k * 0.001 + k * 0.0011) / ((1 - 0.8 ** (k + 1)) / 0.2) for k in range(16))
-    assert seconds_a_token(Steps(), "m", 1.0, [5], 0.8, "s") == pytest.approx(best)
+    assert seconds_per_token(Steps(), "m", 1.0, [5], 0.8, "s") == pytest.approx(best)
     many = [5] * 64  # as many rows as a step with drafts may have
-    assert seconds_a_token(Steps(), "m", 1.0, many, 0.99, None) == pytest.approx(0.074)
+    assert seconds_per_token(Steps(), "m", 1.0, many, 0.99, None) == pytest.approx(0.074)
 
 
 def test_small_batches_of_a_large_model_gain_on_a_device_and_large_ones_do_not() -> None:
@@ -58,7 +58,7 @@ def test_small_batches_of_a_large_model_gain_on_a_device_and_large_ones_do_not()
     gains = []
     for batch in (1, 8, 64):
         plain = cost.seconds(Work.decode("llama-65b", 1.0, [500] * batch))
-        gains.append(plain / seconds_a_token(cost, "llama-65b", 1.0, [500] * batch, 0.8, "llama-7b"))
+        gains.append(plain / seconds_per_token(cost, "llama-65b", 1.0, [500] * batch, 0.8, "llama-7b"))
     assert gains[0] > 1.3
     assert gains[0] >= gains[1] >= gains[2] == 1.0
 

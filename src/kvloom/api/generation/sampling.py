@@ -10,7 +10,7 @@ from pydantic_core import to_json
 
 from kvloom.api.catalog import ServedModel
 from kvloom.api.schemas.generation import GenerationBody, JsonObjectFormat, JsonSchemaFormat
-from kvloom.api.texts.prompts import context_of
+from kvloom.api.texts.prompts import context_message
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.types.errors import BadRequest, PromptTooLong
 from kvloom.types.request import (
@@ -98,7 +98,7 @@ def room_for(
         most = len(prompt) + (max_tokens or 0)
         completion = f", {max_tokens} in the completion" if max_tokens else ""
         raise PromptTooLong(
-            f"{context_of(card)}. However, you requested {most} tokens ({len(prompt)} in the {field}"
+            f"{context_message(card)}. However, you requested {most} tokens ({len(prompt)} in the {field}"
             f"{completion}). Please reduce the length of the {field} or completion.",
             param=field if room < 1 else limit,
         )

@@ -16,15 +16,15 @@ from kvloom.api.tokenizer import Tokenizer
 from kvloom.types.errors import BadRequest, ConfigError, KvloomError, PromptTooLong, WireError
 from kvloom.types.request import ModelCard
 
-SHORT: Final = 8_192  # characters of a text that is encoded on the loop, at about a microsecond each
+SHORT: Final = 8_192
+"""Characters of a text that is encoded on the loop, at about a microsecond each; also the bytes of a group
+of prompts."""
 GROUP: Final = 64  # prompts that are encoded together
 UNRENDERED: Final = 4
 """The messages of a chat may have so many times the bytes that fit a context: templates leave out parts of
 past messages, such as what was thought."""
 _SHORTER: Final = "Please reduce its length."
-ATTEMPTS: Final = tuple(
-    run * (SHORT // len(run)) + "!" for run in ("a", " ", "\n", "1", "中", "ab 1.é\u0301")
-)
+PROBES: Final = tuple(run * (SHORT // len(run)) + "!" for run in ("a", " ", "\n", "1", "中", "ab 1.é\u0301"))
 """Texts that a tokenizer must be able to encode within the limits before it is served."""
 
 
@@ -47,7 +47,7 @@ class PlainPrompt(msgspec.Struct, frozen=True, tag="plain"):
     @property
     def size(self) -> int:
         """Returns its bytes in UTF-8."""
-        return utf8(self.text) + utf8(self.second)
+        return utf8_size(self.text) + utf8_size(self.second)
 
 
 class ChatPrompt(msgspec.Struct, frozen=True, tag="chat"):
@@ -89,24 +89,27 @@ class ChatPrompt(msgspec.Struct, frozen=True, tag="chat"):
 Prompt = PlainPrompt | ChatPrompt
 
 
-def utf8(text: str) -> int:
-    """Returns a text's bytes in UTF-8, if only from below where counting them would cost a copy."""
+def utf8_size(text: str) -> int:
+    """Returns a text's bytes in UTF-8. For long texts it is the number of characters, a lower bound: counting
+    bytes would copy the text."""
     return len(text) if text.isascii() or len(text) > SHORT else len(text.encode("utf-8", "replace"))
 
 
 def content_bytes(messages: list[dict[str, Any]]) -> int:
-    """Returns the bytes of the messages' contents in UTF-8, as `utf8` counts them."""
-    return sum(utf8(message["content"]) for message in messages)
+    """Returns the bytes of the messages' contents in UTF-8, as `utf8_size` counts them."""
+    return sum(utf8_size(message["content"]) for message in messages)
 
 
-def context_of(card: ModelCard) -> str:
+def context_message(card: ModelCard) -> str:
     """Returns how long the model's context is, in OpenAI's words, by which clients know such an error."""
     return f"This model's maximum context length is {card.context_length} tokens"
 
 
 def too_long(card: ModelCard, param: str, tokens: int) -> PromptTooLong:
     """Returns the error of a text that has more tokens than the context. param: the parameter that has it."""
-    return PromptTooLong(f"{context_of(card)}. However, {param} has {tokens} tokens. {_SHORTER}", param=param)
+    return PromptTooLong(
+        f"{context_message(card)}. However, {param} has {tokens} tokens. {_SHORTER}", param=param
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +134,14 @@ class TextModel:
         else:
             text = self.template.render(*json.loads(prompt.given))
             if prompt.bounded:
-                self.check_size(utf8(text), 1, prompt.param)
+                self.check_size(utf8_size(text), 1, prompt.param)
         try:
             ids = self.tokenizer.encode(text, special=special, second=second)
         except BadRequest as error:
             raise BadRequest(f"model {self.card.name}: {error.message}", param=prompt.param) from None
         if isinstance(prompt, PlainPrompt) and not (prompt.bounded or special):
             return ids
-        ids = self._begun(ids, special=special)
+        ids = self._with_bos(ids, special=special)
         if prompt.bounded and len(ids) > self.card.context_length:
             raise too_long(self.card, prompt.param, len(ids))
         return ids
@@ -148,12 +151,12 @@ class TextModel:
         longest = self.tokenizer.most_bytes
         if longest is not None and size > (most := times * longest * self.card.context_length):
             raise PromptTooLong(
-                f"{context_of(self.card)} of at most {longest} bytes each. However, {param} has {size} "
+                f"{context_message(self.card)} of at most {longest} bytes each. However, {param} has {size} "
                 f"bytes or more, and at most {most} are read. {_SHORTER}",
                 param=param,
             )
 
-    def _begun(self, ids: list[int], *, special: bool) -> list[int]:
+    def _with_bos(self, ids: list[int], *, special: bool) -> list[int]:
         """Returns the tokens behind the one with which the model's texts begin. `special` adds what the model
         wants around plain text, which a chat template has added already."""
         bos = self.card.bos_token_id
@@ -253,7 +256,7 @@ class TextWorker:
             return _answer(Encoded(error=error.to_wire()))
 
     def _attempt(self, tokenizer: Tokenizer) -> None:
-        for text in ATTEMPTS:
+        for text in PROBES:
             try:
                 tokenizer.encode(text, special=True)
             except BadRequest as error:

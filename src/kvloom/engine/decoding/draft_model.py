@@ -15,16 +15,16 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from kvloom.engine.batching.view import UnitView
-from kvloom.engine.drafts.drafting import Drafting
-from kvloom.engine.drafts.lengths import RowTimes
+from kvloom.engine.drafts.drafting import DraftState
+from kvloom.engine.drafts.lengths import StepTimes
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.sequence import Sequence as OneSequence
 from kvloom.types.errors import ConfigError
-from kvloom.types.job import Drafted, DraftSteps
+from kvloom.types.job import DraftedSequence, DraftSteps
 from kvloom.types.request import ModelCard
 from kvloom.types.spec import MOST_ROWS
 
-_LONGEST_GAP: Final = 64  # sequences, of which one explores if drafts do not pay
+_LONGEST_GAP: Final = 64  # new sequences, of which one explores if drafts do not pay
 
 
 class DraftModel:
@@ -33,8 +33,8 @@ class DraftModel:
     def __init__(self, queue: ModelQueue) -> None:
         """queue: its own, in which its own requests run."""
         self._queue = queue
-        self._times = RowTimes()
-        self._gap = 1  # sequences of which one explores
+        self._times = StepTimes()
+        self._gap = 1  # one new sequence in so many may compute its whole prompt for a trial
         self._left = 0  # sequences that begin before the next one does
 
     @classmethod
@@ -70,15 +70,15 @@ class DraftModel:
     def lacking(self, sequence: OneSequence) -> int:
         """Returns the tokens of a sequence that are to be computed before more can be drafted, as far as is
         known: what has given way since is not."""
-        return sequence.tokens.length - drafting_of(sequence).followed
+        return sequence.tokens.length - draft_state_of(sequence).followed
 
     def may_try(self, sequence: OneSequence) -> bool:
         """Returns whether a trial that does not pay is worth what is to be computed for it first: for a
         sequence that explores, and later for one that drafts have paid for, if little is."""
-        drafting = drafting_of(sequence)
-        return drafting.explores or (drafting.has_paid and self.lacking(sequence) <= MOST_ROWS)
+        state = draft_state_of(sequence)
+        return state.explores or (state.has_paid and self.lacking(sequence) <= MOST_ROWS)
 
-    def explores(self) -> bool:
+    def next_explores(self) -> bool:
         """Returns whether a sequence that begins may compute a long prompt for a trial. While drafts do not
         pay, fewer and fewer may: only trials tell that they would pay again."""
         if self._left:
@@ -101,7 +101,7 @@ class DraftModel:
     def begin(self, wanted: Mapping[OneSequence, int], room: int) -> DraftSteps | None:
         """Begins the steps that draft so many tokens for each sequence, in `room` blocks; None if they hold
         nothing. A sequence for which more is to be computed first than there are rows has no drafts yet."""
-        cache, rows, found = self._queue.cache, MOST_ROWS, list[Drafted]()
+        cache, rows, found = self._queue.cache, MOST_ROWS, list[DraftedSequence]()
         for sequence in sorted(wanted, key=self.lacking):
             count = wanted[sequence]
             length = sequence.tokens.length
@@ -112,8 +112,8 @@ class DraftModel:
             end = min(length, held + rows)
             known = sequence.tokens.between(held, end)
             if end < length:
-                drafting_of(sequence).trial_due = True
-            found.append(Drafted(sequence.id, known, count if end == length else 0))
+                draft_state_of(sequence).trial_due = True
+            found.append(DraftedSequence(sequence.id, known, count if end == length else 0))
             room, rows = room - need, rows - known.size
         if not found:
             return None
@@ -123,41 +123,43 @@ class DraftModel:
 
     def ended(
         self,
-        drafting: DraftSteps,
+        draft_steps: DraftSteps,
         batch: Sequence[tuple[OneSequence, int]],
         valid: Mapping[int, int],
         seconds: float,
     ) -> None:
         """Caches what the steps of a job have computed, as far as it was right. batch: that of the job;
-        valid: see `InflightBatch.verified`; seconds: of all steps."""
+        valid: see `InflightBatch.accepted_only`; seconds: of all steps."""
         cache = self._queue.cache
         right = {
-            one.sequence: min(valid.get(one.sequence, 1), max(1, one.count)) - 1 for one in drafting.sequences
+            one.sequence: min(valid.get(one.sequence, 1), max(1, one.count)) - 1
+            for one in draft_steps.sequences
         }
-        kept = {one.sequence: one.known.size + right[one.sequence] for one in drafting.sequences}
-        cache.end_forward(drafting.plan, kept)
-        places = {one.sequence: one.places for one in drafting.sequences}
+        kept = {one.sequence: one.known.size + right[one.sequence] for one in draft_steps.sequences}
+        cache.end_forward(draft_steps.plan, kept)
+        places = {one.sequence: one.places for one in draft_steps.sequences}
         for sequence, _ in batch:
             if sequence.id in kept:
                 drafts = places[sequence.id][0][: right[sequence.id]].tolist() if right[sequence.id] else []
-                drafting_of(sequence).followed = cache.length(sequence.id)
+                draft_state_of(sequence).followed = cache.length(sequence.id)
                 cache.keep(sequence.id, [*sequence.tokens.list(), *drafts], tail=True)
                 cache.remove_sequence(sequence.id)
-        known = sum(one.known.size for one in drafting.sequences)
-        if known <= 2 * len(kept):  # no step in which tokens were made up for
-            self._times.note(len(kept), seconds / drafting.steps)
+        known = sum(one.known.size for one in draft_steps.sequences)
+        # Steps are not timed if they also computed a backlog: a prompt, or K and V that had been evicted.
+        if known <= 2 * len(kept):
+            self._times.note(len(kept), seconds / draft_steps.steps)
 
-    def failed(self, drafting: DraftSteps) -> None:
+    def failed(self, draft_steps: DraftSteps) -> None:
         """Undoes `begin`."""
-        self._queue.cache.abort_forward(drafting.plan)
-        for one in drafting.sequences:
+        self._queue.cache.abort_forward(draft_steps.plan)
+        for one in draft_steps.sequences:
             self._queue.cache.remove_sequence(one.sequence)
 
 
-def drafting_of(sequence: OneSequence) -> Drafting:
+def draft_state_of(sequence: OneSequence) -> DraftState:
     """Returns what is known of the drafts of a sequence for which some were looked for."""
-    assert sequence.drafting is not None
-    return sequence.drafting
+    assert sequence.draft_state is not None
+    return sequence.draft_state
 
 
 def _vocabulary(card: ModelCard) -> object:

@@ -30,11 +30,11 @@ class _LongBatch:
 class MultiStepDecode:
     """Decides how many steps a decode job takes, and ends running ones early.
 
-    A policy answers after a step what it answered before it while each model that could decode does so, no
-    sequence ends, and no request waits; if the unit has one model, while no request that could be let in
-    waits. Such steps may be one job if the executor can take several in one. A caller that comes meanwhile
-    cuts them short, and finds the unit as if they had been many jobs. If the executor has lookahead a token
-    of such a job may end a sequence, which cuts it short as well.
+    Several steps may be one job as long as the policy would decode the same batch again after each: no
+    sequence ends, no admissible request waits (if the unit has several models, none at all), and every other
+    model is idle or running. A caller that comes meanwhile cuts them short, and finds the unit as if they had
+    been many jobs. If the executor has lookahead a token of such a job may end a sequence, which cuts it
+    short as well.
     """
 
     def __init__(

@@ -18,20 +18,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from kvloom.engine.batching.adbs import WEIGHTS
 from kvloom.engine.batching.view import UnitView
-from kvloom.engine.decoding.draft_model import DraftModel, drafting_of
-from kvloom.engine.drafts.drafting import Drafting
-from kvloom.engine.drafts.lengths import Acceptance, RowTimes, best_lengths
+from kvloom.engine.decoding.draft_model import DraftModel, draft_state_of
+from kvloom.engine.drafts.drafting import DraftState
+from kvloom.engine.drafts.lengths import Acceptance, StepTimes, best_lengths
 from kvloom.engine.drafts.ngrams import SIZES, NgramIndex
-from kvloom.engine.inflight import InflightBatch, StepDrafts
+from kvloom.engine.inflight import InflightBatch, Proposal
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.sequence import Sequence as OneSequence
 from kvloom.types.errors import ConfigError
 from kvloom.types.job import JobResult, Phase
 from kvloom.types.spec import MOST_DRAFTED, MOST_ROWS, EngineSpec
 
-PATIENCE: Final = 8  # steps that a job of a model that drafts takes at most
+MOST_STEPS_UNLOOKED: Final = 8  # decode steps before drafts are looked for again
+_LARGEST_BACKLOG: Final = 16
+"""The most tokens that the draft model may have to compute first, for each token that is left to make. The
+products of so many tokens take about as long as reading the weights, which is what a draft step costs: a
+larger backlog would cost more than to draft all that is left."""
 
 
 class Speculation:
@@ -52,37 +55,38 @@ class Speculation:
 
     def drafts(
         self, queue: ModelQueue, ready: Sequence[OneSequence], view: UnitView, free: int
-    ) -> StepDrafts | None:
+    ) -> Proposal | None:
         """Returns what is drafted for a decode step of `ready`; None if it does not pay. free: blocks that
-        the step may take. If a model drafts, its forward has begun, and ends by `verified` or `failed`."""
+        the step may take. If a model drafts, its forward has begun, and ends by `note_verified` or
+        `failed`."""
         model = self._models.get(queue.card.name)
         return None if model is None else model.drafts(ready, view, free)
 
-    def most_steps(self, queue: ModelQueue, steps: int) -> int:
+    def take_steps(self, queue: ModelQueue, steps: int) -> int:
         """Returns how many of the steps a job takes before drafts are looked for again: a few, or as many as
-        all its sequences still pause."""
+        all its sequences still back off. Counts them as steps for which nothing was looked for."""
         if queue.card.name not in self._models or steps == 1:
             return steps
-        known = [sequence.drafting for sequence in queue.running if sequence.drafting is not None]
-        if len(known) == len(queue.running) and all(one.pause for one in known):
-            steps = min(steps, 1 + min(one.pause for one in known))
+        known = [sequence.draft_state for sequence in queue.running if sequence.draft_state is not None]
+        if len(known) == len(queue.running) and all(one.backoff_left for one in known):
+            steps = min(steps, 1 + min(one.backoff_left for one in known))
         else:
-            steps = min(steps, PATIENCE)
+            steps = min(steps, MOST_STEPS_UNLOOKED)
         for one in known:
             one.passed(steps - 1)  # one was counted
         return steps
 
-    def verified(self, inflight: InflightBatch, valid: Mapping[int, int], result: JobResult) -> None:
-        """Learns from a job that has ended. valid: see `InflightBatch.verified`."""
+    def note_verified(self, inflight: InflightBatch, valid: Mapping[int, int], result: JobResult) -> None:
+        """Learns from a job that has ended. valid: see `InflightBatch.accepted_only`."""
         model = self._models.get(inflight.job.model)
         if model is not None and inflight.job.phase is Phase.DECODE and inflight.job.steps == 1:
-            model.verified(inflight, valid, result)
+            model.note_verified(inflight, valid, result)
 
     def failed(self, inflight: InflightBatch) -> None:
         """Forgets what was drafted in a job that has failed."""
         model = self._models.get(inflight.job.model)
-        if model is not None and model.drafter is not None and inflight.job.drafting is not None:
-            model.drafter.failed(inflight.job.drafting)
+        if model is not None and model.drafter is not None and inflight.job.draft_steps is not None:
+            model.drafter.failed(inflight.job.draft_steps)
 
 
 class _ModelDrafts:
@@ -92,14 +96,14 @@ class _ModelDrafts:
         """drafter: the model that drafts; None if n-grams do."""
         self._queue = queue
         self.drafter = drafter
-        self._times = RowTimes()
+        self._times = StepTimes()
         self._rates = [Acceptance() for _ in (SIZES if drafter is None else (1,))]
 
-    def drafts(self, ready: Sequence[OneSequence], view: UnitView, free: int) -> StepDrafts | None:
+    def drafts(self, ready: Sequence[OneSequence], view: UnitView, free: int) -> Proposal | None:
         queue, rows = self._queue, len(ready)
         if not 0 < rows < MOST_ROWS or not queue.planner.multi_step:
             return None
-        found = {sequence: drafted for sequence in ready if (drafted := self._found(sequence))}
+        found = {sequence: drafted for sequence in ready if (drafted := self._proposed(sequence))}
         if not found or queue.cache.shares_a_tail([sequence.id for sequence in ready]):
             return None
         lengths = self._lengths(found, rows)
@@ -108,66 +112,68 @@ class _ModelDrafts:
             return None
         tokens = {sequence.id: found[sequence][:length] for sequence, length in lengths.items()}
         if self.drafter is None:
-            return StepDrafts(tokens)
+            return Proposal(tokens)
         steps = self.drafter.begin(lengths, self.drafter.room(view) - needs)
         if steps is None:
             return None
-        return StepDrafts({one.sequence: tokens[one.sequence] for one in steps.sequences if one.count}, steps)
+        return Proposal({one.sequence: tokens[one.sequence] for one in steps.sequences if one.count}, steps)
 
     def _lengths(self, found: Mapping[OneSequence, list[int]], rows: int) -> dict[OneSequence, int]:
         """Returns how many of the tokens that were found for some of the `rows` sequences are to be tried."""
         most = min(MOST_ROWS - rows, sum(map(len, found.values())))
         seconds = self._times.expected(rows, rows + most)
         each = 0.0 if self.drafter is None else self.drafter.seconds(len(found), seconds[0], self._queue)
-        offers = [(drafting_of(sequence).rate, len(drafted)) for sequence, drafted in found.items()]
-        lengths = best_lengths(offers, seconds, rows, each)
+        candidates = [(draft_state_of(sequence).rate, len(drafted)) for sequence, drafted in found.items()]
+        lengths = best_lengths(candidates, seconds, rows, each)
         taken = dict[OneSequence, int]()
         for sequence, length in zip(found, lengths, strict=True):
-            drafting = drafting_of(sequence)
+            state = draft_state_of(sequence)
             if length:
-                drafting.paid()
+                state.paid()
                 taken[sequence] = length
                 continue
-            tried = drafting.refused(len(found[sequence]))
+            tried = state.refused(len(found[sequence]))
             if tried and (self.drafter is None or self.drafter.may_try(sequence)):
                 taken[sequence] = tried
         if self.drafter is not None and any(lengths):
             self.drafter.paid()
         return taken
 
-    def _found(self, sequence: OneSequence) -> list[int]:
+    def _proposed(self, sequence: OneSequence) -> list[int]:
         """Returns what is drafted for a sequence, as far as it could count: nothing after its end does. If a
         model is to draft it, as many zeros."""
         tokens, limit = sequence.tokens, self._queue.card.context_length
         most = min(MOST_DRAFTED, sequence.remaining - 1, limit - tokens.length - 1)
         if most < 1 or sequence.guide or sequence.transfer:
             return []
-        drafting = sequence.drafting = sequence.drafting or self._begun(sequence)
-        if drafting.pauses():
+        state = sequence.draft_state = sequence.draft_state or self._first_state(sequence)
+        if state.tick_backoff():
             return []
-        if drafting.index is None:
-            return [0] * most if tokens.length - drafting.followed <= WEIGHTS * sequence.remaining else []
-        drafted, drafting.kind = drafting.index.draft(tokens, most)
+        if state.index is None:
+            return (
+                [0] * most if tokens.length - state.followed <= _LARGEST_BACKLOG * sequence.remaining else []
+            )
+        drafted, state.kind = state.index.draft(tokens, most)
         ends = sequence.sampling.stop_token_ids
         return next((drafted[:i] for i, token in enumerate(drafted) if token in ends), drafted)
 
-    def _begun(self, sequence: OneSequence) -> Drafting:
+    def _first_state(self, sequence: OneSequence) -> DraftState:
         """Returns what is known of a sequence at first."""
-        rates = [rate.heir() for rate in self._rates]
+        rates = [rate.prior() for rate in self._rates]
         if self.drafter is not None:
-            cached, explores = self.drafter.cached(sequence), self.drafter.explores()
-            return Drafting(rates, followed=cached, explores=explores, trial_due=explores)
+            cached, explores = self.drafter.cached(sequence), self.drafter.next_explores()
+            return DraftState(rates, followed=cached, explores=explores, trial_due=explores)
         most = sequence.prompt_length + sequence.sampling.max_tokens
-        return Drafting(rates, NgramIndex(min(self._queue.card.context_length, most)))
+        return DraftState(rates, NgramIndex(min(self._queue.card.context_length, most)))
 
-    def verified(self, inflight: InflightBatch, valid: Mapping[int, int], result: JobResult) -> None:
-        self._times.note(inflight.tokens, result.seconds - result.drafting)
+    def note_verified(self, inflight: InflightBatch, valid: Mapping[int, int], result: JobResult) -> None:
+        self._times.note(inflight.tokens, result.seconds - result.draft_seconds)
         for sequence, count in inflight.batch:
             if count > 1 and not sequence.over:
-                right, drafting = valid[sequence.id] - 1, drafting_of(sequence)
-                drafting.verified(right, count - 1)
-                self._rates[drafting.kind].note(right, count - 1)
+                right, state = valid[sequence.id] - 1, draft_state_of(sequence)
+                state.note_verified(right, count - 1)
+                self._rates[state.kind].note(right, count - 1)
                 self._queue.stats.drafted_tokens += count - 1
                 self._queue.stats.accepted_tokens += right
-        if self.drafter is not None and inflight.job.drafting is not None:
-            self.drafter.ended(inflight.job.drafting, inflight.batch, valid, result.drafting)
+        if self.drafter is not None and inflight.job.draft_steps is not None:
+            self.drafter.ended(inflight.job.draft_steps, inflight.batch, valid, result.draft_seconds)

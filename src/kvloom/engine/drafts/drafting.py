@@ -8,17 +8,17 @@ from typing import Final
 from kvloom.engine.drafts.lengths import Acceptance
 from kvloom.engine.drafts.ngrams import NgramIndex
 
-_FIRST_PAUSE: Final = 16  # steps
-_LONGEST_PAUSE: Final = 1024
+_FIRST_BACKOFF: Final = 16  # steps
+_LONGEST_BACKOFF: Final = 1024
 _LONGEST_IF_LIKELY: Final = 128  # steps between two trials of drafts that are likely, but do not pay
-_TRIAL: Final = 2  # tokens that are drafted after a pause, whether they pay or not
-_HOPELESS: Final = 0.3  # the rate below which drafts pause that do not pay; others wait for fewer rows
+_TRIAL: Final = 2  # tokens that are drafted after a backoff, whether they pay or not
+_HOPELESS: Final = 0.3  # the rate below which drafts that do not pay back off
 
 
 @dataclass(slots=True)
-class Drafting:
-    """The drafts of one sequence. Where they do not pay, they pause for so many steps, then there is a trial
-    of a few tokens, and if those are wrong the next pause is twice as long."""
+class DraftState:
+    """The drafts of one sequence. If they do not pay, they back off: for so many steps nothing is drafted,
+    then a few tokens are tried, and if those are wrong the next backoff is twice as long."""
 
     rates: list[Acceptance]
     """By the size of the n-gram; a single one if a model drafts."""
@@ -27,15 +27,15 @@ class Drafting:
     kind: int = 0
     """The index in `rates` of what drafted last."""
     followed: int = 0
-    """Tokens of which the model that drafts had K and V, when it was last asked."""
+    """Tokens of which the draft model had K and V, when it was last asked."""
     explores: bool = False
-    """The model that drafts may compute a long prompt for the first trial."""
+    """The draft model may compute a long prompt for the first trial."""
     has_paid: bool = False
     """Drafts have paid at some step, so that a model may try again when they do not any more."""
-    pause: int = 0
-    """Steps that are left of a pause."""
-    next_pause: int = _FIRST_PAUSE
-    """Steps of the next pause."""
+    backoff_left: int = 0
+    """Steps for which nothing is drafted yet."""
+    backoff: int = _FIRST_BACKOFF
+    """Steps of the next backoff."""
     refusals: int = 0
     """Steps in which likely drafts did not pay, since the last trial."""
     trial_due: bool = False
@@ -46,44 +46,46 @@ class Drafting:
         """The probability that a token of the last drafts is right."""
         return self.rates[self.kind].rate
 
-    def pauses(self) -> bool:
+    def tick_backoff(self) -> bool:
         """Returns whether nothing is to be drafted for the step that comes, and counts it."""
-        if not self.pause:
+        if not self.backoff_left:
             return False
-        self.pause -= 1
+        self.backoff_left -= 1
         return True
 
     def passed(self, steps: int) -> None:
         """Takes note of steps for which nothing was looked for."""
-        self.pause = max(0, self.pause - steps)
+        self.backoff_left = max(0, self.backoff_left - steps)
         self.refusals += steps
 
     def refused(self, found: int) -> int:
         """Takes note that of the `found` tokens that are drafted none pays. Returns how many are tried
-        anyway. Likely ones of a model, whose steps cost, do not pause, because they may pay beside fewer
-        others; but they are tried after as many steps, because only that tells how likely they are by now."""
+        anyway.
+
+        A draft model with a good acceptance rate does not back off: its drafts may pay again in a smaller
+        batch. After so many refused steps it still makes a trial, because only a trial updates the rate."""
         if self.trial_due:
             self.trial_due = False
             return min(_TRIAL, found)
         if self.rate < _HOPELESS:
-            self.pause, self.trial_due = self.next_pause, True
-            self.next_pause = min(2 * self.next_pause, _LONGEST_PAUSE)
+            self.backoff_left, self.trial_due = self.backoff, True
+            self.backoff = min(2 * self.backoff, _LONGEST_BACKOFF)
         elif self.index is None:
             self.refusals += 1
-            if self.refusals >= self.next_pause:
+            if self.refusals >= self.backoff:
                 self.refusals, self.trial_due = 0, True
-                self.next_pause = min(2 * self.next_pause, _LONGEST_IF_LIKELY)
+                self.backoff = min(2 * self.backoff, _LONGEST_IF_LIKELY)
         return 0
 
     def paid(self) -> None:
         """Takes note that drafted tokens pay."""
         self.has_paid = True
         if self.index is None:
-            self.next_pause = _FIRST_PAUSE
+            self.backoff = _FIRST_BACKOFF
 
-    def verified(self, right: int, drafted: int) -> None:
+    def note_verified(self, right: int, drafted: int) -> None:
         """Takes note that of the drafted tokens the first ones were right."""
         self.explores = False
         self.rates[self.kind].note(right, drafted)
         if right == drafted and self.index is not None:
-            self.next_pause = _FIRST_PAUSE
+            self.backoff = _FIRST_BACKOFF

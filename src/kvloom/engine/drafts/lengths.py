@@ -25,7 +25,8 @@ _OLD: Final = 256  # steps after which what was seen counts no more
 
 @dataclass(slots=True)
 class Acceptance:
-    """How often drafted tokens were right of late, each counted for less as others come."""
+    """How often drafted tokens were right of late, each counted for less as others come. At first it is a
+    prior of one half, with the weight of two tokens."""
 
     right: float = 1.0
     tried: float = 2.0
@@ -41,12 +42,12 @@ class Acceptance:
         """The probability that the next drafted token is right if those before it are."""
         return min(SURE, self.right / self.tried)
 
-    def heir(self) -> Acceptance:
-        """Returns what another sequence is expected to do, until it is known better."""
+    def prior(self) -> Acceptance:
+        """Returns the same rate with the weight of two tokens, as the prior of a new sequence."""
         return Acceptance(2 * self.right / self.tried, 2.0)
 
 
-class RowTimes:
+class StepTimes:
     """What decode steps of so many rows took of late, and so what others may take."""
 
     def __init__(self) -> None:
@@ -67,7 +68,7 @@ class RowTimes:
         """Returns the seconds of a step of each number of rows from `least` to `most`. One that was not seen
         of late is scaled from the nearest that was, by its rows beside `WEIGHTS`, the rows whose products
         take as long as reading the weights. unseen: what a step of `least` rows takes if none was seen; if it
-        is left out, the numbers are relative then, and no seconds."""
+        is left out, only the ratios of the numbers mean something then."""
         since = self._steps - _OLD
         known = {rows: seconds for rows, (step, seconds) in self._known.items() if step >= since}
         found = list[float]()
@@ -78,30 +79,35 @@ class RowTimes:
 
 
 def best_lengths(
-    offers: Sequence[tuple[float, int]], seconds: Sequence[float], drawn: int, drafting: float = 0.0
+    candidates: Sequence[tuple[float, int]],
+    seconds: Sequence[float],
+    drawn: int,
+    draft_seconds: float = 0.0,
 ) -> list[int]:
-    """Returns how many tokens of each offer a step takes so that most tokens a second come of it; none if
+    """Returns how many tokens of each candidate a step takes so that most tokens a second come of it; none if
     that is less than `LEAST_GAIN` times what there is without.
 
-    offers: each with the probability that a token of it is right, and its tokens. seconds: of a step with so
-    many drafted tokens, from 0 on; no more are taken than it tells of. drawn: tokens that come anyway.
-    drafting: seconds in which each offer has one more token; the longest counts.
+    candidates: each with the probability that a token of it is right, and its tokens. seconds: of a step with
+    so many drafted tokens, from 0 on; no more are taken than it tells of. drawn: tokens that come anyway.
+    draft_seconds: seconds in which each candidate has one more token; the longest counts.
     """
-    taken, best = [0] * len(offers), [0] * len(offers)
+    taken, best = [0] * len(candidates), [0] * len(candidates)
+    # The heap holds the negative probability a^j that a candidate's next token, its j-th, is accepted. Their
+    # sum is the formula at the top of this file.
     heap = list[tuple[float, int]]()
-    for i, (rate, count) in enumerate(offers):
+    for i, (rate, count) in enumerate(candidates):
         if count:
             heappush(heap, (-rate, i))
-    gain, most = float(drawn), LEAST_GAIN * drawn / seconds[0]
+    tokens, best_pace = float(drawn), LEAST_GAIN * drawn / seconds[0]
     for took in seconds[1:]:
         if not heap:
             break
-        likely, i = heappop(heap)
+        negative, i = heappop(heap)
         taken[i] += 1
-        gain -= likely
-        if taken[i] < offers[i][1]:
-            heappush(heap, (likely * offers[i][0], i))
-        pace = gain / (took + drafting * max(taken))
-        if pace > most:
-            best, most = list(taken), pace
+        tokens -= negative
+        if taken[i] < candidates[i][1]:
+            heappush(heap, (negative * candidates[i][0], i))
+        pace = tokens / (took + draft_seconds * max(taken))
+        if pace > best_pace:
+            best, best_pace = list(taken), pace
     return best

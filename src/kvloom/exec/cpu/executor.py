@@ -251,11 +251,11 @@ class TorchExecutor:
                 vectors = pooled(job.tokens, job.plan.appends, job.pairs).numpy()
             made = [vector.astype("<f4").tobytes() for vector in vectors]
             return JobResult([], [], [], time.perf_counter() - started, vectors=made)
-        kept, drafted = job.kept, 0.0
+        kept, draft_seconds = job.kept, 0.0
         with torch.inference_mode():
-            if job.drafting is not None:
-                self._draft(slot, job.drafting, job.share)
-                drafted = time.perf_counter() - started
+            if job.draft_steps is not None:
+                self._draft(slot, job.draft_steps, job.share)
+                draft_seconds = time.perf_counter() - started
             with self.loans.attend(job) as part:
                 state = ForwardState(job.plan, self._views[job.model], part.remote, part.polls)
                 logits = self._forward(slot, job, kept, state, adapters)
@@ -263,15 +263,15 @@ class TorchExecutor:
             tokens, reports = sample(logits[:count], job.samples)
             prompts = prompt_logprobs(logits[count : len(kept)], job.prompts)
         seconds = time.perf_counter() - started
-        return JobResult(tokens, reports, prompts, seconds, part.lost, drafting=drafted)
+        return JobResult(tokens, reports, prompts, seconds, part.lost, draft_seconds=draft_seconds)
 
-    def _draft(self, slot: int, drafting: DraftSteps, share: int) -> None:
+    def _draft(self, slot: int, draft_steps: DraftSteps, share: int) -> None:
         """Runs the steps of the model that drafts."""
-        for number in range(drafting.steps):
-            step, ends = drafting.step(number, share)
+        for number in range(draft_steps.steps):
+            step, ends = draft_steps.step(number, share)
             state = ForwardState(step.plan, self._views[step.model])
             logits = self._forward(slot, step, ends, state, {})
-            drafting.take(number, logits[: len(ends)].argmax(1).numpy())
+            draft_steps.take(number, logits[: len(ends)].argmax(1).numpy())
 
     def _forward(
         self,

@@ -1,8 +1,8 @@
 """Compiles the kernels into numba's cache: `python -m kvloom.kernels.cpu.warm`, done by `make setup`.
 
 numba notices a change in a kernel's own file only. So a stamp beside the cache says of which sources
-it is. If they were others, what is cached is removed first. If compiling is interrupted, it goes on where it
-ended.
+it is, and how far compiling has come: "some" if it has begun, "all" if it is done. If the sources were
+others, what is cached is removed first. If compiling is interrupted, it goes on where it ended.
 """
 
 import fcntl

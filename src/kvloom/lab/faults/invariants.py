@@ -84,7 +84,7 @@ class LentArena:
 class InvariantChecker:
     """Satisfies `Content`. One number stands for K and V of a token in one head of one layer; it says whose
     model, layer, head, position and token it is. A job's steps are one, because the second step of a job
-    reads tokens that only the executor knows: run it with a stride of 1.
+    reads tokens that only the executor knows: run it with `max_steps` of 1.
 
     arena: [blocks, tokens of the largest block]. wrong: gathers what was not where it should be. Token ids
     and positions are less than 10,000.

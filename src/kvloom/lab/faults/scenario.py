@@ -178,7 +178,7 @@ class DrawnScenario:
             overload=draw.choice((0.0, 0.0, 0.5)),
         )
         cost, bandwidth = Evenly(draw.choice(self.paces)), draw.choice(self.links)
-        return SimulatedUnit(spec, shapes, draw.choice((1, 2, 4)), cost, bandwidth=bandwidth, stride=1)
+        return SimulatedUnit(spec, shapes, draw.choice((1, 2, 4)), cost, bandwidth=bandwidth, max_steps=1)
 
     def _model(self, name: str) -> ModelSpec:
         draw, planned = self._random, self._odds(0.2)

@@ -22,7 +22,7 @@ from kvloom.types.request import ModelCard, TokenLogprob
 
 NO_VECTOR: Final = bytes(4)  # the one number that a modelled device makes of a text
 _FORESEEN: Final = 16  # steps of a job that runs alone, of which only the last has a timer
-_SOON: Final = 1e-9  # seconds that are no time
+_ROUNDING: Final = 1e-9  # seconds by which equal times may differ
 
 
 class Loans(Protocol):
@@ -32,8 +32,8 @@ class Loans(Protocol):
         """Does what comes before the job, and calls `then`."""
 
     def seconds(self, job: Job, work: Work, alone: float) -> float:
-        """Returns what a job takes that would take `alone` without loans, but for what it waits and stands
-        still for others."""
+        """Returns the job's seconds with loans, from its seconds without (`alone`). Stalls are not in it: see
+        `exchange` and `ModelledExecutor.stand_still`."""
 
     def exchanges(self, job: Job) -> int:
         """Returns how often a step of the job asks another unit for attention, evenly over the step."""
@@ -61,32 +61,45 @@ class Progress(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A job at one of its steps. drafting: the steps of a model that drafts, which are a part of its own.
-    left: the part of the step that is still to do, at `since`; seconds: all of it beside what runs now.
-    layers: that are written. steps: that it will take; tokens: of those it has taken. begun: when the step
-    began. exchanges, asked: how often the step asks another unit for attention, and has. timer: the next
-    exchange, or the end of the next layer that a peer waits for, or of the last step that is foreseen. ends:
-    when the steps end that are foreseen, from the present one on; paces: what each of them takes."""
+    """A job at one of its steps."""
 
     job: Job
     work: Work
-    drafting: list[Work]
+    """The work of the present step."""
+    draft_work: list[Work]
+    """The work of the steps of a draft model, which are a part of the job's own step."""
     future: asyncio.Future[JobResult]
     started: float
+    """The time at which the job was launched."""
     since: float
+    """The time at which `left` was true; it is in the future while the job stands still."""
     left: float = 1.0
+    """The part of the step that is still to do at `since`."""
     seconds: float = 0.0
+    """Seconds of the whole step, at the present load."""
     layers: int = 0
+    """Layers of the step that are written."""
     step: int = 0
+    """The number of the present step."""
     steps: int = 1
+    """Steps that the job will take."""
     begun: float = 0.0
+    """The time at which the step began."""
     exchanges: int = 0
+    """How often the step asks another unit for attention."""
     asked: int = 0
+    """How often it has asked."""
     lost: str | None = None
+    """Why what was offloaded does not count; None if it does."""
     tokens: list[int] = field(default_factory=list)
+    """The tokens of the steps that have ended."""
     timer: asyncio.TimerHandle | None = None
+    """The timer for the next exchange, the end of the next layer that a peer waits for, or the end of the
+    last step that is foreseen."""
     ends: list[float] = field(default_factory=list)
+    """The times at which the foreseen steps end, from the present one on."""
     paces: list[float] = field(default_factory=list)
+    """The seconds of each of these steps."""
 
     @property
     def all_layers(self) -> int:
@@ -159,7 +172,7 @@ class ModelledExecutor:
     each for as long as they do. A job whose plan has sends puts each layer when it is computed.
 
     compute: units to share out. blocks: in the arena. overhead: seconds of the engine's own work before a
-    job of so many sequences. stride: steps that a decode job may take. host: what slows jobs, and comes
+    job of so many sequences. max_steps: steps that a decode job may take. host: what slows jobs, and comes
     between a job's end and its result. acceptance: the probability that a draft is right, by model.
     """
 
@@ -173,7 +186,7 @@ class ModelledExecutor:
         cost: CostModel,
         content: Content | None = None,
         overhead: Callable[[int], float] | None = None,
-        stride: int = 4096,
+        max_steps: int = 4096,
         host: HostedUnit | None = None,
         weights: ModelledWeights | None = None,
         acceptance: Mapping[str, float] | None = None,
@@ -182,7 +195,7 @@ class ModelledExecutor:
         self.geometries = geometries
         self.blocks = blocks
         self.compute = compute
-        self.max_steps, self.lookahead = stride, 0
+        self.max_steps, self.lookahead = max_steps, 0
         self._cost = cost
         self._overhead = overhead or (lambda sequences: 0.0)
         self._text = NoContent({name: card.vocab_size for name, card in cards.items()}, acceptance)
@@ -219,7 +232,14 @@ class ModelledExecutor:
     def launch(self, job: Job) -> asyncio.Future[JobResult]:
         loop = asyncio.get_running_loop()
         running = _Running(
-            *(job, self._work(job), self._drafted(job), loop.create_future(), loop.time(), loop.time()),
+            *(
+                job,
+                self._work(job),
+                self._run_draft_steps(job),
+                loop.create_future(),
+                loop.time(),
+                loop.time(),
+            ),
             steps=job.steps,
         )
         if self.loans is None:
@@ -238,21 +258,21 @@ class ModelledExecutor:
         rows = len(job.offloaded.plan.sequences) if job.offloaded else 0
         return replace(work, batch=work.batch + rows, tokens=work.tokens + rows) if rows else work
 
-    def _drafted(self, job: Job) -> list[Work]:
-        """Lets the model draft that is to, if there is one. Returns the work of its steps."""
-        drafting, found = job.drafting, list[Work]()
-        if drafting is None:
+    def _run_draft_steps(self, job: Job) -> list[Work]:
+        """Runs the steps of the job's draft model, if it has one. Returns their work."""
+        draft_steps, found = job.draft_steps, list[Work]()
+        if draft_steps is None:
             return found
         samples: dict[int, list[SampleRow]] = {}
         for sample in job.samples:
             samples.setdefault(job.plan.sequences[sample.row], []).append(sample)
-        for number in range(drafting.steps):
-            step, ends = drafting.step(number, job.share)
+        for number in range(draft_steps.steps):
+            step, ends = draft_steps.step(number, job.share)
             work = self._work(step)
             found.append(replace(work, drawn=len(ends)))
-            after = [samples[one.sequence][number] for one in drafting.sequences if one.count > number]
+            after = [samples[one.sequence][number] for one in draft_steps.sequences if one.count > number]
             drafts = [self._text.draft(job.model, sample.key, sample.index) for sample in after]
-            drafting.take(number, np.array(drafts, np.int64))
+            draft_steps.take(number, np.array(drafts, np.int64))
         return found
 
     def _begin(self, running: _Running) -> None:
@@ -279,7 +299,7 @@ class ModelledExecutor:
             running.since = max(now, running.since)
             beside = [other.work for other in self._running if other is not running]
             running.seconds = self._cost.seconds(running.work, beside) + self._overhead(running.work.batch)
-            running.seconds += sum(self._cost.seconds(work, beside) for work in running.drafting)
+            running.seconds += sum(self._cost.seconds(work, beside) for work in running.draft_work)
             if self._host is not None:
                 running.seconds *= self._host.slower(running.work, running.job.share)
             if self.loans is not None:
@@ -333,7 +353,10 @@ class ModelledExecutor:
     def _computed(self, running: _Running, layer: int) -> None:
         loop = asyncio.get_running_loop()
         self._catch_up(loop.time())
-        if self.loans is not None and self._due(running, layer / running.all_layers) > loop.time() + _SOON:
+        if (
+            self.loans is not None
+            and self._due(running, layer / running.all_layers) > loop.time() + _ROUNDING
+        ):
             self._wait(running, loop)  # the job has stood still meanwhile
             return
         try:
@@ -385,10 +408,10 @@ class ModelledExecutor:
         seconds = now - running.started
         logprobs: list[TokenLogprob | None] = [None] * len(running.tokens)
         vectors = [NO_VECTOR] * len(running.job.pairs)
-        drafting = sum(map(self._cost.seconds, running.drafting))
-        if drafting:
-            drafting *= seconds / (drafting + self._cost.seconds(running.work))
-        return JobResult(running.tokens, logprobs, prompts, seconds, running.lost, vectors, drafting)
+        draft_seconds = sum(map(self._cost.seconds, running.draft_work))
+        if draft_seconds:
+            draft_seconds *= seconds / (draft_seconds + self._cost.seconds(running.work))
+        return JobResult(running.tokens, logprobs, prompts, seconds, running.lost, vectors, draft_seconds)
 
     def halt(self) -> None:
         """Takes the device away: no job ends any more."""

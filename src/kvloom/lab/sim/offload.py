@@ -13,7 +13,7 @@ import numpy as np
 
 from kvloom.lab.sim.executor import ModelledExecutor, Progress
 from kvloom.lab.sim.links import ModelledTransport
-from kvloom.lab.sim.polling import Pieces, WaitTally, issued_rest
+from kvloom.lab.sim.polling import Pieces, WaitTally, seconds_behind_launches
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.offload.queueing import Cut, Exchange, Rule, cut_up, issued, parts_of
 from kvloom.offload.terms import Borrow, LentBlocks, Loan
@@ -150,11 +150,12 @@ class SimulatedOffloadBackend:
         self.lent = SimulatedLoan(borrow, self, made, ended, blocks.copy())
         return made.loan
 
-    parts = True
+    returns_parts = True
 
     def take_back(self, numbers: AnyArray) -> None:
         assert self.lent is not None
         lent = self.lent.numbers
+        # Blocks that went back are pointed at one that is still lent, so that no task can name them.
         lent[numbers] = lent[~np.isin(lent, lent[numbers])][0]
 
     def recall(self) -> bool:
@@ -300,15 +301,15 @@ class SimulatedOffloadBackend:
     def serve(self, loan: SimulatedLoan, seconds: float) -> float:
         """Does a task that takes so many seconds when the first of the own jobs looks for one; they all stand
         still for it. Returns the seconds until it begins."""
-        rests = [self._rest(loan, progress) for progress in self.executor.progress()]
+        waits = [self._until_found(loan, progress) for progress in self.executor.progress()]
         self.executor.stand_still(seconds)
-        return min((rest for rest in rests if rest is not None), default=0.0)
+        return min((wait for wait in waits if wait is not None), default=0.0)
 
-    def _rest(self, loan: SimulatedLoan, progress: Progress) -> float | None:
+    def _until_found(self, loan: SimulatedLoan, progress: Progress) -> float | None:
         """Returns the seconds until a job finds a task; None if it never does."""
         if loan.borrow.control == "iterations":
-            return issued_rest(self.cost.queued(progress.work), progress)
-        return self._pieces(loan, progress.work).rest(progress)
+            return seconds_behind_launches(self.cost.queued(progress.work), progress)
+        return self._pieces(loan, progress.work).seconds_to_poll(progress)
 
     def over(self, job: Job) -> str | None:
         loan = self._borrowed.get(job.model)

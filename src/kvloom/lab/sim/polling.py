@@ -22,7 +22,7 @@ class Pieces:
         self.times = [seconds + poll for seconds in cut.times]
         self._ends = list(accumulate(self.times))
 
-    def rest(self, progress: Progress) -> float | None:
+    def seconds_to_poll(self, progress: Progress) -> float | None:
         """Returns the seconds until the job looks for tasks; None if it never does. If the job takes longer
         than all of its pieces, because its host is slow or others run beside it, they are longer by as
         much."""
@@ -34,13 +34,13 @@ class Pieces:
         return progress.still + progress.seconds * max(0.0, end - at) / whole
 
 
-def issued_rest(queued: float, progress: Progress) -> float:
+def seconds_behind_launches(queued: float, progress: Progress) -> float:
     """Returns the seconds until a task begins that the lender's host launches now: until all is done that
     the host has issued before. The host issues the job's operators evenly, from the job's begin on and ahead
     of the device, and goes on while the device stands still for a task.
 
-    queued: seconds of operators that would be issued and not begun once all are, if the device never stood
-    still."""
+    queued: seconds of work in the device's launch queue at the moment the host has issued everything, if the
+    device never stood still."""
     whole = progress.seconds
     issuing = max(0.0, whole - queued)
     issued = 1.0 if issuing == 0 else min(1.0, progress.age / issuing)
@@ -49,15 +49,20 @@ def issued_rest(queued: float, progress: Progress) -> float:
 
 @dataclass(slots=True, eq=False)
 class WaitTally:
-    """The waits of a loan's tasks. The sums of what the model expects are over all tasks, too."""
+    """The waits of a loan's tasks. Fields of seconds are sums over its tasks; what the model expects is
+    summed over its steps."""
 
     tasks: int = 0
     parts: int = 0
+    """The most pieces that the lender's jobs have had; a maximum, and no sum."""
     wait: float = 0.0
+    """Seconds that the tasks waited."""
     beyond: float = 0.0
+    """Seconds that those waited which waited longer than their `ahead`."""
     late: int = 0
-    """Tasks that waited longer than their `ahead`."""
+    """The number of these tasks."""
     stall: float = 0.0
+    """Seconds that they waited longer than that."""
     ahead: float = 0.0
     service: float = 0.0
     _steps: int = 0

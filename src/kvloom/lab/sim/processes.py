@@ -21,7 +21,7 @@ from kvloom.lab.sim.hosting import HostedMachine, HostedUnit
 from kvloom.lab.sim.links import Link, ModelledPlane, ModelledTransport
 from kvloom.lab.sim.offload import OffloadingUnits, SimulatedOffloadBackend
 from kvloom.lab.sim.unit import SimulatedUnit, modelled_executor
-from kvloom.offload.keeper import LoanKeeper
+from kvloom.offload.loan_manager import LoanManager
 from kvloom.offload.terms import LEND, TAKE_BACK, Borrow, HandBack, Loan
 from kvloom.types.clock import Clock
 from kvloom.types.errors import Unavailable
@@ -161,7 +161,7 @@ class UnitHost:
         """Keeps the unit's model in a loan for as long as the process lives."""
         around = self._around
         lenders = {cold: ModelledWire(around.hosts[cold], around.clock, around.delay) for cold in weave.colds}
-        await LoanKeeper(engine.borrower, model, weave, lenders, around.clock, freeness).run()
+        await LoanManager(engine.borrower, model, weave, lenders, around.clock, freeness).run()
 
     def kill(self) -> None:
         """Ends the process at once. What its tasks still tidy up reaches nobody."""

@@ -60,7 +60,7 @@ class SimulatedUnit:
     """Bytes a second of its way out."""
     overhead: Callable[[int], float] | None = None
     """Returns the seconds of the engine's own work before a job of so many sequences."""
-    stride: int = 4096
+    max_steps: int = 4096
     """Decode steps that may be one job."""
     host_bandwidth: float = MAPPED
     """Bytes a second at which weights that have slept come from the host's memory."""
@@ -100,7 +100,7 @@ def modelled_executor(
         cost=unit.cost,
         content=content,
         overhead=None if host else unit.overhead,
-        stride=1 if host else unit.stride,
+        max_steps=1 if host else unit.max_steps,
         host=host,
         weights=_weights(unit) if spec.sleep_dir else None,
         acceptance={model.name: model.acceptance for model in spec.models if model.speculation != "none"},

@@ -242,7 +242,7 @@ class CpuOffloadBackend:
         server = self._executor.loans.server
         return None if server is None else server.waits()
 
-    parts = True
+    returns_parts = True
 
     def take_back(self, numbers: AnyArray) -> None:
         assert self._lending is not None

@@ -9,7 +9,7 @@ from kvloom.plan.cost.work import CostModel, Work
 from kvloom.types.spec import MOST_DRAFTED, MOST_ROWS
 
 
-def tokens_a_step(acceptance: float, drafted: int) -> float:
+def tokens_per_step(acceptance: float, drafted: int) -> float:
     """Returns the tokens that a step is expected to give which verifies so many drafted ones, each of them
     right with probability `acceptance` if those before it are: (1 - a^(k+1)) / (1 - a), their equation 1."""
     if acceptance >= 1.0:
@@ -29,12 +29,12 @@ def drafted_step(
     return verifying + drafted * cost.seconds(Work.decode(draft, share, contexts))
 
 
-def seconds_a_token(
+def seconds_per_token(
     cost: CostModel, model: str, share: float, contexts: Sequence[int], acceptance: float, draft: str | None
 ) -> float:
     """Returns the seconds that a token of each sequence takes, with as many drafts as pay best, or none."""
     most = min(MOST_DRAFTED, MOST_ROWS // len(contexts) - 1)
     return min(
-        drafted_step(cost, model, share, contexts, drafted, draft) / tokens_a_step(acceptance, drafted)
+        drafted_step(cost, model, share, contexts, drafted, draft) / tokens_per_step(acceptance, drafted)
         for drafted in range(max(0, most) + 1)
     )

@@ -87,7 +87,7 @@ def figure_10(scale: Scale, tell: Tell) -> Report:
 def downtime(length: int) -> tuple[float, float]:
     """Returns the seconds for which a request of so many tokens waits longer than for a step, and those of a
     step."""
-    units = [replace(unit, stride=1) for unit in make_units(2)]
+    units = [replace(unit, max_steps=1) for unit in make_units(2)]
     prompt = Prompts(VOCAB)(0, WorkloadRequest(at=0.0, model=MODEL, prompt=length - _BEFORE, output=1))
     body = StartGenerate(
         model=MODEL,
@@ -113,7 +113,7 @@ async def _to_first(call: Call, fleet: Fleet) -> Frames:
 def beside(length: int) -> tuple[float, float]:
     """Returns the median seconds of a step of a batch of so long requests, before one of them moves to an
     idle instance, and meanwhile. A request of 8,192 tokens is alone, and moves itself."""
-    units = [replace(unit, stride=1) for unit in make_units(2)]
+    units = [replace(unit, max_steps=1) for unit in make_units(2)]
     count = _BATCH // length
     prompts = Prompts(VOCAB)
     bodies = [

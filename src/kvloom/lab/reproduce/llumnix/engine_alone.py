@@ -32,8 +32,8 @@ RATE: Final = 0.42  # requests a second on one instance
 FOUR, RATE_OF_FOUR, DRAWS_OF_FOUR = 4, 1.9, 3
 SECOND: Final = 1.0  # between two looks at the instances
 SLOW: Final = 0.99
-AROUND: Final = 0.005  # of the requests on either side of the slowest hundredth, whose losses are averaged
-HEADS: Final = 3  # instances whose first waiting requests find room in what all leave, most of the time
+AROUND: Final = 0.005  # requests between the quantiles 0.985 and 0.995 stand for the P99 request
+QUEUE_HEADS: Final = 3  # instances whose first waiting requests mostly find room in what all leave
 
 # Figure 3, as section 3 tells it.
 MEMORY, PREEMPTED, SLOWER, LOST, LOST_SECONDS = 62.0, 8.0, 3.8, 70.0, 50.0
@@ -45,7 +45,7 @@ _COLUMNS: Final = (
     ("of the P99 request's time, lost to preemption, %", LOST),
     ("lost by it, s", LOST_SECONDS),
 )
-_HEADS: Final = (
+_COLUMN_NAMES: Final = (
     "engine", "draw", *(column for column, _ in _COLUMNS), "a token, P50", "P99", "prefill, P50", "P99",
 )  # fmt: skip
 
@@ -181,7 +181,7 @@ def report_3(found: Sequence[tuple[str, Alone]]) -> Report:
                 ),
             )
         ),
-        grids=(Grid(title="ours, draw by draw", heads=_HEADS, rows=tuple(_rows(own))),),
+        grids=(Grid(title="ours, draw by draw", heads=_COLUMN_NAMES, rows=tuple(_rows(own))),),
     )
 
 
@@ -195,9 +195,12 @@ def _rows(own: Mapping[str, Sequence[Alone]]) -> Iterator[tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Unused:
-    """The seconds in which requests wait at one instance or more; and the parts of them in which the first
-    ones that wait at HEADS instances, or at all where there are fewer, and at all instances, would find room
-    in what all leave together."""
+    """The looks at which a queue head would find room.
+
+    seconds: looks, one a second, at which a request waited. several: the fraction of them at which the queue
+    heads of QUEUE_HEADS instances (of all that had one, if fewer) fitted into the cluster's free blocks. all:
+    the fraction at which every queue head did.
+    """
 
     seconds: int
     several: float
@@ -220,7 +223,7 @@ def unused(engine: EngineKind, count: int, draw: int, tell: TellPart) -> Unused:
         if heads:
             room = sum(engine.pool.available for engine in fleet.engines.values())
             held = sum(need <= room for need in accumulate(heads))
-            found.append((held >= min(HEADS, len(heads)), held == len(heads)))
+            found.append((held >= min(QUEUE_HEADS, len(heads)), held == len(heads)))
 
     _played(make_units(FOUR, engine=engine), INFAAS.dispatch, asked, look, tell)
     several, everyone = zip(*found, strict=True) if found else ((True,), (True,))
@@ -234,8 +237,8 @@ def report_5(found: Sequence[tuple[str, Unused]]) -> Report:
         title=f"room that nobody can use: four instances, M-M, {RATE_OF_FOUR:g} req/s",
         claims=tuple(
             Claim(
-                said=f"{name}: most of the time in which requests wait, the first ones of {HEADS} instances "
-                "would find room in what all leave",
+                said=f"{name}: most of the time in which requests wait, the first ones of {QUEUE_HEADS} "
+                "instances would find room in what all leave",
                 holds=min(one.several for one in draws) > 0.5,
                 found=", ".join(f"{one.several:.0%}" for one in draws)
                 + " of it; those of all: "
@@ -247,7 +250,12 @@ def report_5(found: Sequence[tuple[str, Unused]]) -> Report:
         grids=(
             Grid(
                 title="ours, draw by draw",
-                heads=("engine", "seconds in which requests wait", f"{HEADS} first find room", "all do"),
+                heads=(
+                    "engine",
+                    "seconds in which requests wait",
+                    f"{QUEUE_HEADS} first find room",
+                    "all do",
+                ),
                 rows=tuple(
                     (name, f"{one.seconds:,}", f"{one.several:.0%}", f"{one.all:.0%}") for name, one in found
                 ),

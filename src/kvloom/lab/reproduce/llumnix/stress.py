@@ -123,7 +123,7 @@ def step_cost(few: int = 4, many: int = 64, tokens: int = 400) -> Decision:
         asked = [WorkloadRequest(at=0.0, model=MODEL, prompt=16, output=tokens) for _ in range(count)]
 
         async def main() -> None:
-            units = [replace(unit, stride=1) for unit in make_units(1)]
+            units = [replace(unit, max_steps=1) for unit in make_units(1)]
             clock = LoopClock(asyncio.get_running_loop())
             async with simulated(units, load_program("data_parallel", {})) as fleet:
                 await play(fleet.server, asked, Prompts(VOCAB), clock, check_answered, interval=tokens)
@@ -166,7 +166,7 @@ def section_66(scale: Scale, tell: Tell) -> Report:
 def stress(rate: float, requests: int, decision: Decision, tell: TellPart) -> Stress:
     """Raises RuntimeError if a request is not answered. decision: of the scheduler in one place."""
     central = Central(decision)
-    units = [replace(unit, stride=1, overhead=central.stall) for unit in make_units(STRESSED)]
+    units = [replace(unit, max_steps=1, overhead=central.stall) for unit in make_units(STRESSED)]
     asked = SHORT.requests(rate, requests)
     system = System("in one place", KVLOOM, load_program("freest", {}))
     point = play_point(system, units, asked, tell_each(lambda part: tell(part / 2), requests))

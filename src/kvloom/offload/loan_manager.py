@@ -1,4 +1,4 @@
-"""`LoanKeeper` keeps a model in a loan: it borrows, adapts the share, and hands back what the lender
+"""`LoanManager` keeps a model in a loan: it borrows, adapts the share, and hands back what the lender
 needs."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LenderClient(Protocol):
         """Raises KvloomError if the loan is over, or nobody is there to ask."""
 
 
-class LoanKeeper(Generic[S]):
+class LoanManager(Generic[S]):
     """Keeps a model in a loan: asks the freest lender for one, adapts its share, and asks again when it is
     over."""
 
@@ -61,14 +61,14 @@ class LoanKeeper(Generic[S]):
         self._share = Share()
         self._slowdowns = {name: Slowdown() for name in lenders}
         self._cold = spec.cold  # the lender of the loan
-        self._told: dict[str, str] = {}  # the code of each lender's last refusal
+        self._last_refusal: dict[str, str] = {}  # the code of each lender's last refusal
 
     async def run(self) -> None:
         """Runs for ever. If the unit can be woven with none of the lenders it says so and ends."""
         while True:
             wait = _FIRST
-            self._told.clear()
-            while not await self._borrowed():
+            self._last_refusal.clear()
+            while not await self._borrow_from_any():
                 if not self._lenders:
                     return
                 await self._clock.sleep(wait)
@@ -76,7 +76,7 @@ class LoanKeeper(Generic[S]):
             await self._watch()
             await self._clock.sleep(_FIRST)  # the lender has to notice that this unit has left
 
-    async def _borrowed(self) -> bool:
+    async def _borrow_from_any(self) -> bool:
         """Asks the lenders, the freest first, until one lends. Returns whether one does."""
         loads = dict[str, UnitLoad]()
         for name, lender in list(self._lenders.items()):
@@ -85,23 +85,23 @@ class LoanKeeper(Generic[S]):
             except KvloomError as error:
                 self._refused(name, error)
         for name in sorted(loads, key=lambda name: self._freeness(loads[name]), reverse=True):
-            problem = await self._tried(name, loads[name])
+            problem = await self._borrow_from(name, loads[name])
             if problem is None:
                 return True
             self._refused(name, problem)
         return False
 
     def _refused(self, name: str, problem: KvloomError) -> None:
-        """Notes why a lender does not lend. What differs from its last refusal in a number is not said
-        again."""
-        if problem.code != self._told.get(name):
+        """Logs why a lender refuses, unless it refused for the same reason before. One whose refusal is a
+        BadRequest can never lend, and is not asked again."""
+        if problem.code != self._last_refusal.get(name):
             _log.warning("%s does not lend to %s: %s", name, self._model, problem.message)
-        self._told[name] = problem.code
+        self._last_refusal[name] = problem.code
         if isinstance(problem, BadRequest):
             del self._lenders[name]
 
-    async def _tried(self, name: str, load: UnitLoad) -> KvloomError | None:
-        """Borrows of one lender; returns why not."""
+    async def _borrow_from(self, name: str, load: UnitLoad) -> KvloomError | None:
+        """Borrows from one lender. Returns its refusal, or None if it lends."""
         spec = self._spec
         try:
             form = self._borrower.terms(self._model, 1).form
@@ -155,7 +155,8 @@ class LoanKeeper(Generic[S]):
         loan = self._borrower.loan(self._model)
         if loan is None:
             return
-        pressed = load is not None and not load.lent_blocks  # or it is another process, which knows no loan
+        # 0 lent blocks: the lender wants all of them back, or it was restarted and knows of no loan.
+        pressed = load is not None and not load.lent_blocks
         if pressed:
             self._borrower.withdraw(self._model)
         if self._spec.share != "auto":
