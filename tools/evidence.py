@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import import_module
 from itertools import zip_longest
@@ -29,6 +31,7 @@ from msgspec import Struct
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvloom.lab.reproduce.llumnix.curves import FOLDER
 from kvloom.lab.reproduce.report import Experiment, Options, Report, Scale, markdown, verdicts
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -144,15 +147,13 @@ def make(
 ) -> Evidence:
     """Runs a figure at both scales, or at the small one alone, and writes its data file. commit: of the code
     that runs."""
-    small, seconds = _run(paper, experiment, "small", Options(), console)
+    with _without_published():
+        small, seconds = _run(paper, experiment, "small", Options(), console)
     report = small
-    asked = [f"--{name} {getattr(options, name)}" for name in options.given]
     if scale == "full":
         report, seconds = _run(paper, experiment, "full", options, console)
-    else:
-        asked.append("--scale small")
     evidence = Evidence(
-        command=" ".join(("kvloom reproduce", paper, "--figure", experiment.name, *asked)),
+        command=_command(paper, experiment, scale, options),
         commit=commit,
         date=datetime.now(UTC).date().isoformat(),
         seconds=round(seconds, 1),
@@ -163,6 +164,24 @@ def make(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(msgspec.json.format(msgspec.json.encode(evidence)).decode() + "\n", "utf-8")
     return evidence
+
+
+def _command(paper: str, experiment: Experiment, scale: Scale, options: Options) -> str:
+    """Returns the command that makes the tables."""
+    asked = [f"--{name} {getattr(options, name)}" for name in options.given]
+    small = ["--scale small"] if scale == "small" else []
+    return " ".join(("kvloom reproduce", paper, "--figure", experiment.name, *asked, *small))
+
+
+@contextmanager
+def _without_published() -> Iterator[None]:
+    """Hides the folder of published data, so that small runs are the same wherever they are made."""
+    folder = os.environ.pop(FOLDER, None)
+    try:
+        yield
+    finally:
+        if folder is not None:
+            os.environ[FOLDER] = folder
 
 
 def _run(
@@ -195,12 +214,14 @@ def _made_by_present_code(evidence: Evidence) -> bool:
     return subprocess.run(words, cwd=ROOT, check=False, capture_output=True).returncode == 0
 
 
-def _is_wanted(paper: str, experiment: Experiment, only_changed: bool) -> bool:
+def _is_wanted(paper: str, experiment: Experiment, command: str, only_changed: bool) -> bool:
+    """Returns whether a figure is to be made by a command, and was not by the present code."""
     evidence = read_evidence(data_file(paper, experiment.name))
-    if evidence is None:
+    if evidence is None or evidence.command != command:
         return True
     if only_changed:
-        return bool(changed(evidence.small, experiment.run("small", lambda *_: None)))
+        with _without_published():
+            return bool(changed(evidence.small, experiment.run("small", lambda *_: None)))
     return not _made_by_present_code(evidence)
 
 
@@ -247,7 +268,7 @@ def _make_all(
     console.print(f"{len(chosen)} figures, of which those made before took {_spent(left)} of one core")
     for at, (paper, experiment) in enumerate(chosen, 1):
         name = f"{at} of {len(chosen)}: {paper} {experiment.name}"
-        if options.given or _is_wanted(paper, experiment, only_changed):
+        if _is_wanted(paper, experiment, _command(paper, experiment, scale, options), only_changed):
             evidence = make(paper, experiment, scale, options, commit, console)
             console.print(f"{name}, {_spent(evidence.seconds)}")
         else:

@@ -19,6 +19,7 @@ from tools.evidence import (
     read_evidence,
 )
 
+from kvloom.lab.reproduce.llumnix.curves import FOLDER
 from kvloom.lab.reproduce.report import Cell, Claim, Experiment, Report
 
 KNOWN = {(paper, experiment.name): experiment for paper, experiment in experiments()}
@@ -37,7 +38,10 @@ def evidence_of(paper: str, name: str) -> Evidence:
 
 
 @pytest.mark.parametrize(("paper", "name"), KNOWN)
-def test_a_figure_played_small_gives_what_it_gave_when_it_was_made(paper: str, name: str) -> None:
+def test_a_figure_played_small_gives_what_it_gave_when_it_was_made(
+    paper: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(FOLDER, raising=False)
     experiment: Experiment = KNOWN[paper, name]
     now = experiment.run("small", lambda *_: None)
     assert changed(evidence_of(paper, name).small, now) == [], f"make evidence ARGS='{paper} --figure {name}'"

@@ -176,15 +176,10 @@ def read_plan_settings(file: Path) -> dict[str, Any]:
             models[model.name] = {"path": model.path, "rate": max(model.rate, LEAST_RATE)}
             if model.slo:
                 models[model.name]["slo"] = asdict(model.slo)
-            if model.speculation and model.speculation != "none":
-                drafted.setdefault(model.name, set()).add(model.speculation)
-                models[model.name]["acceptance"] = model.acceptance
-            else:
-                drafted.setdefault(model.name, set()).add("none")
-    for name, ways in drafted.items():
-        models[name]["speculation"] = (
-            min(ways) if len(ways) == 1 else "none"
-        )  # a config has one for all units
+            drafted.setdefault(model.name, set()).add(model.speculation or "none")
+            models[model.name]["acceptance"] = model.acceptance
+    for name, ways in drafted.items():  # a config has one way for all units
+        models[name]["speculation"] = min(ways) if len(ways) == 1 else "none"
     return {"models": models, "units": [_unit(unit) for unit in plan.units]}
 
 

@@ -2,10 +2,10 @@
 
 Its steps are a part of the larger model's decode job (`DraftSteps`), so that policies, quotas and preemption
 know of nothing new. While such a job runs, a sequence of the smaller model's cache, with the id of the larger
-one's, holds the K and V that it reads and writes. Between two jobs these are a cached prefix like any other:
-they give way whenever somebody wants the blocks, and nothing is to be given back if the sequence ends, is
-preempted or moves. What has given way, and a prompt at first, is computed again beside the larger model's
-steps, a few tokens at a time.
+one's, holds the K and V that it reads and writes. Between two jobs these are a cached prefix like any other
+that was used last: they give way if somebody wants the blocks and nothing older is left, and nothing is to be
+given back if the sequence ends, is preempted or moves. What has given way, and a prompt at first, is computed
+again beside the larger model's steps, a few tokens at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvloom.engine.drafts.drafting import DraftState
 from kvloom.engine.drafts.lengths import StepTimes
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.sequence import Sequence as OneSequence
-from kvloom.types.errors import ConfigError
+from kvloom.types.errors import ConfigError, OutOfBlocks
 from kvloom.types.job import DraftedSequence, DraftSteps
 from kvloom.types.request import ModelCard
 from kvloom.types.spec import MOST_ROWS
@@ -55,6 +55,10 @@ class DraftModel:
                 "right"
             )
         return cls(queue)
+
+    @property
+    def context_length(self) -> int:
+        return self._queue.card.context_length
 
     def seconds(self, sequences: int, step: float, other: ModelQueue) -> float:
         """Returns what a step of so many sequences is expected to take: as was measured, or if none was, by
@@ -118,7 +122,12 @@ class DraftModel:
         if not found:
             return None
         ids, counts = [one.sequence for one in found], [one.computed for one in found]
-        plan = cache.begin_forward(ids, counts, by_token=True)
+        try:
+            plan = cache.begin_forward(ids, counts, by_token=True)
+        except OutOfBlocks:  # the step goes on without drafts
+            for one in found:
+                cache.remove_sequence(one.sequence)
+            return None
         return DraftSteps(self._queue.card.name, plan, tuple(found))
 
     def ended(

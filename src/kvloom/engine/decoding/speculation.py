@@ -8,7 +8,7 @@ on by the draw that should have stood there. So nothing of a stream tells that t
 A sequence drafts only if its next draws read nothing but its tokens: none with a guide, whose grammar would
 have to step ahead, and none that is sent to a peer. No sequence of a model drafts while one of the step
 shares the page of its next token (so that it is copied), while the model borrows from another unit, beside
-prompts in a mixed job, or if blocks for drafts are not free: no sequence is preempted for a draft.
+prompts in a mixed job, or if blocks for drafts are not free: no sequence is preempted as drafts begin.
 
 Drafts come from the n-grams of a sequence's own text, or from a smaller model of the unit (`DraftModel`).
 """
@@ -113,7 +113,7 @@ class _ModelDrafts:
         tokens = {sequence.id: found[sequence][:length] for sequence, length in lengths.items()}
         if self.drafter is None:
             return Proposal(tokens)
-        steps = self.drafter.begin(lengths, self.drafter.room(view) - needs)
+        steps = self.drafter.begin(lengths, min(self.drafter.room(view), free) - needs)
         if steps is None:
             return None
         return Proposal({one.sequence: tokens[one.sequence] for one in steps.sequences if one.count}, steps)
@@ -143,6 +143,8 @@ class _ModelDrafts:
         """Returns what is drafted for a sequence, as far as it could count: nothing after its end does. If a
         model is to draft it, as many zeros."""
         tokens, limit = sequence.tokens, self._queue.card.context_length
+        if self.drafter is not None:
+            limit = min(limit, self.drafter.context_length)
         most = min(MOST_DRAFTED, sequence.remaining - 1, limit - tokens.length - 1)
         if most < 1 or sequence.guide or sequence.transfer:
             return []
