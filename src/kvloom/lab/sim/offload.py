@@ -155,7 +155,8 @@ class SimulatedOffloadBackend:
     def take_back(self, numbers: AnyArray) -> None:
         assert self.lent is not None
         lent = self.lent.numbers
-        lent[numbers] = lent[~np.isin(lent, lent[numbers])][0]
+        gone = np.isin(lent, lent[numbers])
+        lent[gone] = lent[~gone][0]
 
     def recall(self) -> bool:
         loan = self.lent
