@@ -182,9 +182,11 @@ class Lender(Generic[S]):
 
     def take_back(self, body: HandBack) -> None:
         """Takes back blocks of the loan of which the borrower says that it uses them no more. Raises Conflict
-        if the loan is over, BadRequest if these are no blocks of it, or all of them."""
+        if the loan is over or about to be, BadRequest if these are no blocks of it, or all of them."""
         if self._lent is None or self._terms is None or self._terms[1].ticket != body.ticket:
             raise Conflict("take_back: this loan is over")
+        if self._retry is not None:
+            raise Conflict("take_back: all of this loan is on its way back")
         numbers = np.unique(np.array(body.blocks, np.int64))
         if numbers.size and not 0 <= numbers[0] <= numbers[-1] < len(self._lent):
             raise BadRequest(f"take_back: a block beyond the {len(self._lent)} that are lent")
