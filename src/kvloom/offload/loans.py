@@ -182,18 +182,22 @@ class Lender(Generic[S]):
 
     def take_back(self, body: HandBack) -> None:
         """Takes back blocks of the loan of which the borrower says that it uses them no more. Raises Conflict
-        if the loan is over or about to be, BadRequest if these are no blocks of it, or all of them."""
+        if the loan is over or about to be, or the device takes back no part of it; BadRequest if these are no
+        blocks of it, or all of them."""
         if self._lent is None or self._terms is None or self._terms[1].ticket != body.ticket:
             raise Conflict("take_back: this loan is over")
         if self._retry is not None:
             raise Conflict("take_back: all of this loan is on its way back")
+        backend = _able(self._backend)
+        if not backend.parts:
+            raise Conflict("take_back: this unit's device takes a loan back as a whole")
         numbers = np.unique(np.array(body.blocks, np.int64))
         if numbers.size and not 0 <= numbers[0] <= numbers[-1] < len(self._lent):
             raise BadRequest(f"take_back: a block beyond the {len(self._lent)} that are lent")
         numbers = numbers[~self._here[numbers]]
         if numbers.size >= self._promises.lent:
             raise BadRequest("take_back: these are all blocks of the loan; the borrower ends it by leaving")
-        _able(self._backend).take_back(numbers)
+        backend.take_back(numbers)
         self._here[numbers] = True
         self._pool.take_back(self._lent[numbers])
         self._promises.lent -= numbers.size
