@@ -385,7 +385,9 @@ class Borrower(Generic[S]):
         queue.planner = DecodePlanner(queue.cache, self._loans.pop(model).tokens_total)
         del self._terms[model]
         if model in self._shedding:
-            self._shedding.pop(model)[1].set_result(None)
+            _, numbers = self._shedding.pop(model)
+            if not numbers.done():
+                numbers.set_result(None)
         queue.changed()
         _able(self._backend).give_back(model)
 
