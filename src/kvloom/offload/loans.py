@@ -297,7 +297,7 @@ class Borrower(Generic[S]):
         if loan is None:
             return None
         page = loan.cache.geometry.blocks_per_page
-        pages = min(-(-count // page), loan.pool.total // page - 1)
+        pages = min(-(-count // page), (loan.pool.total - loan.pool.lent) // page - 1)
         for sequence in loan.policy.least_urgent():
             if loan.cache.pages.available >= pages:
                 break
