@@ -6,7 +6,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+import numpy as np
 import pytest
+from msgspec import structs
 
 from kvloom.engine.freeness import freeness
 from kvloom.offload.loan_manager import LoanManager
@@ -15,7 +17,7 @@ from kvloom.types.errors import BadRequest, KvloomError, OutOfBlocks, Unavailabl
 from kvloom.types.load import UnitLoad
 from kvloom.types.spec import WeaveSpec
 from tests.cluster.loads import model, unit
-from tests.engine.modelled_weaving import MODEL, ModelledBackend, hot_unit
+from tests.engine.modelled_weaving import MODEL, PAGE, ModelledBackend, hot_unit, loan_of
 from tests.modelled import modelled, turns
 
 
@@ -107,3 +109,53 @@ def test_what_differs_in_a_number_is_not_said_again(caplog: pytest.LogCaptureFix
         "ask again in 19 s",
         "it is gone",
     ]
+
+
+class Lending(Refusing):
+    """A lender that lends, though its first answer may be lost."""
+
+    def __init__(self, blocks: int, *, lost: bool = False) -> None:
+        super().__init__(lambda _: Unavailable("the engine cannot be reached any more"), blocks)
+        self.lent: Borrow | None = None
+        self._lost = lost
+
+    async def load(self) -> UnitLoad:
+        lent = self.lent.pages * PAGE if self.lent else 0
+        return structs.replace(await super().load(), lent_blocks=lent)
+
+    async def lend(self, body: Borrow) -> Loan:
+        assert self.lent in (None, body), "another loan at the same time"
+        self.lent = body
+        if self._lost and not self.asked:
+            await super().lend(body)
+        self.asked += 1
+        return loan_of(body, np.arange(body.pages * PAGE, dtype=np.int32))
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_who_may_have_lent_is_asked_again_before_others(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer is lost, or the loan cannot be opened at first. It is the freest only before it lends."""
+    failing, real = [not lost], ModelledBackend.borrow
+
+    def opened(self: ModelledBackend, borrow: Borrow, loan: Loan) -> int:
+        if failing[0]:
+            failing[0] = False
+            raise Unavailable("the lender cannot be seen")
+        return real(self, borrow, loan)
+
+    monkeypatch.setattr(ModelledBackend, "borrow", opened)
+    engine, executor = hot_unit(24, 24)
+    first, other = Lending(40, lost=lost), Lending(36)
+
+    async def play() -> None:
+        async with modelled(engine, executor):
+            lenders = {"unit-1": first, "unit-2": other}
+            spec = WeaveSpec("unit-1", 0.5, 0.3, others=("unit-2",))
+            keeper = LoanKeeper(engine.borrower, MODEL, spec, lenders, first, freeness)
+            task = asyncio.create_task(keeper.run())
+            while engine.borrower.loan(MODEL) is None:
+                await turns(1)
+            task.cancel()
+
+    asyncio.run(play())
+    assert (first.asked, other.asked) == (2, 0)

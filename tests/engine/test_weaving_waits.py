@@ -8,9 +8,9 @@ import pytest
 
 from kvloom.engine.engine import Engine
 from kvloom.offload.loans import SHORT
-from kvloom.offload.terms import Borrow
+from kvloom.offload.terms import Borrow, HandBack
 from kvloom.types.clock import Clock, WallClock
-from kvloom.types.errors import OutOfBlocks
+from kvloom.types.errors import Conflict, OutOfBlocks
 from kvloom.types.verbs import PrepRecv
 from tests.engine.modelled_weaving import MODEL, PAGE, ModelledBackend, hot_unit
 from tests.engine.plays import check, order, serve
@@ -89,3 +89,21 @@ def test_a_unit_that_is_told_to_leave_has_back_what_it_lends_before_it_ends() ->
 
     serve(play(), engine, executor)
     assert not engine.pool.lent
+
+
+@pytest.mark.parametrize("stuck", [0, 2])
+def test_a_unit_that_takes_no_part_back_refuses_it(stuck: int) -> None:
+    """Its device knows what is lent until the loan ends; or the whole loan is about to be back."""
+    engine, executor = cold_unit(60, stuck=stuck)
+
+    async def play() -> None:
+        loan = engine.lender.lend(terms(30))
+        if stuck:
+            engine.lender.recall()
+        why = "all of this loan is on its way back" if stuck else "takes a loan back as a whole"
+        with pytest.raises(Conflict, match=why):
+            await engine.take_back(HandBack(model=MODEL, ticket=loan.ticket, blocks=list(range(PAGE))))
+        assert engine.pool.lent == 30 * PAGE
+        engine.lender.recall()
+
+    serve(play(), engine, executor)

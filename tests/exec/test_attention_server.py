@@ -18,6 +18,7 @@ from kvloom.kernels import reference
 from kvloom.offload.cpu import polling
 from kvloom.offload.cpu.attention_server import AttentionServer
 from kvloom.types.errors import Unavailable
+from kvloom.types.geometry import AnyArray
 from tests.processes import DEADLINE
 from tests.transfer.loans import (
     BLOCKS,
@@ -193,6 +194,29 @@ def test_nothing_is_done_for_who_has_forged_or_was_closed() -> None:
             assert memory_of(made).done.get() == done
             assert bool((made.arena.bytes == before).all())
             assert len(ends) == forged
+
+
+def test_no_task_is_done_while_a_part_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would read the map, and tell of new pages there, which is about to change."""
+    with attending() as (made, server, _):
+        loan, receiver = borrowed(made.lending.loan), made.lending.receiver
+        out, done = np.empty((1, HEADS, GEOMETRY.head_dim), np.float32), list[int]()
+        task, forget = 0, receiver.forget
+
+        def forgets(numbers: AnyArray) -> None:
+            nonlocal task
+            begin(loan, [3])
+            qkv = np.ones((1, _TOTAL, GEOMETRY.head_dim), np.float32)
+            task = loan.tasks.post(0, qkv, 1.0, 0, 0.0)
+            with server.polled():
+                server.poll()
+            done.append(server.waits().tasks_total)
+            forget(numbers)
+
+        monkeypatch.setattr(receiver, "forget", forgets)
+        server.take_back(np.arange(PAGES * GEOMETRY.blocks_per_page // 2, PAGES * GEOMETRY.blocks_per_page))
+        loan.tasks.collect(task, out)
+        assert (done, server.waits().tasks_total) == ([0], 1)
 
 
 def test_a_borrower_that_leaves_is_noticed() -> None:

@@ -127,6 +127,17 @@ def test_bytes_at_random_are_refused_or_confined(data: st.DataObject) -> None:
         _confined(task)
 
 
+def test_what_came_back_in_two_parts_is_out_of_reach() -> None:
+    """A number that was handed back first names no block that was handed back later."""
+    with lender_here() as made:
+        _post(made)
+        for part in ([0, 1], [2, 3]):
+            made.lending.receiver.forget(np.array(part))
+        task = made.lending.receiver.next()
+        assert task is not None
+        assert set(task.descriptor.map[:4].ravel().tolist()) <= set(LENT[4:].tolist())
+
+
 def test_a_mailbox_far_larger_than_what_is_lent_is_refused() -> None:
     with lender_here() as made:
         greedy = replace(asked(os.getpid()), rows=1 << 20, width=1 << 10)

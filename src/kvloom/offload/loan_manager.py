@@ -16,7 +16,7 @@ from kvloom.offload.loans import Borrower
 from kvloom.offload.policy import Observation, S, Share, Slowdown, adapted
 from kvloom.offload.terms import Borrow, HandBack, Loan
 from kvloom.types.clock import Clock
-from kvloom.types.errors import BadRequest, KvloomError
+from kvloom.types.errors import BadRequest, KvloomError, Unavailable
 from kvloom.types.load import UnitLoad
 from kvloom.types.spec import WeaveSpec
 
@@ -77,19 +77,30 @@ class LoanManager(Generic[S]):
             await self._clock.sleep(_FIRST)  # the lender has to notice that this unit has left
 
     async def _borrow_from_any(self) -> bool:
-        """Asks the lenders, the freest first, until one lends. Returns whether one does."""
+        """Asks the lenders, the freest first, until one lends. Returns whether one does. A unit lends to one
+        borrower alone, so what it lends already is ours, of which its answer was lost: it comes first."""
         loads = dict[str, UnitLoad]()
         for name, lender in list(self._lenders.items()):
             try:
                 loads[name] = await lender.load()
             except KvloomError as error:
                 self._refused(name, error)
-        for name in sorted(loads, key=lambda name: self._freeness(loads[name]), reverse=True):
+        order = {name: (load.lent_blocks > 0, self._freeness(load)) for name, load in loads.items()}
+        for name in sorted(loads, key=order.__getitem__, reverse=True):
             problem = await self._borrow_from(name, loads[name])
             if problem is None:
                 return True
             self._refused(name, problem)
+            if isinstance(problem, Unavailable) and await self._may_have_lent(name):
+                return False
         return False
+
+    async def _may_have_lent(self, name: str) -> bool:
+        """Returns whether a lender lends although nothing was borrowed of it, or does not tell."""
+        try:
+            return (await self._lenders[name].load()).lent_blocks > 0
+        except KvloomError:
+            return True
 
     def _refused(self, name: str, problem: KvloomError) -> None:
         """Logs why a lender refuses, unless it refused for the same reason before. One whose refusal is a

@@ -182,16 +182,22 @@ class Lender(Generic[S]):
 
     def take_back(self, body: HandBack) -> None:
         """Takes back blocks of the loan of which the borrower says that it uses them no more. Raises Conflict
-        if the loan is over, BadRequest if these are no blocks of it, or all of them."""
+        if the loan is over or about to be, or the device takes back no part of it; BadRequest if these are no
+        blocks of it, or all of them."""
         if self._lent is None or self._terms is None or self._terms[1].ticket != body.ticket:
             raise Conflict("take_back: this loan is over")
+        if self._retry is not None:
+            raise Conflict("take_back: all of this loan is on its way back")
+        backend = _able(self._backend)
+        if not backend.parts:
+            raise Conflict("take_back: this unit's device takes a loan back as a whole")
         numbers = np.unique(np.array(body.blocks, np.int64))
         if numbers.size and not 0 <= numbers[0] <= numbers[-1] < len(self._lent):
             raise BadRequest(f"take_back: a block beyond the {len(self._lent)} that are lent")
         numbers = numbers[~self._here[numbers]]
         if numbers.size >= self._promises.lent:
             raise BadRequest("take_back: these are all blocks of the loan; the borrower ends it by leaving")
-        _able(self._backend).take_back(numbers)
+        backend.take_back(numbers)
         self._here[numbers] = True
         self._pool.take_back(self._lent[numbers])
         self._promises.lent -= numbers.size
@@ -291,7 +297,7 @@ class Borrower(Generic[S]):
         if loan is None:
             return None
         page = loan.cache.geometry.blocks_per_page
-        pages = min(-(-count // page), loan.pool.total // page - 1)
+        pages = min(-(-count // page), (loan.pool.total - loan.pool.lent) // page - 1)
         for sequence in loan.policy.least_urgent():
             if loan.cache.pages.available >= pages:
                 break
@@ -379,7 +385,9 @@ class Borrower(Generic[S]):
         queue.planner = DecodePlanner(queue.cache, self._loans.pop(model).tokens_total)
         del self._terms[model]
         if model in self._shedding:
-            self._shedding.pop(model)[1].set_result(None)
+            _, numbers = self._shedding.pop(model)
+            if not numbers.done():
+                numbers.set_result(None)
         queue.changed()
         _able(self._backend).give_back(model)
 

@@ -79,8 +79,13 @@ class OffloadPolicy(Generic[S]):
         self.share = share
         self.rows = rows
         self._cache = cache
-        self._kept = -(-len(cache.pages.refs) // KEPT)
         self._urged: set[int] = set()
+
+    @property
+    def _kept(self) -> int:
+        """Pages that are kept for what offloaded sequences append: a part of those not handed back."""
+        pages, size = self._cache.pages, self._cache.geometry.blocks_per_page
+        return -(-(pages.available + pages.used_blocks // size) // KEPT)
 
     @property
     def roomy(self) -> bool:

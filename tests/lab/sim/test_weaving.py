@@ -9,20 +9,23 @@ from itertools import pairwise
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from kvloom.cli.__main__ import main
 from kvloom.engine.engine import Engine
 from kvloom.lab.sim.fleet import simulated
 from kvloom.lab.sim.links import ModelledPlane, ModelledTransport
-from kvloom.lab.sim.offload import OffloadingUnits
+from kvloom.lab.sim.offload import OffloadingUnits, SimulatedOffloadBackend
 from kvloom.lab.sim.unit import SimulatedUnit, modelled_executor, timed_link
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.lab.workload.request import RequestResult, WorkloadRequest
 from kvloom.lab.workload.results import read_results
+from kvloom.offload.terms import Borrow
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import Operator, Work
 from kvloom.router.program import load_program
+from kvloom.types.address import KVForm
 from kvloom.types.errors import ConfigError
 from kvloom.types.load import Waits
 from kvloom.types.spec import WeaveSpec
@@ -269,6 +272,31 @@ async def test_a_lender_that_dies_in_a_step_has_not_answered() -> None:
         for engine in engines:
             engine.stop()
     assert hot.pool.available == hot.pool.total
+
+
+@virtually
+async def test_what_came_back_in_two_parts_is_out_of_reach() -> None:
+    """A number that was handed back first names no block that was handed back later."""
+    given, plane = units(woven(1.0)), ModelledPlane()
+    offloading = OffloadingUnits(one.spec for one in given)
+    backends = list[SimulatedOffloadBackend]()
+    for one in given:
+        executor = modelled_executor(one)
+        transport = plane.join(one.spec.unit, executor.blocks, timed_link(one))
+        made = offloading.backend(one, executor, transport)
+        assert made is not None
+        backends.append(made)
+    hot, cold = backends
+    form = KVForm.of(hot.executor.geometries[HOT], "float32")
+    per_page = form.layers * form.kv_heads
+    terms = Borrow(model=HOT, pid=1, form=form, heads=hot.heads(HOT), rows=4, width=4, pages=2)
+    blocks = np.arange(100, 100 + 2 * per_page, dtype=np.int32)
+    hot.borrow(terms, cold.lend(terms, blocks, lambda why: None))
+    for part in np.split(np.arange(per_page), 2):
+        cold.take_back(part)
+    found = hot.lent_blocks(HOT)
+    assert found is not None
+    assert set(found[1].tolist()) <= set(blocks[per_page:].tolist())
 
 
 def test_a_share_that_adapts_rises_in_need_and_falls_as_the_cold_unit_suffers() -> None:

@@ -156,7 +156,8 @@ class SimulatedOffloadBackend:
         assert self.lent is not None
         lent = self.lent.numbers
         # Blocks that went back are pointed at one that is still lent, so that no task can name them.
-        lent[numbers] = lent[~np.isin(lent, lent[numbers])][0]
+        gone = np.isin(lent, lent[numbers])
+        lent[gone] = lent[~gone][0]
 
     def recall(self) -> bool:
         loan = self.lent

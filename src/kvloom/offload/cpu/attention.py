@@ -245,8 +245,9 @@ class CpuOffloadBackend:
     returns_parts = True
 
     def take_back(self, numbers: AnyArray) -> None:
-        assert self._lending is not None
-        self._lending.receiver.forget(numbers)
+        server = self._executor.loans.server
+        assert server is not None
+        server.take_back(numbers)
 
     def recall(self) -> bool:
         server, self._executor.loans.server = self._executor.loans.server, None

@@ -26,7 +26,7 @@ from kvloom.offload.queueing import Gap, Rule, conditional_wait, expected_stall,
 from kvloom.offload.terms import Borrow
 from kvloom.types.clock import has_ended
 from kvloom.types.errors import BadRequest
-from kvloom.types.geometry import F64, I64
+from kvloom.types.geometry import F64, I64, AnyArray
 from kvloom.types.load import Waits
 
 _log = logging.getLogger(__name__)
@@ -219,6 +219,12 @@ class AttentionServer:
         """Returns the gap between the last forwards."""
         gaps = tuple(self._gaps)
         return Gap(gaps[-1] - gaps[0], self._polling.wake)
+
+    def take_back(self, numbers: AnyArray) -> None:
+        """Lets no task reach these blocks of the loan any more; when it returns, none that does is under
+        way."""
+        with self._polling.held():
+            self._receiver.forget(numbers)
 
     def close(self) -> None:
         """Takes no more tasks; when it returns, none is under way, and the thread has ended."""

@@ -129,10 +129,10 @@ class TaskReceiver:
 
     def forget(self, numbers: AnyArray) -> None:
         """Lets these blocks of the loan, as the borrower counts them, be reached no more. Whoever names one
-        of them nevertheless gets one that is still lent."""
+        of them nevertheless, or one that was forgotten before, gets one that is still lent."""
         gone = self.lent[numbers]
         left = self.lent[~np.isin(self.lent, gone)][0]
-        self.lent[numbers] = left
+        self.lent[np.isin(self.lent, gone)] = left
         self.map[np.isin(self.map, gone) & self.known[:, None, None]] = left
 
     @property
