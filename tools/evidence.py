@@ -83,6 +83,11 @@ def changed(before: Report, now: Report) -> list[str]:
     return [f"{old}  →  {new}" for old, new in lines if not _alike(old, new)]
 
 
+def without_numbers(report: Report) -> str:
+    """Returns what a report says besides its numbers, and what depends on them."""
+    return _NUMBER.sub("#", " ".join(head for grid in report.grids for head in (grid.title, *grid.heads)))
+
+
 def _alike(old: str, new: str) -> bool:
     if _NUMBER.sub("#", old) != _NUMBER.sub("#", new):
         return False

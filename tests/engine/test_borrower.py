@@ -151,7 +151,7 @@ def test_who_may_have_lent_is_asked_again_before_others(lost: bool, monkeypatch:
         async with modelled(engine, executor):
             lenders = {"unit-1": first, "unit-2": other}
             spec = WeaveSpec("unit-1", 0.5, 0.3, others=("unit-2",))
-            keeper = LoanKeeper(engine.borrower, MODEL, spec, lenders, first, freeness)
+            keeper = LoanManager(engine.borrower, MODEL, spec, lenders, first, freeness)
             task = asyncio.create_task(keeper.run())
             while engine.borrower.loan(MODEL) is None:
                 await turns(1)

@@ -31,7 +31,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-FEW = 5  # drafted tokens that are right at least, however lengths follow the times of steps
+FEW = 0  # drafted tokens are right, and some more: how many are drafted follows the times of steps
 SMALL = "small"  # the model that drafts
 BOTH = pytest.mark.parametrize("how", ["ngram", SMALL])
 

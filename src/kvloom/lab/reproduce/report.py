@@ -115,6 +115,8 @@ class Experiment:
     """Runs it with what a reader asks besides; None if it has no options. It raises ConfigError."""
     options: tuple[str, ...] = ()
     """The names of those that it has, as `Options` has them."""
+    timed: bool = False
+    """Whether it tells times of the machine that plays it, so that no two runs agree in their numbers."""
 
 
 _STYLES: Final = {

@@ -21,5 +21,5 @@ EXPERIMENTS: Final = (
     Experiment("12", figure_12, figure_12, ("traffic", "rates", "requests")),
     Experiment("section-6.4", section_64),
     Experiment("section-6.5", section_65, section_65, ("rates", "thresholds", "requests")),
-    Experiment("section-6.6", section_66),
+    Experiment("section-6.6", section_66, timed=True),
 )
