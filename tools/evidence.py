@@ -132,7 +132,8 @@ def _overview() -> str:
         if evidence is not None:
             counts = [str(count or "") for count in verdicts([evidence.report]).values()]
             made = evidence.commit, evidence.date, _spent(evidence.seconds)
-            rows.append((paper, evidence.report.name, *counts, *made))
+            small = ", small" if "--scale small" in evidence.command else ""
+            rows.append((paper, f"{evidence.report.name}{small}", *counts, *made))
     return "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
 
