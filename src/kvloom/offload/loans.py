@@ -189,7 +189,7 @@ class Lender(Generic[S]):
         if self._retry is not None:
             raise Conflict("take_back: all of this loan is on its way back")
         backend = _able(self._backend)
-        if not backend.parts:
+        if not backend.returns_parts:
             raise Conflict("take_back: this unit's device takes a loan back as a whole")
         numbers = np.unique(np.array(body.blocks, np.int64))
         if numbers.size and not 0 <= numbers[0] <= numbers[-1] < len(self._lent):
