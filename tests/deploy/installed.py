@@ -77,7 +77,8 @@ def _required(first: Distribution) -> Iterator[Distribution]:
 def copy_kernels(packages: Path) -> None:
     """Copies the kernels' machine code, which takes minutes to compile, from beside the sources. numba takes
     it if the kernel's own file has the same time and size."""
-    for code in SOURCE.glob("kernels/cpu/**/__pycache__/*.nb?"):
+    stamps = SOURCE.glob("kernels/cpu/__pycache__/kernels-*")
+    for code in [*SOURCE.glob("kernels/cpu/**/__pycache__/*.nb?"), *stamps]:
         target = packages / "kvloom" / code.relative_to(SOURCE)
         target.parent.mkdir(exist_ok=True)
         shutil.copy(code, target)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -124,7 +123,7 @@ def test_tokens_drawn_in_mixed_jobs_are_those_drawn_apart(
 
     together, mixed = asyncio.run(drawn())
     assert mixed > 0
-    monkeypatch.setitem(POLICIES, "adbs", lambda view: adbs(replace(view, mixes=False)))
+    monkeypatch.setitem(POLICIES, "adbs", lambda view: adbs(structs.replace(view, mixes=False)))
     apart, none = asyncio.run(drawn())
     assert none == 0
     assert together == apart

@@ -103,7 +103,9 @@ def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path, monkeypatch: p
     with fleet("--model", "far=some/model") as running:
         assert running.process.wait(60) == 2
         errors = running.errors()
-        assert errors.startswith(f"kvloom: models.far: some/model: the hub at {url} cannot be reached")
+        assert errors.startswith(
+            f"kvloom: models.far: some/model: is no folder here, and the hub at {url} cannot be reached"
+        )
         assert errors.count("\n") == 1
         assert running.process.stdout is not None
         assert "Retrying" not in running.process.stdout.read()

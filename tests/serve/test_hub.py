@@ -69,7 +69,10 @@ def test_it_is_not_asked_for_what_is_here(hub: Asked, tmp_path: Path) -> None:
 
 def test_it_is_not_asked_when_that_was_forbidden(hub: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"^models\.m0: some/model: the hub at .* cannot be reached \("):
+    with pytest.raises(
+        ConfigError,
+        match=r"^models\.m0: some/model: is no folder .* cannot be reached \(",
+    ):
         require_hub(models("some/model"))
     assert not hub.paths
 
@@ -78,7 +81,10 @@ def test_it_is_not_asked_when_that_was_forbidden(hub: Asked, monkeypatch: pytest
 def test_one_that_cannot_be_reached_is_told(hub: Asked, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    with pytest.raises(ConfigError, match=r"^models\.m0: some/model: the hub at .* cannot be reached \("):
+    with pytest.raises(
+        ConfigError,
+        match=r"^models\.m0: some/model: is no folder .* cannot be reached \(",
+    ):
         require_hub(models("some/model"))
     assert not hub.paths
 
