@@ -244,7 +244,6 @@ def main(words: Sequence[str] | None = None) -> str | None:
     )
     parser.add_argument("--page", action="store_true", help="only write the pages, from the data files")
     options = parser.parse_args(words)
-    logging.getLogger("kvloom").setLevel(logging.ERROR)  # papers overload their systems
     if not options.page:
         papers, figures = options.papers or PAPERS, options.figure
         chosen = [
@@ -282,6 +281,7 @@ def _make_all(
 
 
 if __name__ == "__main__":
+    logging.getLogger("kvloom").setLevel(logging.ERROR)  # papers overload their systems
     try:
         sys.exit(main())
     except KeyboardInterrupt:
