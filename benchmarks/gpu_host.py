@@ -17,7 +17,6 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from statistics import median
 from typing import Any, Final
@@ -30,7 +29,7 @@ from tools.gpu_checks.models import LLAMA_8B, Ground, executor_of, make_models
 from benchmarks.report import Cell, Finding, Report, make_parser, publish, this_machine
 from kvloom.exec import sampler
 from kvloom.exec.cuda import executor as executing
-from kvloom.exec.cuda.device import GpuDevice, HostEvent, PartitionLane, Partitions, StreamEvent
+from kvloom.exec.cuda.device import GpuDevice, HostStream, PartitionLane, Partitions
 from kvloom.exec.cuda.graphs import DecodeSteps, PrefillSteps
 from kvloom.exec.cuda.model import DevicePageMap
 from kvloom.exec.cuda.operations import Operations, triton_operations
@@ -50,17 +49,8 @@ class _Nothing:
     def replay(self) -> None: ...
 
 
-class _NullStream:
+class _NullStream(HostStream):
     """A stream whose recordings do nothing."""
-
-    def entered(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def mark(self) -> HostEvent:
-        return HostEvent()
-
-    def follow(self, mark: StreamEvent) -> None:
-        mark.wait()
 
     def record(self, work: Callable[[], None]) -> _Nothing:
         work()

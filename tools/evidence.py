@@ -29,9 +29,9 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvloom.lab.reproduce.llumnix.curves import FOLDER
+from kvloom.cli.reproduce import play, quiet
+from kvloom.lab.reproduce.published import FOLDER
 from kvloom.lab.reproduce.report import Experiment, Options, Report, Scale, markdown, verdicts
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -154,10 +154,10 @@ def make(
     """Runs a figure at both scales, or at the small one alone, and writes its data file. commit: of the code
     that runs."""
     with _without_published():
-        small, seconds = _run(paper, experiment, "small", Options(), console)
+        small, seconds = _timed(paper, experiment, "small", Options(), console)
     report = small
     if scale == "full":
-        report, seconds = _run(paper, experiment, "full", options, console)
+        report, seconds = _timed(paper, experiment, "full", options, console)
     evidence = Evidence(
         command=_command(paper, experiment, scale, options),
         commit=commit,
@@ -190,22 +190,12 @@ def _without_published() -> Iterator[None]:
             os.environ[FOLDER] = folder
 
 
-def _run(
+def _timed(
     paper: str, experiment: Experiment, scale: Scale, options: Options, console: Console
 ) -> tuple[Report, float]:
     """Returns the report, and the seconds of one core that it took."""
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     before = time.process_time()
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        step = progress.add_task(f"{paper} {experiment.name}", total=1.0)
-
-        def tell(what: str, part: float) -> None:
-            progress.update(step, description=f"{paper} {experiment.name}: {what}", completed=part)
-
-        if options.given and experiment.adjusted is not None:
-            report = experiment.adjusted(scale, tell, options)
-        else:
-            report = experiment.run(scale, tell)
+    report = play(f"{paper} {experiment.name}", experiment, scale, options, console)
     return report, time.process_time() - before
 
 
@@ -215,7 +205,7 @@ def _git(*words: str) -> str:
 
 
 def _made_by_present_code(evidence: Evidence) -> bool:
-    """Whether nothing in `CODE` has changed since the figure was made."""
+    """Returns whether nothing in `CODE` has changed since the figure was made."""
     words = ["git", "diff", "--quiet", evidence.commit, "HEAD", "--", CODE]
     return subprocess.run(words, cwd=ROOT, check=False, capture_output=True).returncode == 0
 
@@ -281,8 +271,8 @@ def _make_all(
 
 
 if __name__ == "__main__":
-    logging.getLogger("kvloom").setLevel(logging.ERROR)  # papers overload their systems
     try:
-        sys.exit(main())
+        with quiet(logging.getLogger("kvloom")):
+            sys.exit(main())
     except KeyboardInterrupt:
         sys.exit("interrupted: what was made is written, and the same command goes on from there")

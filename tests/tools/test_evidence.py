@@ -20,7 +20,7 @@ from tools.evidence import (
     without_numbers,
 )
 
-from kvloom.lab.reproduce.llumnix.curves import FOLDER
+from kvloom.lab.reproduce.published import FOLDER
 from kvloom.lab.reproduce.report import Cell, Claim, Experiment, Report
 
 KNOWN = {(paper, experiment.name): experiment for paper, experiment in experiments()}

@@ -69,8 +69,8 @@ def reproduce(
     experiments = _chosen(paper, figure, options)
     check_outputs(json, page, html)
     console = console_for()
-    with interruptible("nothing was written"), _quiet(logging.getLogger("kvloom")):
-        reports = [_run(experiment, scale, options, console) for experiment in experiments]
+    with interruptible("nothing was written"), quiet(logging.getLogger("kvloom")):
+        reports = [_show(experiment, scale, options, console) for experiment in experiments]
     counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts(reports).items() if count)
     console.print(f"\n{paper}: {counts}")
     if json is not None:
@@ -83,7 +83,7 @@ def reproduce(
 
 
 @contextmanager
-def _quiet(log: logging.Logger) -> Iterator[None]:
+def quiet(log: logging.Logger) -> Iterator[None]:
     """Silences warnings: papers overload their systems, and requests that find no room go elsewhere."""
     level = log.level
     log.setLevel(logging.ERROR)
@@ -138,17 +138,19 @@ def _chosen(paper: str, figures: Sequence[str], options: Options) -> list[Experi
     return chosen
 
 
-def _run(experiment: Experiment, scale: Scale, options: Options, console: Console) -> Report:
+def play(name: str, experiment: Experiment, scale: Scale, options: Options, console: Console) -> Report:
+    """Runs an experiment, with its progress on a terminal. name: for the reader."""
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        step = progress.add_task(experiment.name, total=1.0)
+        step = progress.add_task(name, total=1.0)
 
         def tell(what: str, part: float) -> None:
-            progress.update(step, description=f"{experiment.name}: {what}", completed=part)
+            progress.update(step, description=f"{name}: {what}", completed=part)
 
-        if options.given and experiment.adjusted is not None:
-            report = experiment.adjusted(scale, tell, options)
-        else:
-            report = experiment.run(scale, tell)
+        return experiment.play(scale, tell, options)
+
+
+def _show(experiment: Experiment, scale: Scale, options: Options, console: Console) -> Report:
+    report = play(experiment.name, experiment, scale, options, console)
     console.print(show_report(report))
     return report

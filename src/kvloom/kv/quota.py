@@ -83,7 +83,7 @@ _FULL = 1.1  # times the sequences that run, which must be there for a model to 
 
 @dataclass(frozen=True, slots=True)
 class SequenceUse:
-    """What one model has made of its bound on sequences in the last period."""
+    """The use that one model has made of its bound on sequences in the last period."""
 
     ran: float
     """Sequences that ran, on average."""

@@ -9,17 +9,17 @@ import pytest
 
 from kvloom.lab.reproduce.muxserve.end_to_end import chat
 from kvloom.lab.reproduce.muxserve.replay import (
-    FOLDER,
     NAME,
     RUNS,
     Measured,
     Mesh,
     play_placements,
     published_plan,
-    read_published,
+    published_runs,
     replayed,
 )
 from kvloom.lab.reproduce.muxserve.setup import Load, Served
+from kvloom.lab.reproduce.published import FOLDER
 from kvloom.types.errors import ConfigError
 from tests.lab.reproduce.played import played
 
@@ -55,16 +55,16 @@ def test_systems_play_on_the_published_placements_and_kvloom_on_its_own() -> Non
 def test_the_file_is_read_by_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FOLDER, raising=False)
     with pytest.raises(ConfigError, match=FOLDER):
-        read_published()
+        published_runs()
     monkeypatch.setenv(FOLDER, str(tmp_path))
     with pytest.raises(ConfigError, match=NAME):
-        read_published()
+        published_runs()
     (tmp_path / NAME).write_text("{}")
     with pytest.raises(ConfigError, match="not what was published"):
-        read_published()
+        published_runs()
     runs = {run: {"systems": {"flexsm": FLEX}} for run in RUNS.values()}
     (tmp_path / NAME).write_bytes(msgspec.json.encode({"runs": runs}))
-    assert read_published() == {rate: {"flexsm": FLEX} for rate in RUNS}
+    assert published_runs() == {rate: {"flexsm": FLEX} for rate in RUNS}
 
 
 def test_the_small_scale_needs_no_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ class Acceptance:
 
 
 class StepTimes:
-    """What decode steps of so many rows took of late, and so what others may take."""
+    """Expects of a decode step what steps of about as many rows took of late."""
 
     def __init__(self) -> None:
         self._last: dict[int, deque[float]] = {}

@@ -250,26 +250,25 @@ class PrefillSteps:
         return run_prefill(self._model, {**inputs, "tables": self._tables}, lambda layer: None, lambda: None)
 
 
+def _padding(rows: int) -> dict[str, AnyArray]:
+    """Returns what all jobs are given of their rows, of padding alone."""
+    return {
+        "tokens": np.zeros(rows, dtype=np.int64),
+        "positions": np.zeros(rows, dtype=np.int64),
+        "slot_page": np.full(rows, -1, dtype=np.int32),
+        "slot_offset": np.zeros(rows, dtype=np.int32),
+    }
+
+
 def _arrays(rows: int) -> dict[str, AnyArray]:
     """Returns the inputs of a step of padding alone."""
-    wide, narrow = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int32)
-    return {
-        "tokens": wide,
-        "positions": wide,
-        "slot_page": np.full(rows, -1, dtype=np.int32),
-        "slot_offset": narrow,
-        "lengths": narrow,
-    }
+    return {**_padding(rows), "lengths": np.zeros(rows, dtype=np.int32)}
 
 
 def _prompt_arrays(tokens: int, prompts: int) -> dict[str, AnyArray]:
     """Returns the inputs of a prefill of padding alone, in the order of `prefill_inputs`."""
-    wide, narrow = np.zeros(tokens, dtype=np.int64), np.zeros(tokens, dtype=np.int32)
     return {
-        "tokens": wide,
-        "positions": wide,
-        "slot_page": np.full(tokens, -1, dtype=np.int32),
-        "slot_offset": narrow,
+        **_padding(tokens),
         "starts": np.zeros(prompts, dtype=np.int32),
         "begins": np.zeros(prompts + 1, dtype=np.int32),
         "kept": np.zeros(prompts, dtype=np.int64),

@@ -27,7 +27,7 @@ MODES: Final[tuple[Mode, ...]] = ("cls", "lasttoken", "mean", "max", "mean_sqrt_
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """What is made of a text's last hidden states."""
+    """The way from a text's last hidden states to its vector or score."""
 
     task: Task
     mode: Mode | None = None

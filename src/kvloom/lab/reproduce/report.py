@@ -118,6 +118,12 @@ class Experiment:
     timed: bool = False
     """Whether it tells times of the machine that plays it, so that no two runs agree in their numbers."""
 
+    def play(self, scale: Scale, tell: Tell, options: Options) -> Report:
+        """Runs it with the options, which it has if any are given. Raises ConfigError."""
+        if options.given and self.adjusted is not None:
+            return self.adjusted(scale, tell, options)
+        return self.run(scale, tell)
+
 
 _STYLES: Final = {
     **dict.fromkeys(("agrees", "holds"), "green"),

@@ -1,17 +1,13 @@
-"""The published curves of figure 11, which are read where they lie."""
+"""The published curves of figure 11."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Final
 
-import msgspec
 from msgspec import Struct
 
-from kvloom.types.errors import ConfigError
+from kvloom.lab.reproduce.published import read_published
 
-FOLDER: Final = "KVLOOM_DATA"  # the variable that names where the file is
 NAME: Final = "llumnix_fig11.json"
 
 
@@ -28,13 +24,4 @@ class Curves(Struct, frozen=True):
 
 def read_curves() -> Curves:
     """Empty where the variable is not set. Raises ConfigError."""
-    folder = os.environ.get(FOLDER)
-    if not folder:
-        return Curves()
-    path = Path(folder, NAME)
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Curves)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; {FOLDER} names a folder with {NAME}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not the curves of figure 11: {error}") from error
+    return read_published(NAME, Curves, "the curves of figure 11") or Curves()

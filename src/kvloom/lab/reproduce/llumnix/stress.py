@@ -1,4 +1,4 @@
-"""What scheduling 64 instances costs, by kvloom and in one place (section 6.6).
+"""The cost of scheduling 64 instances, by kvloom and in one place (section 6.6).
 
 Instances, links and time are virtual; the scheduler's, the router's and the engines' own calls are the real
 ones, and what is told of them is CPU time of this machine. In virtual time they take none.

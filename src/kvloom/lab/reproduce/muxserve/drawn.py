@@ -235,7 +235,7 @@ def crowd() -> Drawn:
 
 
 def overload(scale: Scale, tell: Tell) -> Report:
-    """What one model's flood costs the other."""
+    """Plays a flood of one model's requests, and tells what it costs the other."""
     both = crowd()
     found = play_policies([both], POLICIES, lambda _: FLOODED[scale], tell)
     modest = replace(both, models=both.models[1:])

@@ -178,7 +178,7 @@ def _best(throughput: Sequence[float | None]) -> float:
 
 
 def _tails(rows: Sequence[Row]) -> Grid:
-    """What the paper's appendix draws, and answers a second while requests come."""
+    """Returns the tails that the paper's appendix draws, and answers a second while requests come."""
     return Grid(
         title="P99 to the first token, between tokens and to the last one; and req/s that ended in the "
         "second half of the time in which requests come",

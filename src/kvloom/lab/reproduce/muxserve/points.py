@@ -42,7 +42,7 @@ class ModelTimes:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What was found.
+    """The results of one system under one load.
 
     throughput: by model, its requests by the seconds until the last of them has ended, as the paper has it.
     answered: by model, answers a second in the second half of the time in which requests come.

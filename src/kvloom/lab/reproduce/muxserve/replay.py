@@ -3,14 +3,11 @@ what it has here on the same mesh with the same shares."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Final
 
-import msgspec
 from msgspec import Struct, field
 
 from kvloom.lab.reproduce.muxserve.end_to_end import CHAT_SPATIAL, chat
@@ -24,12 +21,12 @@ from kvloom.lab.reproduce.muxserve.systems import (
     System,
     units_of,
 )
+from kvloom.lab.reproduce.published import FOLDER, read_published
 from kvloom.lab.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell, duration, part_of
 from kvloom.plan.cluster import DeviceCosts
 from kvloom.plan.plan import PlacementPlan, PlannedModel, PlannedUnit
 from kvloom.types.errors import ConfigError
 
-FOLDER: Final = "KVLOOM_DATA"  # the variable that names where the file is
 NAME: Final = "muxserve_chatlmsys.json"
 RATES: Final = (3.0, 9.5)
 """Requests a second and model: of the four loads that were published, a low one and a high one."""
@@ -62,6 +59,10 @@ class _Run(Struct, frozen=True):
 class _Runs(Struct, frozen=True):
     runs: dict[str, _Run]
 
+    def __post_init__(self) -> None:
+        if lacking := [run for run in RUNS.values() if run not in self.runs]:
+            raise ValueError(f"no run {lacking[0]!r}")
+
 
 Published = Mapping[str, Mapping[str, Measured]]
 """By system, then by LLM."""
@@ -72,19 +73,12 @@ SYSTEMS: Final[Mapping[str, System]] = {
 }
 
 
-def read_published() -> Mapping[float, Published]:
+def published_runs() -> Mapping[float, Published]:
     """Returns what was published, by average rate. Raises ConfigError where the file is not at hand."""
-    folder = os.environ.get(FOLDER)
-    if not folder:
+    found = read_published(NAME, _Runs, "what was published of figure 7")
+    if found is None:
         raise ConfigError(f"{FOLDER} is not set; a folder with {NAME}, which is not part of kvloom, is right")
-    path = Path(folder, NAME)
-    try:
-        runs = msgspec.json.decode(path.read_bytes(), type=_Runs).runs
-        return {rate: runs[run].systems for rate, run in RUNS.items()}
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; {FOLDER} names a folder with {NAME}") from error
-    except (KeyError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not what was published of figure 7: {error}") from error
+    return {rate: found.runs[run].systems for rate, run in RUNS.items()}
 
 
 def published_plan(load: Load, published: Mapping[str, Measured]) -> PlacementPlan:
@@ -136,7 +130,7 @@ def _unit(index: int, members: Sequence[tuple[Served, Measured]]) -> PlannedUnit
 def replayed(scale: Scale, tell: Tell) -> Report:
     """Plays the published placements under the load that was measured. The small scale needs no file: it has
     kvloom's own plan alone, and a part of the load. Raises ConfigError."""
-    published = read_published() if scale == "full" else {}
+    published = published_runs() if scale == "full" else {}
     rates = RATES if published else RATES[-1:]
     told: list[Cell] = []
     pairs: list[Pair] = []
@@ -212,7 +206,7 @@ def _pairs(system: str, load: Load, theirs: Mapping[str, Measured], point: Point
 
 
 def _claims(pairs: Sequence[Pair]) -> list[Claim]:
-    """For each system and measure, how many LLMs are within a quarter, and the median ratio."""
+    """Tells for each system and measure how many LLMs are within a quarter, and the median ratio."""
     found = []
     for key in dict.fromkeys((system, measure) for system, measure, *_ in pairs):
         ratios = [
