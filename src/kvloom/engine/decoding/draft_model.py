@@ -110,7 +110,7 @@ class DraftModel:
             count = wanted[sequence]
             length = sequence.tokens.length
             need = cache.geometry.blocks(length + count) + cache.geometry.blocks_per_page  # one may be copied
-            if not rows or need > room or length + count > self._queue.card.context_length:
+            if not rows or need > room:
                 continue
             held = cache.adopt(sequence.id, sequence.tokens.list(), length - 1, salt=sequence.salt)
             end = min(length, held + rows)

@@ -151,10 +151,10 @@ class _ModelDrafts:
         state = sequence.draft_state = sequence.draft_state or self._first_state(sequence)
         if state.tick_backoff():
             return []
-        if state.index is None:
-            return (
-                [0] * most if tokens.length - state.followed <= _LARGEST_BACKLOG * sequence.remaining else []
-            )
+        if self.drafter is not None:
+            worth = self.drafter.lacking(sequence) <= _LARGEST_BACKLOG * sequence.remaining
+            return [0] * most if worth else []
+        assert state.index is not None
         drafted, state.kind = state.index.draft(tokens, most)
         ends = sequence.sampling.stop_token_ids
         return next((drafted[:i] for i, token in enumerate(drafted) if token in ends), drafted)

@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
+from kvloom.lab.reproduce.llumnix.fragmentation import queue_heads
 from kvloom.lab.reproduce.llumnix.losses import PreemptionLosses
 from kvloom.lab.reproduce.llumnix.setup import KVLOOM, PUBLISHED, EngineKind, make_units
 from kvloom.lab.reproduce.llumnix.systems import INFAAS, ROUND_ROBIN, ByStep, program_of
@@ -218,9 +219,7 @@ def unused(engine: EngineKind, count: int, draw: int, tell: TellPart) -> Unused:
     found: list[tuple[bool, bool]] = []
 
     async def look(fleet: SimulatedFleet) -> None:
-        loads = [await one.load() for one in fleet.engines.values()]
-        heads = sorted(model.head_blocks for load in loads for model in load.models.values() if model.waiting)
-        if heads:
+        if heads := queue_heads([await one.load() for one in fleet.engines.values()]):
             room = sum(engine.pool.available for engine in fleet.engines.values())
             held = sum(need <= room for need in accumulate(heads))
             found.append((held >= min(QUEUE_HEADS, len(heads)), held == len(heads)))

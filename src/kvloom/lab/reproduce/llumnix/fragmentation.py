@@ -3,7 +3,7 @@ what all instances leave together, if that were in one piece."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final
@@ -21,13 +21,17 @@ RATE: Final = 7.5  # requests a second of M-M
 _PARTS: Final = 8  # of the time, whose means are shown
 
 
+def queue_heads(loads: Iterable[UnitLoad]) -> list[int]:
+    """Returns the blocks that the first waiting request of each instance wants, the smallest first."""
+    return sorted(model.head_blocks for load in loads for model in load.models.values() if model.waiting)
+
+
 def fragmented(loads: Sequence[UnitLoad]) -> float:
     """Returns the part of all memory that is fragmented: the blocks of those first waiting requests, the
     smaller ones before the larger, that find room in what all instances leave together and have none where
     they are."""
-    heads = sorted(model.head_blocks for load in loads for model in load.models.values() if model.waiting)
     room = sum(_left(load) for load in loads)
-    held = max((need for need in accumulate(heads) if need <= room), default=0)
+    held = max((need for need in accumulate(queue_heads(loads)) if need <= room), default=0)
     return held / sum(load.total_blocks for load in loads)
 
 
