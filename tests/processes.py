@@ -51,8 +51,8 @@ class Fleet:
 
     def _read(self, deadline: float) -> bytes:
         assert self.process.stdout is not None
-        there = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]
-        return os.read(self.process.stdout.fileno(), 1 << 16) if there else b""
+        file = self.process.stdout.fileno()
+        return os.read(file, 1 << 16) if is_readable(file, deadline - time.monotonic()) else b""
 
     def _fail(self, words: str) -> NoReturn:
         self.process.kill()
@@ -106,6 +106,13 @@ def fleet(*arguments: str, folder: Path | None = None, command: Sequence[str] = 
         started.process.communicate()
 
 
+def is_readable(descriptor: int, seconds: float) -> bool:
+    """Waits so long at most. `select.select` takes no descriptor above 1,023, and a run of all tests has more."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(max(0.0, seconds) * 1e3))
+
+
 @contextmanager
 def outlived(pids: list[int]) -> Iterator[None]:
     """After the block none of these processes lives any more; they have time until the deadline."""
@@ -113,7 +120,7 @@ def outlived(pids: list[int]) -> Iterator[None]:
     try:
         yield
         for handle in handles:
-            assert select.select([handle], [], [], DEADLINE)[0], f"one of {pids} is still there"
+            assert is_readable(handle, DEADLINE), f"one of {pids} is still there"
     finally:
         for handle in handles:
             os.close(handle)

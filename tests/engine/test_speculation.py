@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 from msgspec.structs import replace
 
+from kvloom.engine.drafts.lengths import StepTimes
 from kvloom.engine.engine import Engine
 from kvloom.types.errors import ConfigError
 from kvloom.types.request import Guide, StartGenerate
@@ -31,7 +32,6 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-FEW = 0  # drafted tokens are right, and some more: how many are drafted follows the times of steps
 SMALL = "small"  # the model that drafts
 BOTH = pytest.mark.parametrize("how", ["ngram", SMALL])
 
@@ -47,6 +47,17 @@ class Paths(NamedTuple):
 def paths(tmp_path_factory: pytest.TempPathFactory) -> Paths:
     folder = tmp_path_factory.mktemp("repeating")
     return Paths(make_repeating(folder / "m"), make_repeating(folder / SMALL, seed=1, layers=1))
+
+
+@pytest.fixture(autouse=True)
+def even_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of the large model are held to take the same whatever their rows are, and those of the one that
+    drafts a twentieth of it. Otherwise what is drafted would depend on how busy the machine is."""
+
+    def expected(times: StepTimes, least: int, most: int, unseen: float = 1.0) -> list[float]:
+        return [1.0] * (most - least + 1) if most > least else [0.05]
+
+    monkeypatch.setattr(StepTimes, "expected", expected)
 
 
 def speculating(paths: Paths, how: str, **changes: int) -> EngineSpec:
@@ -122,7 +133,7 @@ def test_streams_are_the_same_while_sequences_are_preempted(paths: Paths, how: s
         found, engine = await answers(spec, bodies, 12)
         plain, _ = await answers(speculating(paths, "none"), bodies, 1)
         assert [one.tokens for one in found] == [one.tokens for one in plain]
-        assert await accepted(engine) > FEW
+        assert await accepted(engine) > 20
         return (await engine.load()).models["m"].preemptions_total
 
     assert asyncio.run(crowded()) > 0
@@ -152,7 +163,7 @@ def test_aborts_and_pauses_in_mid_stream_leave_no_trace(paths: Paths, how: str) 
                 assert i % 3 == 1 or answer.ends
 
             await asyncio.gather(*(one(i, request) for i, request in enumerate(bodies)))
-            assert await accepted(engine) > FEW
+            assert await accepted(engine) > 20
             again = await asyncio.gather(*(ask(engine, replace(b, request=f"{b.request}-2")) for b in bodies))
             assert [a.tokens for a in again] == [p.tokens for p in plain]
 
@@ -181,12 +192,12 @@ def test_a_draft_that_ends_the_stream_is_its_last_token(paths: Paths, how: str) 
 @BOTH
 def test_a_single_sequence_at_a_time_drafts(paths: Paths, how: str) -> None:
     bodies = [body("m", [i, i + 1], max_tokens=60, seed=i, temperature=0.3) for i in range(3)]
-    assert check_same(paths, how, bodies, 3, max_running=1) > FEW
+    assert check_same(paths, how, bodies, 3, max_running=1) > 20
 
 
 def test_ranks_draft_as_well(paths: Paths) -> None:
     bodies = [body("m", [i, i + 1], max_tokens=60, seed=i, temperature=0.3) for i in range(3)]
-    assert check_same(paths, SMALL, bodies, 3, tensor_parallel=2) > FEW
+    assert check_same(paths, SMALL, bodies, 3, tensor_parallel=2) > 20
 
 
 def test_what_is_drafted_gives_way_to_requests_of_the_model_that_drafts(paths: Paths) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import signal
 import threading
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ from kvloom.offload.memory.mailbox import MailboxForm
 from kvloom.types.job import Phase
 from tests.checkpoints import make_checkpoint
 from tests.engines import spec_of
-from tests.processes import DEADLINE
+from tests.processes import DEADLINE, is_readable
 from tests.tools.gpu_host import TINY, ground
 
 
@@ -151,7 +150,7 @@ def gone(process: str) -> bool:
     except ProcessLookupError:
         return True
     try:
-        return bool(select.select([end], [], [], 10)[0])
+        return is_readable(end, 10.0)
     finally:
         os.close(end)
 

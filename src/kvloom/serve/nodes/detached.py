@@ -37,8 +37,9 @@ def end(lock: Path, seconds: float, by: signal.Signals = signal.SIGTERM) -> bool
         return True
     try:
         signal.pidfd_send_signal(process, by)
-        ended, _, _ = select.select([process], [], [], seconds)
-        return bool(ended)
+        ended = select.poll()  # `select.select` takes no descriptor above 1,023.
+        ended.register(process, select.POLLIN)
+        return bool(ended.poll(seconds * 1e3))
     finally:
         os.close(process)
 
