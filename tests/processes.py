@@ -107,7 +107,8 @@ def fleet(*arguments: str, folder: Path | None = None, command: Sequence[str] = 
 
 
 def is_readable(descriptor: int, seconds: float) -> bool:
-    """Waits so long at most. `select.select` takes no descriptor above 1,023, and a run of all tests has more."""
+    """Waits so many seconds at most. In a run of all tests there are descriptors above 1,023, for which there
+    is no `select.select`."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(max(0.0, seconds) * 1e3))
