@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvloom.kv.arena import Arena
 from kvloom.types.errors import OutOfBlocks
 from tests.kv.trees import make
 
@@ -107,3 +109,13 @@ def test_a_full_dev_shm_does_not_matter() -> None:
     command = [*namespace, f'{FULL} 2>/dev/null; exec "$@"', "sh", sys.executable, "-c", WRITE]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", check=True)
     assert done.stdout.split("\n")[0] == f"(256, 2, 32, 64) {7 * 256 * 16384}"
+
+
+def test_an_arena_of_nobody_leaves_its_contentto_its_tensors_and_no_descriptor() -> None:
+    arena = Arena(4, 4096)
+    content, descriptor = arena.bytes, Path(arena.path)
+    content.fill_(7)
+    assert descriptor.exists()
+    del arena
+    assert not descriptor.exists()
+    assert int(content.long().sum()) == 7 * 4 * 4096

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
+import weakref
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -79,9 +80,10 @@ class ArenaPart:
 
 class Arena:
     """`blocks` × `block_bytes` bytes of anonymous POSIX shared memory (a memfd): peers on the host map it by
-    descriptor, and it vanishes with its last holder, however that one dies. A full /dev/shm does not
-    touch it. The ranks of a unit have one arena together, each a part of it (`ArenaPart`), so that peers need
-    to know of one memory.
+    descriptor, and it vanishes with its last holder, however that one dies. The descriptor is closed when
+    nobody refers to the arena any more; the bytes stay as long as a tensor of them does. A full /dev/shm does
+    not touch it. The ranks of a unit have one arena together, each a part of it (`ArenaPart`), so that peers
+    need to know of one memory.
     """
 
     def __init__(self, blocks: int, block_bytes: int, *, committed: bool = True) -> None:
@@ -99,6 +101,7 @@ class Arena:
             raise ConfigError(
                 f"kv_memory: the system gives no {size:,} bytes of shared memory ({name})"
             ) from error
+        weakref.finalize(self, os.close, self.fd)  # A process may have one arena after the other.
         seal_memfd(self.fd)
         self._map = mmap.mmap(self.fd, size)
         self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
