@@ -37,7 +37,7 @@ def fcfs(view: UnitView) -> Action | None:
 
 def _step(view: UnitView, model: ModelView) -> Action:
     """Returns a decode step of `model` on the whole device, or the preemption that makes room for it."""
-    if model.decode_blocks > view.free(model):
+    if model.decode_blocks > view.room_to_step(model):
         giver = max(view.givers(model), key=lambda m: m.victim)
         return gives_way(view, giver, model, model.decode_blocks)
     return Decode(model.name, view.compute)
@@ -116,7 +116,7 @@ def adbs_2024(view: UnitView) -> Action | None:
         share = model.decode_share or view.compute
         if share > room:
             continue
-        if model.decode_blocks <= view.free(model):
+        if model.decode_blocks <= view.room_to_step(model):
             return Decode(model.name, share)
         if model.held:
             return replace(gives_way(view, model, model, model.decode_blocks), kept=False)
