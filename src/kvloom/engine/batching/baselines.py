@@ -95,7 +95,8 @@ def adbs_2024(view: UnitView) -> Action | None:
     decode starts either. Otherwise decodes start by turns while there is compute for them. Each job has its
     planned share and no other. A model that finds no block for its next step makes its own latest sequence
     give way, and nothing is kept of that. Quotas bound how many sequences a model runs: they are the unit's
-    (`sequences`), not this function's. A prompt that has starved is the one deviation: its blocks are kept.
+    (`sequences`), not this function's. Two things deviate, or requests would wait for ever: the blocks of a
+    prompt that has starved are kept, and a sequence that runs alone goes on beyond a quota of blocks.
     """
     room = view.idle + view.overload
     if not view.prefill_runs:
