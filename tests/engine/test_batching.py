@@ -121,6 +121,25 @@ def test_priorities_order_a_model_but_do_not_starve_another(policy: Policy) -> N
     assert under_load(policy, 2, one, lambda: order("wide", 9, 12), most_jobs=1000) <= 8 * STARVING
 
 
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_request_beyond_a_fixed_quota_is_computed_once(policy: Policy) -> None:
+    """Where it outgrows its quota a last chunk of one token is left, so that it would come no further if it
+    gave way to itself with each step."""
+    executor = ModelledExecutor(120, compute=1)
+    engine = engine_over(executor, policy=policy, quotas="fixed", chunk_tokens=16)
+    body = order("wide", 45, 8)
+
+    async def play() -> None:
+        load = engine.load_now().models["wide"]
+        assert executor.geometries["wide"].blocks(45 + 8) > load.quota_blocks
+        asking = asyncio.create_task(ask(engine, body))
+        await finish(executor, [asking], most_jobs=20)
+        assert asking.result().tokens == expected(executor, body)
+        assert engine.load_now().models["wide"].preemptions_total == 0
+
+    serve(play(), engine, executor)
+
+
 @pytest.mark.parametrize(("policy", "again"), [("vllm-2023", 0), ("fcfs", 1)])
 def test_what_gave_way_is_computed_again_in_full_as_published(policy: Policy, again: int) -> None:
     """Nothing is left in the cache of what gave way; kvloom's own finds it there while nobody needs it."""

@@ -120,6 +120,17 @@ def test_planned_shares_let_prompts_and_steps_run_side_by_side() -> None:
     assert slack(at(runs, b, compute=10, idle=4)) == Decode("b", 4)
 
 
+def test_a_job_that_runs_alone_has_the_whole_device() -> None:
+    a, b = streams("a", 0.01, decode_share=3), streams("b", 0.02, decode_share=4)
+    assert slack(at(a, compute=10)) == Decode("a", 10)
+    assert slack(at(a, b, compute=10)) == Decode("a", 3)
+    runs = replace(b, decoding=True, decodable=0)  # type: ignore[type-var]
+    assert slack(at(a, runs, compute=10, idle=6)) == Decode("a", 3)
+    first = prompt("c", 5.0, prefill_share=6)
+    assert slack(at(first, compute=10)) == Prefill("c", 10, 100)
+    assert slack(at(first, runs, compute=10, idle=6)) == Prefill("c", 6, 92)
+
+
 @settings(max_examples=examples(200), deadline=None, derandomize=True)
 @given(view=views())
 def test_a_starving_prompt_that_finds_room_is_next(view: UnitView) -> None:

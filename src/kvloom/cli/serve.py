@@ -32,7 +32,7 @@ CONFIG.yaml, with the defaults:
   memory: 8GiB           # instead of kv_memory: for weights and pool together
   sleep_dir: /var/tmp    # where weights that sleep lie, on a disk
   block_bytes: 16KiB     # a power of two
-  policy: adbs           # or fcfs, round-robin, partitioned, slack
+  policy: slack          # or adbs, fcfs, round-robin, partitioned
   max_running: 256       # sequences a model decodes together
   max_waiting: 1024      # requests that may queue for a model
   chunk_tokens: 512      # prompt tokens a prefill job takes
@@ -103,7 +103,7 @@ def serve(
         Parameter(metavar="SIZE", help="for weights and pool together: models that do not fit sleep"),
     ] = None,
     policy: Annotated[
-        str | None, Parameter(help="adbs, fcfs, round-robin, partitioned, slack (adbs)")
+        str | None, Parameter(help="slack, adbs, fcfs, round-robin, partitioned (slack)")
     ] = None,
     api_key_file: Annotated[
         Path | None, Parameter(help="serve only who knows one of its keys, one a line")

@@ -87,7 +87,7 @@ def simulate(
     program: Annotated[
         str | None, Parameter(metavar="P", help="router program (the config's, or least_loaded)")
     ] = None,
-    policy: Annotated[Policy | None, Parameter(help="batching (the config's, or adbs)")] = None,
+    policy: Annotated[Policy | None, Parameter(help="batching (the config's, or slack)")] = None,
     slo_scale: SloScales = (),
     seed: Annotated[
         Whole | None, Parameter(metavar="N", help="draw the order of what happens at one moment from N")

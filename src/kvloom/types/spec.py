@@ -15,8 +15,9 @@ DEFAULT_POLICY: Final[Policy] = "slack"
 """The policy that has most requests in time over the workloads of `kvloom reproduce muxserve --figure
 policies`."""
 Quotas = Literal["adaptive", "fixed", "sequences", "fixed-sequences"]
-"""Whether a unit's quotas move and bend; or are walls (no unified pool); or bound how many sequences of a
-model run, as those of MuxServe's published code do, and move or not."""
+"""Whether a unit's quotas move and bend; or are walls (no unified pool), beyond which a model runs one
+sequence at most; or bound how many sequences of a model run, as those of MuxServe's published code do, and
+move or not."""
 Control = Literal["operators", "iterations"]
 Splitting = Literal["auto", "none"]
 TransportName = Literal["auto", "shm", "nixl", "tcp"]

@@ -161,7 +161,7 @@ def _next_decode(view: UnitView, *, prefills: bool) -> Action | None:
         return None
     ready = sorted([m for m in view.models if m.wants_decode], key=lambda m: m.last_decode)
     for model in ready:
-        if model.decode_blocks <= view.free(model):
+        if model.decode_blocks <= view.room_to_step(model):
             together = len(ready) > 1 or view.idle < view.compute or (prefills and not view.filling)
             beside = model.decode_share or max(1, view.compute // 2)
             return Decode(model.name, min(room, beside) if together else view.compute)

@@ -37,7 +37,7 @@ def fcfs(view: UnitView) -> Action | None:
 
 def _step(view: UnitView, model: ModelView) -> Action:
     """Returns a decode step of `model` on the whole device, or the preemption that makes room for it."""
-    if model.decode_blocks > view.free(model):
+    if model.decode_blocks > view.room_to_step(model):
         giver = max(view.givers(model), key=lambda m: m.victim)
         return gives_way(view, giver, model, model.decode_blocks)
     return Decode(model.name, view.compute)
@@ -95,7 +95,8 @@ def adbs_2024(view: UnitView) -> Action | None:
     decode starts either. Otherwise decodes start by turns while there is compute for them. Each job has its
     planned share and no other. A model that finds no block for its next step makes its own latest sequence
     give way, and nothing is kept of that. Quotas bound how many sequences a model runs: they are the unit's
-    (`sequences`), not this function's. A prompt that has starved is the one deviation: its blocks are kept.
+    (`sequences`), not this function's. Two things deviate, or requests would wait for ever: the blocks of a
+    prompt that has starved are kept, and a sequence that runs alone goes on beyond a quota of blocks.
     """
     room = view.idle + view.overload
     if not view.prefill_runs:
@@ -116,7 +117,7 @@ def adbs_2024(view: UnitView) -> Action | None:
         share = model.decode_share or view.compute
         if share > room:
             continue
-        if model.decode_blocks <= view.free(model):
+        if model.decode_blocks <= view.room_to_step(model):
             return Decode(model.name, share)
         if model.held:
             return replace(gives_way(view, model, model, model.decode_blocks), kept=False)

@@ -9,6 +9,7 @@ all models would take longer with it than their streams have from token to token
 More urgent priorities come before all this. Nobody starves: a model whose prompts have waited for `STARVING`
 jobs, or whose streams have for `RESTED`, is next whatever the deadlines are, and of one model's prompts some
 late ones go first (`FairQueue.put_behind`). Blocks are given and taken back as under `adbs`.
+A job beside others has its planned share of the device, and one that runs alone all of it.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def _prompts(view: UnitView, model: ModelView, steps: Sequence[ModelView]) -> tu
     budget, preemption = room_for(view, model)
     if preemption or not model.fits(budget):
         return preemption, False
-    share = model.prefill_share or view.compute
+    share = _share(view, model.prefill_share, alone=not steps)
     blocks = min(budget, view.free(model) - model.decode_blocks)
     mixed = view.mixes and model.mixes and share == view.compute and model.wants_decode
     mixed = mixed and model.head_blocks <= blocks
@@ -129,10 +130,16 @@ def _step(view: UnitView, steps: Sequence[ModelView]) -> Action | None:
     """Returns the next decode step, or the preemption that makes room for it."""
     room = view.idle + view.overload
     for model in steps if room > 0 else ():
-        if model.decode_blocks <= view.free(model):
-            share = model.decode_share or view.compute
+        if model.decode_blocks <= view.room_to_step(model):
+            share = _share(view, model.decode_share, alone=len(steps) == 1)
             return Decode(model.name, min(room, share))
         giver = step_giver(view, model)
         if giver.held:
             return gives_way(view, giver, model, model.decode_blocks)
     return None
+
+
+def _share(view: UnitView, planned: int, *, alone: bool) -> int:
+    """Returns a job's share of the compute: the planned one beside others, and all of it if nothing runs.
+    alone: no step of another job is ready."""
+    return view.compute if alone and view.idle == view.compute else planned or view.compute

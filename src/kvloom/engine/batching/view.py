@@ -105,6 +105,11 @@ class UnitView(Struct, frozen=True):
         """Returns the blocks that `model` may take without anybody giving way."""
         return min(self.free_blocks, max(0, -model.excess)) if self.walls else self.free_blocks
 
+    def room_to_step(self, model: ModelView) -> int:
+        """Returns the blocks that the next step of `model` may take without anybody giving way. A sequence
+        that runs alone is not bound by the model's quota: it would give way to itself, again and again."""
+        return self.free_blocks if model.running == 1 else self.free(model)
+
     @property
     def next_blocks(self) -> int:
         """Returns the blocks that the next jobs of all models that are awake take."""
@@ -236,7 +241,7 @@ def turn(view: UnitView, model: ModelView, prefill_share: int, decode_share: int
         return Prefill(model.name, prefill_share, room)
     if not model.wants_decode:
         return None
-    if model.decode_blocks > view.free(model):
+    if model.decode_blocks > view.room_to_step(model):
         giver = max(view.givers(model), key=lambda m: m.victim)
         return gives_way(view, giver, model, model.decode_blocks)
     return Decode(model.name, decode_share)

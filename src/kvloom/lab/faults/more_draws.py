@@ -1,4 +1,4 @@
-"""Draws what a scenario has besides: the published engine's policy, edits of the fleet's specification, stop
+"""Draws what a scenario has besides: published policies, edits of the fleet's specification, stop
 strings, guides, weaving, machines and what befalls them.
 
 Each has random numbers of its own, so that the rest of a seed's scenario is the same without it."""
@@ -31,21 +31,21 @@ from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.types.spec import ModelSpec, Policy, WeaveSpec
 
-PUBLISHED: Final[Policy] = "vllm-2023"
+PUBLISHED: Final[tuple[Policy, ...]] = ("vllm-2023", "adbs-2024")
 
 
-def with_published_policy(scenario: FaultScenario) -> FaultScenario:
-    """Returns the scenario with the batching of 2023 at some of its units."""
-    draw = random.Random(f"policy of 2023 of {scenario.seed}")
-    if draw.random() < 0.85:
+def with_published_policies(scenario: FaultScenario) -> FaultScenario:
+    """Returns the scenario with batching as it was published elsewhere at some of its units."""
+    draw = random.Random(f"published policies of {scenario.seed}")
+    if draw.random() < 0.75:
         return scenario
-
-    def published(unit: SimulatedUnit) -> SimulatedUnit:
-        if draw.random() < 0.3:
-            return unit
-        return with_fields(unit, spec=replace(unit.spec, policy=PUBLISHED))
-
-    return with_fields(scenario, units=tuple(published(unit) for unit in scenario.units))
+    units = (
+        unit
+        if draw.random() < 0.3
+        else with_fields(unit, spec=replace(unit.spec, policy=draw.choice(PUBLISHED)))
+        for unit in scenario.units
+    )
+    return with_fields(scenario, units=tuple(units))
 
 
 def with_stop_strings(scenario: FaultScenario) -> FaultScenario:
@@ -53,13 +53,13 @@ def with_stop_strings(scenario: FaultScenario) -> FaultScenario:
     draw = random.Random(f"stop strings of {scenario.seed}")
     if draw.random() < 0.6:
         return scenario
-
-    def stopping(client: Client) -> Client:
-        if draw.random() < 0.5:
-            return client
-        return with_fields(client, stop="".join(draw.choices("abcd", k=draw.choice((1, 2, 3)))))
-
-    return with_fields(scenario, clients=tuple(stopping(client) for client in scenario.clients))
+    clients = (
+        client
+        if draw.random() < 0.5
+        else with_fields(client, stop="".join(draw.choices("abcd", k=draw.choice((1, 2, 3)))))
+        for client in scenario.clients
+    )
+    return with_fields(scenario, clients=tuple(clients))
 
 
 def with_guides(scenario: FaultScenario) -> FaultScenario:

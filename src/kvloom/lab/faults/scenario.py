@@ -27,7 +27,7 @@ from kvloom.lab.faults.more_draws import (
     with_edits,
     with_guides,
     with_nodes,
-    with_published_policy,
+    with_published_policies,
     with_sleep,
     with_stop_strings,
     with_weaving,
@@ -51,9 +51,8 @@ BANDS: Final = (  # pools are small
     Thresholds(60.0, 60.0),
     Thresholds(1e3, 1e3, floor=0.0),  # all that fits moves to a unit that is idle
 )
-POLICIES: Final = tuple(policy for policy in get_args(Policy) if policy not in (PUBLISHED, "adbs-2024"))
-"""Those that are drawn for each unit by itself; `with_published_policy` draws the one of 2023. MuxServe's as
-published is not drawn: under fixed quotas a request of it may wait for ever, as in seed 37."""
+POLICIES: Final = tuple(policy for policy in get_args(Policy) if policy not in PUBLISHED)
+"""Those that are drawn for each unit by itself; `with_published_policies` draws the others."""
 PROGRAMS: Final[Mapping[str, Mapping[str, tuple[Option, ...]]]] = {
     "data_parallel": {},
     "least_loaded": {},
@@ -369,5 +368,5 @@ class Restless(DrawnScenario):
 def draw_scenario(seed: int) -> FaultScenario:
     kind = random.Random(f"kind of {seed}")
     drawn = (Restless if kind.random() < SHARE else DrawnScenario)(seed).draw()
-    played = with_published_policy(drawn)
+    played = with_published_policies(drawn)
     return with_nodes(with_sleep(with_weaving(with_edits(with_guides(with_stop_strings(played))))))
