@@ -206,6 +206,12 @@ def test_a_picture_has_as_many_lines_as_there_are() -> None:
         assert len(draw(fleet, 80, height).plain.split("\n")) <= height
 
 
+def test_one_thing_is_counted_in_the_singular() -> None:
+    fleet = Watched("http://here")
+    fleet.take(ServerEvent("sample", "", msgspec.json.encode(sample(100.0, name="chat"))))
+    assert "2 units, 1 model, " in draw(fleet, 80).plain.split("\n")[0]
+
+
 def test_totals_that_began_anew_are_no_negative_rates() -> None:
     fleet = Watched("http://here")
     for one in (sample(100.0, 5000), sample(105.0, 100)):

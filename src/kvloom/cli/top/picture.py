@@ -79,13 +79,18 @@ def _models(sample: Sample) -> list[str]:
     return sorted({one.model for unit in sample.units for one in unit.models})
 
 
+def _count(things: Sequence[object], noun: str) -> str:
+    return f"{len(things)} {noun}" + ("" if len(things) == 1 else "s")
+
+
 def _head(fleet: Watched, width: int) -> Iterator[Text]:
     sample = fleet.last
     if sample is None:
         yield _cut(Text(f"kvloom at {printable(fleet.url)}", "bold"), width)
     else:
         tokens = sum(pace.tokens or 0.0 for pace in fleet.paces().values())
-        counted = f"{len(sample.units)} units, {len(_models(sample))} models, {show_number(tokens)} tokens/s"
+        counts = f"{_count(sample.units, 'unit')}, {_count(_models(sample), 'model')}"
+        counted = f"{counts}, {show_number(tokens)} tokens/s"
         moment = time.strftime("%H:%M:%S", time.localtime(sample.at))
         yield _cut(Text(f"kvloom  {moment}  {counted}  {printable(fleet.url)}", "bold"), width)
     if fleet.problem:
