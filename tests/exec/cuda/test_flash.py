@@ -33,6 +33,7 @@ FORMS = [
     {"group": 1, "kv_heads": 3, "tokens": 1},
     {"group": 5, "kv_heads": 1, "tokens": 37, "waste": 60, "window": 40},
 ]
+BLOCKS = 8  # of a page of either model
 PROMPTS = [[(11 * i + 3 * j) % 250 for j in range(7 + 9 * i)] for i in range(4)]
 TABLES = plain_operations().block_tables
 
@@ -96,11 +97,13 @@ class Counted:
 
 
 def asked(names: list[str]) -> list[Any]:
-    """Greedy and drawn, with a prompt that begins like another, so that it may read what that has cached."""
+    """Greedy and drawn, with a prompt that begins like another, so that it may read what that has cached, and
+    one of many pages, which is the last to end."""
+    prompts = [*PROMPTS, [*PROMPTS[3], 1, 2], [(7 * j) % 250 for j in range(200)]]
     return [
-        body(name, prompt, max_tokens=40, temperature=i % 2)
+        body(name, prompt, max_tokens=10 + 10 * i, temperature=i % 2)
         for name in names
-        for i, prompt in enumerate([*PROMPTS, PROMPTS[3] + [1, 2]])
+        for i, prompt in enumerate(prompts)
     ]
 
 
@@ -146,9 +149,8 @@ def test_tokens_are_the_cpus_and_nothing_else_attends(
 def test_batches_whose_tables_have_no_room_are_the_kernels(
     paths: dict[str, Path], wanted: list[dict[int, list[int]]]
 ) -> None:
-    """Of tables for one sequence of up to 16 pages, or for some of fewer."""
-    layers, kv_heads = 4, 2
-    counted = Counted(room=4 * 3 * 16 * layers * kv_heads)
+    """There is room for one or two sequences of 16 pages."""
+    counted = Counted(room=4 * 2 * 16 * BLOCKS)
     assert asyncio.run(served(paths, counted)) == wanted
     assert counted.calls["own"]
     assert counted.calls["flash"]

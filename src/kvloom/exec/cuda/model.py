@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,7 +39,7 @@ class Places:
     slot_offset: Tensor  # [N] int32
 
 
-class _DeviceState:
+class _DeviceState(ABC):
     """The state that `kvloom_attention` calls: `attend` writes K and V of the new tokens, and attends over
     the pages, by FlashAttention if the operations have it and its tables have room for this batch."""
 
@@ -83,14 +84,15 @@ class _DeviceState:
         self._poll()
         return out
 
+    @abstractmethod
     def _over_pages(
         self, out: Tensor, layer: int, q: Tensor, scale: float, window: int, softcap: float
     ) -> None:
-        raise NotImplementedError
+        """Attends by the kernels here, into `out`."""
 
+    @abstractmethod
     def _head_sequences(self, rows: int) -> HeadSequences:
         """Returns the batch, which has so many rows of q, as FlashAttention takes it."""
-        raise NotImplementedError
 
 
 class DecodeState(_DeviceState):
