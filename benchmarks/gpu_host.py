@@ -93,8 +93,9 @@ class _Watch:
 
     def of(self, operations: Operations) -> Operations:
         """Watches the launches of each operation."""
-        names = [one.name for one in fields(Operations)]
-        return replace(operations, **{name: self.wrap(name, getattr(operations, name)) for name in names})
+        names = [one.name for one in fields(Operations) if one.name != "flash"]
+        watched: dict[str, Any] = {name: self.wrap(name, getattr(operations, name)) for name in names}
+        return replace(operations, **watched)
 
 
 def _answer_for_device() -> None:

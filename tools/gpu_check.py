@@ -31,9 +31,10 @@ FIRST, LAST = "exactness", "kernels"  # are tests
 BOUNDS: Final = {
     FIRST: (105, 30),
     "executor": (85, 45),
+    "flash": (15, 10),
     "transformers": (45, 25),
     "memory": (20, 12),
-    "several": (115, 60),
+    "several": (110, 60),
     "moving": (55, 35),
     "weaving": (60, 40),
     LAST: (SECONDS, 20),

@@ -1,4 +1,5 @@
-"""The attention kernels against their twins in float32, over contexts of any length."""
+"""The attention kernels, or FlashAttention if the operations have it, against their twins in float32, over
+contexts of any length."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from kvloom.exec.cuda.operations import Operations
 from kvloom.kernels import reference
+from kvloom.kernels.cuda.flash import HeadSequences
 from tests.kernels.paged import Paged, paged
 
 # Of the outputs' root mean square: a half's weights and outputs are rounded once each.
@@ -45,8 +47,13 @@ def check_decode(form: Form, operations: Operations, lengths: list[int]) -> None
     out, truth = torch.full_like(q, torch.nan), torch.empty(q.shape)
     sizes = len(q), p.heads, p.page_map.shape[2], form.head_dim, MULTIPROCESSORS, max(lengths)
     room = operations.workspace(*sizes, q.device)
-    scoring = form.scale, form.window, form.softcap
-    operations.decode_attention(out, q, *p.cache, p.lengths, *scoring, workspace=room)
+    scoring, flash = (form.scale, form.window, form.softcap), operations.flash
+    if flash is None:
+        operations.decode_attention(out, q, *p.cache, p.lengths, *scoring, workspace=room)
+    else:
+        given = operations.block_tables, p.page_map, p.tables, p.lengths, p.arena.shape[2]
+        heads = HeadSequences.of_steps(*given)
+        out = flash.attend(q, p.arena, heads, 1, *scoring, multiprocessors=flash.multiprocessors)
     reference.decode_attention(truth, q.float(), *p.cache, p.lengths, *scoring)
     _check(out, truth, p.lengths > 0, form.dtype)
 
@@ -57,8 +64,14 @@ def check_prefill(form: Form, operations: Operations, lengths: list[int], counts
     q = p.queries(sum(counts))
     out, truth = torch.full_like(q, torch.nan), torch.empty(q.shape)
     begins = F.pad(new.cumsum(0), (1, 0)).int()
-    given = (*p.cache, p.lengths - new, begins, form.scale, form.window, form.softcap)
-    operations.prefill_attention(out, q, *given)
+    scoring, flash = (form.scale, form.window, form.softcap), operations.flash
+    given = (*p.cache, p.lengths - new, begins, *scoring)
+    if flash is None:
+        operations.prefill_attention(out, q, *given)
+    else:
+        new_rows = p.lengths - new, begins, len(q), p.arena.shape[2]
+        heads = HeadSequences.of_prompts(operations.block_tables, p.page_map, p.tables, *new_rows)
+        out = flash.attend(q, p.arena, heads, 1, *scoring, multiprocessors=flash.multiprocessors)
     reference.prefill_attention(truth, q.float(), *given)
     _check(out, truth, torch.ones(len(q), dtype=torch.bool), form.dtype)
 

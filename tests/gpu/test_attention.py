@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
-from kvloom.exec.cuda.operations import triton_operations
+from kvloom.exec.cuda.operations import Operations, triton_operations
+from kvloom.kernels.cuda.flash import PACKAGES, find_flash
 from tests.gpu.attention import Form, check_decode, check_prefill
 
 FORMS = (
@@ -39,3 +41,25 @@ def test_a_decode_step_of_short_and_long_contexts(form: Form) -> None:
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_new_tokens_after_cached_ones(form: Form) -> None:
     check_prefill(form, triton_operations(), LENGTHS, [1, 0, 37, 2, 600, 65])
+
+
+@pytest.fixture
+def with_flash() -> Operations:
+    properties = torch.cuda.get_device_properties(0)
+    flash = find_flash((properties.major, properties.minor), properties.multi_processor_count)
+    if flash is None:
+        pytest.skip(f"not installed, or not for this device: {' or '.join(PACKAGES.values())}")
+    return replace(triton_operations(), flash=flash)
+
+
+HALVES = [form for form in FORMS if form.dtype != torch.float32]
+
+
+@pytest.mark.parametrize("form", HALVES, ids=str)
+def test_flash_attention_in_decode_steps(form: Form, with_flash: Operations) -> None:
+    check_decode(form, with_flash, LENGTHS)
+
+
+@pytest.mark.parametrize("form", HALVES, ids=str)
+def test_flash_attention_after_cached_tokens(form: Form, with_flash: Operations) -> None:
+    check_prefill(form, with_flash, LENGTHS, [1, 0, 37, 2, 600, 65])

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ import torch
 from tools.gpu_check import BOUNDS, LAST, PARTS, SECONDS, TESTS, bound, main, run_part
 from tools.gpu_checks import beside, mailbox, parts
 from tools.gpu_checks.apart import apart
+from tools.gpu_checks.flash import Sizes, against_triton
 from tools.gpu_checks.jobs import Jobs
 from tools.gpu_checks.models import executor_of, make_models
 from tools.gpu_checks.peers import OURS, THEIRS, Burst, Theirs, against_transformers, ours
@@ -26,10 +28,12 @@ from kvloom.exec.cuda.device import host_device
 from kvloom.exec.cuda.loader import load_executor
 from kvloom.exec.cuda.operations import plain_operations
 from kvloom.kernels import mailbox_reference
+from kvloom.kernels.cuda.flash import FlashAttention
 from kvloom.offload.memory.mailbox import MailboxForm
 from kvloom.types.job import Phase
 from tests.checkpoints import make_checkpoint
 from tests.engines import spec_of
+from tests.exec.cuda.flash import flash, flash_attn_with_kvcache
 from tests.processes import DEADLINE, is_readable
 from tests.tools.gpu_host import TINY, ground
 
@@ -68,6 +72,25 @@ def test_tasks_through_a_mailbox_are_looked_at() -> None:
     )
     with pytest.raises(AssertionError):
         mailbox.right(loan, never, lane, lane, close=1e-6)
+
+
+def test_flash_attention_is_compared() -> None:
+    """And is told to be missing, or wrong."""
+    sizes = Sizes(layers=2, kv_heads=2, group=2, head_dim=16, block_bytes=2048)
+
+    def found(flash: FlashAttention | None) -> list[Figure]:
+        made, cases = replace(plain_operations(), flash=flash), ((3, 1, 40), (2, 9, 20))
+        return list(against_triton(ground(made), cases, sizes, lambda work: work() is None))
+
+    assert [one.name for one in found(flash())] == [
+        "FlashAttention 3, a layer: 3 sequences, 1 new tokens after 40",
+        "FlashAttention 3, a layer: 2 sequences, 9 new tokens after 20",
+    ]
+    with pytest.raises(LookupError, match="not installed, or not for this device: flash_attn_3 or sglang"):
+        found(None)
+    wrong = flash(lambda *given, **named: 1.1 * flash_attn_with_kvcache(*given, **named))
+    with pytest.raises(AssertionError, match="after 40: outputs differ by"):
+        found(wrong)
 
 
 def test_what_fails_is_told_and_the_rest_runs(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from kvloom.types.request import TokenLogprob
 from kvloom.types.spec import Dtype
 from tests.checkpoints import make_checkpoint
 from tests.engines import Answer
+from tests.exec.cuda.flash import flash
 from tests.gpu.attention import Form, check_decode, check_prefill
 from tests.gpu.exactness import Asked, Stock, check_logprobs, check_tokens, serve, spec
 
@@ -66,8 +67,9 @@ def test_logits_are_checked(path: Path) -> None:
 @pytest.mark.parametrize("form", [Form(16, torch.bfloat16, 5, 9.0), Form(8, torch.float32, group=1)], ids=str)
 def test_attention_is_checked(form: Form) -> None:
     lengths, twins = [1, 0, 37, 129], plain_operations()
-    check_decode(form, twins, lengths)
-    check_prefill(form, twins, lengths, [1, 0, 4, 65])
+    for operations in (twins, replace(twins, flash=flash())):
+        check_decode(form, operations, lengths)
+        check_prefill(form, operations, lengths, [1, 0, 4, 65])
 
     def short(*given: object, workspace: object) -> None:
         """It leaves out the last token of the longest."""

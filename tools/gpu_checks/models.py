@@ -13,12 +13,12 @@ import transformers
 
 from kvloom.engine.engine import Engine
 from kvloom.exec.attention import NAME, Modular
-from kvloom.exec.cuda.device import Cut, GpuDevice, Side, cuda_device, cut_green
+from kvloom.exec.cuda.device import Cut, GpuDevice, Side, cut_green
 from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.exec.cuda.fuse import fuse_on_device
-from kvloom.exec.cuda.loader import DeviceArena
+from kvloom.exec.cuda.loader import DeviceArena, open_gpu
 from kvloom.exec.cuda.model import DeviceModel
-from kvloom.exec.cuda.operations import Operations, triton_operations
+from kvloom.exec.cuda.operations import Operations
 from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import Arena, ArenaMemory
 from kvloom.offload.terms import OffloadBackend
@@ -88,9 +88,8 @@ def halves(device: torch.device, count: int, operations: Operations) -> Sequence
 
 
 def cuda_ground(cut: Cut = halves) -> Ground:
-    """The first GPU, with Triton's kernels. Raises ConfigError where it cannot be used."""
-    operations = triton_operations()
-    return Ground(cuda_device(0, cut, operations), operations, torch.bfloat16)
+    """The first GPU, with the kernels that a unit has. Raises ConfigError where it cannot be used."""
+    return Ground(*open_gpu("cuda:0", cut), torch.bfloat16)
 
 
 def make_module(shape: Shape, device: torch.device, dtype: torch.dtype, attention: str) -> torch.nn.Module:
@@ -134,6 +133,9 @@ def executor_of(
     models = {name: DeviceModel.place(one, arena, ground.operations) for name, one in loaded.items()}
     executor = GpuExecutor(models, arena, device)
     executor.prepare(most_running=most_running, chunk=chunk, progress=_told)
+    for name, model in models.items():
+        flash = model.operations.flash
+        _told(f"{name} attends by {'kvloom' if flash is None else flash.name}'s kernels")
     return executor
 
 

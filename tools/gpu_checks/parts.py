@@ -34,6 +34,14 @@ def executor(run: Run) -> None:
     made.close()
 
 
+def flash(run: Run) -> None:
+    from tools.gpu_checks import flash, models  # noqa: PLC0415
+
+    from kvloom.exec.cuda.device import uncut  # noqa: PLC0415
+
+    run.check("FlashAttention 3", lambda: flash.against_triton(models.cuda_ground(uncut)))
+
+
 def several(run: Run) -> None:
     from tools.gpu_checks import models, several  # noqa: PLC0415
 
@@ -75,6 +83,7 @@ def memory(run: Run) -> None:
 
 PARTS: Final[Mapping[str, Callable[[Run], None]]] = {
     "executor": executor,
+    "flash": flash,
     "several": several,
     "moving": moving,
     "weaving": weaving,

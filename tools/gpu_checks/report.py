@@ -17,7 +17,16 @@ import torch
 from msgspec import Struct
 from tools.gpu_checks.sessions import Sessions
 
-_PACKAGES = ("torch", "triton", "transformers", "cuda-bindings", "numpy", "kvloom")
+_PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "cuda-bindings",
+    "numpy",
+    "kvloom",
+    "flash_attn_3",
+    "sglang-kernel",
+)
 
 
 class Figure(Struct, frozen=True, kw_only=True):

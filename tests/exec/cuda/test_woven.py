@@ -19,10 +19,12 @@ from msgspec import structs
 from kvloom.engine.engine import Engine
 from kvloom.exec.cuda.offloaded import CudaLoans
 from kvloom.exec.cuda.operations import Operations
+from kvloom.kernels.cuda.flash import FlashAttention
 from kvloom.offload.cuda import CudaOffloadBackend
 from tests import interpreter
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.engines import Answer, ask, body, spec_of
+from tests.exec.cuda.flash import flash
 from tests.exec.cuda.woven import cold_unit, interpreted, twins, weaving_on_device
 from tests.oracle import Oracle
 from tests.weaving import MODEL, until, woven_of
@@ -101,13 +103,16 @@ async def stir(hot: Engine, rng: random.Random) -> None:
         hot.borrower.set_share(MODEL, rng.choice((0.0, 0.5, 1.0)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_no_share_changes_a_token(tmp_path: Path, cold: Path, family: str) -> None:
+@pytest.mark.parametrize(("family", "attention"), [*((one, None) for one in FAMILIES), ("gemma2", flash())])
+def test_no_share_changes_a_token(
+    tmp_path: Path, cold: Path, family: str, attention: FlashAttention | None
+) -> None:
     """Nor a token of the cold unit, which computes its own meanwhile."""
+    operations = replace(twins(), flash=attention)
     path, asked, own = make_checkpoint(tmp_path, family), prompts(6, len(family)), prompts(2, 9)
 
     async def serve() -> tuple[list[Answer], list[Answer]]:
-        async with pair(path, cold) as (hot, lender):
+        async with pair(path, cold, operations) as (hot, lender):
             lend(hot, lender, 0.5)
             answers, others, _ = await asyncio.gather(
                 generate(hot, asked), generate(lender, own, "cold"), stir(hot, random.Random(family))

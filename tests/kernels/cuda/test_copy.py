@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvloom.exec.cuda.operations import plain_operations
 from kvloom.kernels import reference
-from kvloom.kernels.cuda.copy import copy_blocks, copy_pages
+from kvloom.kernels.cuda.copy import block_tables, copy_blocks, copy_pages
 
 
 class Layout(TypedDict):
@@ -57,6 +58,22 @@ def test_pages_of_all_layers_in_one_launch() -> None:
     assert not wanted.equal(arena)
     copy_pages(arena, page_map, *ids, **form)
     assert arena.equal(wanted)
+
+
+def test_blocks_of_the_pages_that_sequences_have() -> None:
+    """Into tables of either order; the rest stays as it is."""
+    torch.manual_seed(2)
+    page_map = torch.randperm(90 * 15).view(90, 5, 3).int()
+    tables = torch.randint(90, (4, 70), dtype=torch.int32)
+    lengths = torch.tensor([8 * 70, 0, 1, 8 * 64 + 1], dtype=torch.int32)
+    tables[1], tables[2, 1:] = 1 << 30, 1 << 30
+    for order in ((0, 1, 2, 3), (0, 2, 1, 3)):
+        shape = (5, 4, 3, 70) if order[1] == 1 else (5, 3, 4, 70)
+        found, wanted = (torch.full(shape, -1, dtype=torch.int32).permute(order) for _ in range(2))
+        block_tables(found, page_map, tables, lengths, 8)
+        plain_operations().block_tables(wanted, page_map, tables, lengths, 8)
+        assert found.equal(wanted)
+        assert (found >= 0).sum() == 15 * (70 + 1 + 65)
 
 
 def test_what_does_not_fit_is_refused() -> None:

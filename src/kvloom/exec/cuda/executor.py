@@ -18,7 +18,7 @@ from kvloom.exec.cuda.device import GpuDevice, PartitionLane, StreamEvent
 from kvloom.exec.cuda.graphs import Buffers, DecodeSteps, PrefillSteps, buckets_up_to, prefill_sizes
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.offloaded import CudaLoans
-from kvloom.exec.cuda.prefill import Draws, prefill_inputs, rehearse, run_prefill
+from kvloom.exec.cuda.prefill import Draws, prefill_inputs, prove_flash, rehearse, run_prefill
 from kvloom.exec.cuda.staging import SentInputs, Slots, Staging
 from kvloom.exec.cuda.weights import GpuWeights
 from kvloom.exec.sampler import prompt_logprobs
@@ -107,9 +107,10 @@ class GpuExecutor:
         for lane in self.lanes:
             with lane.entered():
                 self._buffers[lane] = Buffers(most_running, pages, chunk, self._device.torch)
-        for name, model in self._models.items():
+        for name in self._models:
             with nullcontext() if self.weights is None else self.weights.awake(name):
                 progress(f"warming up {name}")
+                model = self._models[name] = prove_flash(self._models[name], self._device)
                 longest = min(chunk, model.card.context_length)
                 for tokens in (*(1 << i for i in range(longest.bit_length())), longest):
                     rehearse(model, tokens, self._device)
@@ -335,7 +336,7 @@ class GpuExecutor:
             for send in job.plan.sends:
                 send.put(job.plan.page_map, layer)
 
-        return run_prefill(model, sent.arrays, written, self.loans.poll), sent
+        return run_prefill(model, sent.arrays, lane.compute, written, self.loans.poll), sent
 
     def _follow_weights(self, job: Job, lane: PartitionLane, layer: int | None = None) -> None:
         """Lets the lane wait for the weights up to and with a layer's, or for all, if they are being read."""

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -72,6 +71,7 @@ class Buffers:
 @dataclass(frozen=True, slots=True)
 class _Step:
     rows: int  # of tokens
+    pages: int  # of a sequence, at most
     recording: Recording
     logits: Tensor
 
@@ -81,21 +81,23 @@ def _record(
     lane: PartitionLane,
     buffers: Buffers,
     arrays: Mapping[str, AnyArray],
+    tables: Tensor,
     forward: Callable[[Mapping[str, Tensor]], Tensor],
     unasked: Callable[[], AbstractContextManager[None]],
 ) -> _Step | None:
-    """Records a forward over inputs like `arrays`, padding alone. Returns None if the model cannot be
-    recorded. Raises torch's OutOfMemoryError."""
+    """Records a forward over inputs like `arrays`, padding alone, and `tables`. Returns None if the model
+    cannot be recorded. Raises torch's OutOfMemoryError."""
     views = Layout(arrays).views(buffers.inputs)
+    inputs = {**views, "tables": tables}
 
     def step() -> None:
-        logits.copy_(forward(views))
+        logits.copy_(forward(inputs))
 
     try:
         with torch.inference_mode(), lane.entered():
             for name, array in arrays.items():
                 views[name].copy_(torch.from_numpy(array))
-            logits = buffers.logits(forward(views))
+            logits = buffers.logits(forward(inputs))
             with unasked():
                 step()  # has compiled and loaded all that it needs
             recording = lane.record(step)
@@ -104,7 +106,7 @@ def _record(
     except (RuntimeError, Unavailable) as error:  # one of an exchange between ranks among them
         _log.warning("%s runs without graphs: %s", model.card.name, " ".join(str(error).split())[:200])
         return None
-    return _Step(len(arrays["tokens"]), recording, logits)
+    return _Step(len(arrays["tokens"]), tables.shape[1], recording, logits)
 
 
 def _replay(step: _Step, arrays: Mapping[str, AnyArray], buffers: Buffers, sent: SentInputs) -> None:
@@ -141,12 +143,15 @@ class DecodeSteps:
         """Records for batches of up to `rows` sequences. unasked: a context in which a step raises that waits
         for the device, if it can be told before recording. Returns False if the model cannot be recorded, and
         runs step by step. Raises torch's OutOfMemoryError."""
-        tables = self._buffers.tables[:rows, : self._pages]
-        forward = partial(self._forward, tables=tables)
-        step = _record(self._model, self._lane, self._buffers, _arrays(rows), forward, unasked)
-        if step is not None:
-            self._steps = sorted([*self._steps, step], key=lambda step: step.rows)
-        return step is not None
+        for pages in sorted({self._model.widest(rows), self._pages} - {0}):
+            tables = self._buffers.tables[:rows, :pages]
+            step = _record(
+                self._model, self._lane, self._buffers, _arrays(rows), tables, self._forward, unasked
+            )
+            if step is None:
+                return False
+            self._steps = sorted([*self._steps, step], key=lambda step: (step.rows, step.pages))
+        return True
 
     def record_late(self, rows: int, plain: set[str]) -> None:
         """Records for a batch of `rows` while serving, if the device has room for it when it is first wanted,
@@ -165,7 +170,7 @@ class DecodeSteps:
         """Returns what `run` needs on the device; the arrays of a recording come first, as they lie in its
         inputs."""
         plan = job.plan
-        step = self._step(job)
+        step = self._step(job.tokens.size, plan.tables.shape[1])
         rows = step.rows if step else job.tokens.size
         positions = plan.positions
         if job.offloaded is not None:  # rows of their own, which have no place here
@@ -183,20 +188,20 @@ class DecodeSteps:
         """Returns logits [B, V], there until the lane's next step. The recording that `sent` was made for is
         used, whatever has been recorded since."""
         rows = len(sent.arrays["tokens"])
-        step = next((step for step in self._steps if step.rows == rows), None)
-        if step is None:
-            return self._forward(sent.arrays, sent.arrays["tables"])
+        step = self._step(rows, sent.arrays["tables"].shape[1])
+        if step is None or step.rows != rows:
+            return self._forward(sent.arrays)
         _replay(step, _arrays(rows), self._buffers, sent)
         return step.logits[: len(sent.arrays["tables"])]
 
-    def _step(self, job: Job) -> _Step | None:
-        return next((step for step in self._steps if step.rows >= job.tokens.size), None)
+    def _step(self, rows: int, pages: int) -> _Step | None:
+        """Returns the smallest recording for so many rows and pages; tables are sent wider than that."""
+        pages = min(pages, self._pages)
+        return next((step for step in self._steps if step.rows >= rows and step.pages >= pages), None)
 
-    def _forward(self, inputs: Mapping[str, Tensor], tables: Tensor) -> Tensor:
-        model = self._model
-        places = Places(
-            model.arena, model.page_map.blocks, tables, inputs["slot_page"], inputs["slot_offset"]
-        )
+    def _forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        model, names = self._model, ("tables", "slot_page", "slot_offset")
+        places = Places(model.arena, model.page_map.blocks, *(inputs[name] for name in names))
         state = self._state(model.operations, places, inputs["lengths"], self._lane.compute, self._poll)
         return model.logits(inputs["tokens"], inputs["positions"], state)
 
@@ -209,13 +214,13 @@ class PrefillSteps:
         self._model = model
         self._lane = lane
         self._buffers = buffers
-        self._tables = buffers.tables[: buffers.prompts, : model.geometry.pages(model.card.context_length)]
+        self._tables = buffers.tables[: buffers.prompts, : model.widest(buffers.prompts + 1)]
         self._steps: list[_Step] = []  # the smallest first
 
     def record(self, tokens: int, unasked: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
         """Records for up to `tokens` tokens; see `DecodeSteps.record`."""
         arrays = _prompt_arrays(tokens, self._buffers.prompts)
-        step = _record(self._model, self._lane, self._buffers, arrays, self._forward, unasked)
+        step = _record(self._model, self._lane, self._buffers, arrays, self._tables, self._forward, unasked)
         if step is not None:
             self._steps = sorted([*self._steps, step], key=lambda step: step.rows)
         return step is not None
@@ -224,7 +229,8 @@ class PrefillSteps:
         """Returns what `run` needs on the device; None if the job fits no recording."""
         step = next((step for step in self._steps if step.rows >= job.tokens.size), None)
         kept, most = job.kept, self._buffers.prompts
-        if step is None or max(len(job.plan.sequences), kept.size) > most:
+        sequences, pages = job.plan.tables.shape
+        if step is None or max(sequences, kept.size) > most or pages > step.pages:
             return None
         found, rows = prefill_inputs(job), step.rows
         for name, size, fill in (
@@ -247,7 +253,7 @@ class PrefillSteps:
         return step.logits[:kept]
 
     def _forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        return run_prefill(self._model, {**inputs, "tables": self._tables}, lambda layer: None, lambda: None)
+        return run_prefill(self._model, inputs, self._lane.compute)
 
 
 def _padding(rows: int) -> dict[str, AnyArray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Set
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -19,6 +20,7 @@ from kvloom.exec.cuda.operations import Operations, triton_operations
 from kvloom.exec.cuda.weights import GpuWeights, SleepingWeights
 from kvloom.exec.loader import LoadedModel, count_blocks, load_models
 from kvloom.exec.parallel.group import Team
+from kvloom.kernels.cuda.flash import find_flash
 from kvloom.kernels.driver import Driver, DriverError
 from kvloom.kv.arena import view_blocks
 from kvloom.types.errors import ConfigError
@@ -167,8 +169,8 @@ def refuse_slices(driver: DriverCalls, device: torch.device) -> None:
 
 
 def open_gpu(name: str, cut: Cut, rank: int = 0) -> tuple[GpuDevice, Operations]:
-    """Returns the device of a rank of a unit whose first one's is `name`: ranks have GPUs one after the
-    other. cut: see `cuda_device`. Raises ConfigError."""
+    """Returns the device of a rank of a unit whose first one's is `name`, and its kernels: ranks have GPUs
+    one after the other. cut: see `cuda_device`. Raises ConfigError."""
     refuse_expandable(os.environ)
     os.environ.setdefault(*_QUEUES)
     try:
@@ -178,7 +180,9 @@ def open_gpu(name: str, cut: Cut, rank: int = 0) -> tuple[GpuDevice, Operations]
             f"device: Triton cannot be used here ({error}); pip install '.[gpu]' in kvloom's checkout, "
             "or `device: cpu`, is right"
         ) from error
-    return cuda_device(int(name.partition(":")[2] or 0) + rank, cut, operations), operations
+    device = cuda_device(int(name.partition(":")[2] or 0) + rank, cut, operations)
+    flash = find_flash(torch.cuda.get_device_capability(device.torch), device.compute)
+    return device, replace(operations, flash=flash)
 
 
 def load_executor(

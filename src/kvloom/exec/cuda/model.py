@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +19,13 @@ from kvloom.exec.cuda.device import PartitionLane, StreamEvent
 from kvloom.exec.cuda.operations import Operations
 from kvloom.exec.cuda.staging import SentInputs
 from kvloom.exec.loader import LoadedModel
+from kvloom.kernels.cuda.flash import HeadSequences
 from kvloom.kv.arena import ArenaMemory
 from kvloom.types.geometry import I64, AnyArray, Geometry
 from kvloom.types.job import ForwardPlan, PageCopy
 from kvloom.types.request import ModelCard
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +39,31 @@ class Places:
     slot_offset: Tensor  # [N] int32
 
 
-class _DeviceState:
+class _DeviceState(ABC):
     """The state that `kvloom_attention` calls: `attend` writes K and V of the new tokens, and attends over
-    the pages."""
+    the pages, by FlashAttention if the operations have it and its tables have room for this batch."""
 
     def __init__(
         self,
         operations: Operations,
         places: Places,
+        multiprocessors: int,
         written: Callable[[int], None],
         poll: Callable[[], None],
+        sequences: int,
     ) -> None:
-        """written: called after each layer's write, on whose stream it is. poll: called after each layer's
-        attention, at which others may have something to do."""
+        """multiprocessors: those of the stream. written: called after each layer's write, on whose stream it
+        is. poll: called after each layer's attention, at which others may have something to do. sequences:
+        those that FlashAttention would have for each KV head."""
         self._operations = operations
         self._places = places
+        self._multiprocessors = multiprocessors
         self._written = written
         self._poll = poll
+        (_, *blocks), pages, flash = places.page_map.shape, places.tables.shape[1], operations.flash
+        fits = flash is not None and pages <= flash.widest(sequences, math.prod(blocks))
+        self._flash = flash if fits else None
+        self._heads: HeadSequences | None = None  # of all layers
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """Takes q [N, Hq, D], k and v [N, Hkv, D] of the new tokens and returns [N, Hq, D]."""
@@ -58,13 +72,27 @@ class _DeviceState:
             places.arena, places.page_map, layer, k, v, places.slot_page, places.slot_offset
         )
         self._written(layer)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._over_pages(out, layer, q, scoring)
+        form = scoring.scale, scoring.window, scoring.softcap
+        if self._flash is None:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            self._over_pages(out, layer, q, *form)
+        else:
+            if self._heads is None:
+                self._heads = self._head_sequences(len(q))
+            given = q, places.arena, self._heads, layer, *form
+            out = self._flash.attend(*given, multiprocessors=self._multiprocessors)
         self._poll()
         return out
 
-    def _over_pages(self, out: Tensor, layer: int, q: Tensor, scoring: Scoring) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _over_pages(
+        self, out: Tensor, layer: int, q: Tensor, scale: float, window: int, softcap: float
+    ) -> None:
+        """Attends by the kernels here, into `out`."""
+
+    @abstractmethod
+    def _head_sequences(self, rows: int) -> HeadSequences:
+        """Returns the batch, which has so many rows of q, as FlashAttention takes it."""
 
 
 class DecodeState(_DeviceState):
@@ -79,12 +107,13 @@ class DecodeState(_DeviceState):
         multiprocessors: int,
         poll: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(operations, places, lambda layer: None, poll)
+        super().__init__(operations, places, multiprocessors, lambda layer: None, poll, len(lengths))
         self._lengths = lengths
-        self._multiprocessors = multiprocessors
         self._workspace: Any = None
 
-    def _over_pages(self, out: Tensor, layer: int, q: Tensor, scoring: Scoring) -> None:
+    def _over_pages(
+        self, out: Tensor, layer: int, q: Tensor, scale: float, window: int, softcap: float
+    ) -> None:
         places = self._places
         if self._workspace is None:  # of all layers, one after the other
             (batch, heads, head_dim), kv_heads = q.shape, places.page_map.shape[2]
@@ -94,8 +123,13 @@ class DecodeState(_DeviceState):
             )
         self._operations.decode_attention(
             out, q, places.arena, places.page_map, layer, places.tables, self._lengths,
-            scoring.scale, scoring.window, scoring.softcap, workspace=self._workspace,
+            scale, window, softcap, workspace=self._workspace,
         )  # fmt: skip
+
+    def _head_sequences(self, rows: int) -> HeadSequences:
+        places = self._places
+        given = self._operations.block_tables, places.page_map, places.tables
+        return HeadSequences.of_steps(*given, self._lengths, places.arena.shape[2])
 
 
 class PrefillState(_DeviceState):
@@ -107,19 +141,27 @@ class PrefillState(_DeviceState):
         places: Places,
         starts: Tensor,
         begins: Tensor,
+        multiprocessors: int,
         written: Callable[[int], None] = lambda layer: None,
         poll: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(operations, places, written, poll)
+        super().__init__(operations, places, multiprocessors, written, poll, len(begins))
         self._starts = starts
         self._begins = begins
 
-    def _over_pages(self, out: Tensor, layer: int, q: Tensor, scoring: Scoring) -> None:
+    def _over_pages(
+        self, out: Tensor, layer: int, q: Tensor, scale: float, window: int, softcap: float
+    ) -> None:
         places = self._places
         self._operations.prefill_attention(
             out, q, places.arena, places.page_map, layer, places.tables, self._starts, self._begins,
-            scoring.scale, scoring.window, scoring.softcap,
+            scale, window, softcap,
         )  # fmt: skip
+
+    def _head_sequences(self, rows: int) -> HeadSequences:
+        places = self._places
+        given = self._operations.block_tables, places.page_map, places.tables
+        return HeadSequences.of_prompts(*given, self._starts, self._begins, rows, places.arena.shape[2])
 
 
 Send = Callable[[Mapping[str, AnyArray]], SentInputs]
@@ -188,8 +230,16 @@ class DeviceModel:
         pages = store.blocks // geometry.blocks_per_page
         view = store.view(geometry.head_dim, loaded.kv_dtype)
         page_map = DevicePageMap(geometry, pages, device)
+        if operations.flash is not None and (why := operations.flash.refuses(view)):
+            _log.warning("%s does not attend by %s: %s", loaded.card.name, operations.flash.name, why)
+            operations = replace(operations, flash=None)
         form = geometry, loaded.card, loaded.heads
         return cls(loaded.module, *form, operations, store.bytes, view, page_map)
+
+    def widest(self, sequences: int) -> int:
+        """Returns the most pages that the tables of so many sequences in a recording may have."""
+        pages, flash = self.geometry.pages(self.card.context_length), self.operations.flash
+        return pages if flash is None else min(pages, flash.widest(sequences, self.geometry.blocks_per_page))
 
     def logits(
         self, tokens: Tensor, positions: Tensor, state: DecodeState | PrefillState, kept: Tensor | None = None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvloom.kernels import mailbox_reference, reference
+from kvloom.kernels.cuda.flash import BlockTables, FlashAttention
 from kvloom.kernels.reference import Activation
 
 
@@ -17,13 +18,15 @@ from kvloom.kernels.reference import Activation
 class Operations:
     """The operations that the twins in `kernels/reference.py` and `kernels/mailbox_reference.py` define.
     workspace: (batch, heads, kv_heads, head_dim, multiprocessors, longest, device) → what a decode step's
-    attention is to split its work in, or None for no splitting."""
+    attention is to split its work in, or None for no splitting. flash: attends instead of both attentions if
+    it is there and has room."""
 
     write_kv: Callable[..., None]
     decode_attention: Callable[..., None]
     prefill_attention: Callable[..., None]
     copy_pages: Callable[..., None]
     copy_blocks: Callable[..., None]
+    block_tables: BlockTables
     advance: Callable[..., None]
     rms_norm: Callable[[Tensor, Tensor, float, float], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], None]
@@ -32,6 +35,7 @@ class Operations:
     post: Callable[..., None]
     collect: Callable[..., None]
     workspace: Callable[[int, int, int, int, int, int, torch.device], Any]
+    flash: FlashAttention | None = None
 
 
 def plain_operations() -> Operations:
@@ -53,6 +57,7 @@ def plain_operations() -> Operations:
         reference.prefill_attention,
         reference.copy_pages,
         reference.copy_blocks,
+        _block_tables,
         reference.advance,
         reference.rms_norm,
         rotate,
@@ -64,10 +69,18 @@ def plain_operations() -> Operations:
     )
 
 
+def _block_tables(out: Tensor, page_map: Tensor, tables: Tensor, lengths: Tensor, page_tokens: int) -> None:
+    """Writes for each sequence the blocks of the pages that it has: out [layers, B, kv_heads, P], from
+    page_map [pages, layers, kv_heads], tables [B, P] and lengths [B]. Other entries are left as they are."""
+    for b, length in enumerate(lengths.tolist()):
+        held = -(-length // page_tokens)
+        out[:, b, :, :held] = page_map[tables[b, :held].long()].permute(1, 2, 0)
+
+
 def triton_operations() -> Operations:
     """Returns Triton's kernels. They are imported here alone: triton reads its environment when it is
     imported."""
-    from kvloom.kernels.cuda.copy import copy_blocks, copy_pages
+    from kvloom.kernels.cuda.copy import block_tables, copy_blocks, copy_pages
     from kvloom.kernels.cuda.decode import decode_attention, workspace
     from kvloom.kernels.cuda.elementwise import advance, gated, rms_norm, rotate, write_kv
     from kvloom.kernels.cuda.offload_ask import collect, post
@@ -80,6 +93,7 @@ def triton_operations() -> Operations:
         prefill_attention,
         copy_pages,
         copy_blocks,
+        block_tables,
         advance,
         rms_norm,
         rotate,

@@ -1,22 +1,28 @@
-"""Prefill jobs on a device: the inputs and the forward of one, and the draws of any job."""
+"""Prefill jobs on a device: the inputs and the forward of one, the draws of any job, and what is run at the
+start to see that a model's forwards work."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvloom.exec.cuda.device import GpuDevice
-from kvloom.exec.cuda.model import DeviceModel, Places, PrefillState
+from kvloom.exec.cuda.model import DecodeState, DeviceModel, DevicePageMap, Places, PrefillState
 from kvloom.exec.cuda.staging import Staging, widened
 from kvloom.exec.sampler import draw, sample
 from kvloom.kernels.draw_reference import streams
+from kvloom.kv.arena import view_blocks
 from kvloom.types.geometry import AnyArray
 from kvloom.types.job import Job, PageCopy, SampleRow
 from kvloom.types.request import SamplingParams, TokenLogprob
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +97,18 @@ def prefill_inputs(job: Job) -> dict[str, AnyArray]:
 
 
 def run_prefill(
-    model: DeviceModel, arrays: Mapping[str, Tensor], written: Callable[[int], None], poll: Callable[[], None]
+    model: DeviceModel,
+    arrays: Mapping[str, Tensor],
+    multiprocessors: int,
+    written: Callable[[int], None] = lambda layer: None,
+    poll: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Returns the logits of the rows `kept` [R, V]. written, poll: see `PrefillState`."""
+    """Returns the logits of the rows `kept` [R, V]. multiprocessors, written, poll: see `PrefillState`."""
     places = Places(
         model.arena, model.page_map.blocks, arrays["tables"], arrays["slot_page"], arrays["slot_offset"]
     )
-    state = PrefillState(model.operations, places, arrays["starts"], arrays["begins"], written, poll)
+    new = arrays["starts"], arrays["begins"]
+    state = PrefillState(model.operations, places, *new, multiprocessors, written, poll)
     return model.logits(arrays["tokens"], arrays["positions"], state, arrays["kept"])
 
 
@@ -123,7 +134,72 @@ def rehearse(model: DeviceModel, tokens: int, device: GpuDevice) -> None:
         sent = Staging(device).send(arrays)
         model.copy_pages(sent)
         model.rehearse_sends(sent)
-        logits = run_prefill(model, sent.arrays, lambda layer: None, lambda: None)
+        logits = run_prefill(model, sent.arrays, lane.compute)
         ids, _ = draws.take(logits, sent.arrays)
         model.advance(sent, ids)
     lane.mark().wait()
+
+
+_CLOSE: Final = {torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}  # of the largest logit
+
+
+def prove_flash(model: DeviceModel, device: GpuDevice) -> DeviceModel:
+    """Returns the model with what attends for it from now on, and logs that. FlashAttention stays if the
+    logits of a short prompt, in two parts and a decode step, are those that the kernels here give: a package
+    may be built without a form of attention, or not for this torch."""
+    flash = model.operations.flash
+    if flash is None:
+        _log.info("%s attends by kvloom's kernels", model.card.name)
+        return model
+    own = replace(model, operations=replace(model.operations, flash=None))
+    try:
+        found, wanted = (_short_logits(one, device) for one in (model, own))
+        error = float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-6))
+        why = f"its logits differ by {error:.1e}"
+        if error < _CLOSE[model.arena.dtype]:
+            _log.info("%s attends by FlashAttention 3: %s", model.card.name, flash.name)
+            return model
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        why = " ".join(str(error).split())[:200]
+    _log.warning("%s attends by kvloom's kernels, and not by %s: %s", model.card.name, flash.name, why)
+    return own
+
+
+def _short_logits(model: DeviceModel, device: GpuDevice) -> Tensor:
+    """Returns logits [3, V], float32, of a prompt's last tokens over two pages of an arena of its own: of its
+    first part, of its second, and of a decode step."""
+    geometry, pages, width = model.geometry, 2, max(2, model.widest(2))  # as wide as a recording's
+    size = geometry.tokens_per_block
+    count = min(size + 2, model.card.context_length)
+    memory = torch.zeros(
+        pages * geometry.blocks_per_page * geometry.block_bytes, dtype=torch.uint8, device=device.torch
+    )
+    arena = view_blocks(memory, geometry.block_bytes, geometry.head_dim, model.arena.dtype)
+    page_map = DevicePageMap(geometry, pages, device.torch)
+    page_map.blocks.copy_(torch.arange(page_map.blocks.numel()).view(page_map.blocks.shape))
+    short, found, lane = replace(model, arena=arena, page_map=page_map), [], device.partitions.whole
+    with torch.inference_mode(), lane.entered():
+        for start, end in ((0, count - 2), (count - 2, count - 1), (count - 1, count)):
+            positions = np.arange(start, end)
+            arrays: dict[str, AnyArray] = {
+                "tokens": positions % model.card.vocab_size,
+                "positions": positions,
+                "slot_page": (positions // size).astype(np.int32),
+                "slot_offset": (positions % size).astype(np.int32),
+                "starts": np.asarray([start], dtype=np.int32),
+                "begins": np.asarray([0, end - start], dtype=np.int32),
+                "lengths": np.asarray([end], dtype=np.int32),
+                "kept": np.asarray([end - start - 1]),
+                "tables": np.pad(np.arange(pages, dtype=np.int32), (0, width - pages))[None],
+            }
+            sent = Staging(device).send(arrays).arrays
+            if end < count:
+                found.append(run_prefill(short, sent, lane.compute))
+                continue
+            places = Places(arena, page_map.blocks, sent["tables"], sent["slot_page"], sent["slot_offset"])
+            state = DecodeState(short.operations, places, sent["lengths"], lane.compute)
+            found.append(short.logits(sent["tokens"], sent["positions"], state))
+        lane.mark().wait()
+    return torch.cat(found).float()

@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from kvloom.kernels.cuda.copy import copy_blocks, copy_pages
+from kvloom.kernels.cuda.copy import block_tables, copy_blocks, copy_pages
 from kvloom.kernels.cuda.decode import Workspace, decode_attention
 from kvloom.kernels.cuda.draw import draw_launch
 from kvloom.kernels.cuda.elementwise import advance, gated_launch, norm_launch, rotate, write_kv
@@ -115,6 +115,8 @@ def _others() -> Iterator[Named]:
         name = f"{token_bytes} bytes a token"
         yield f"copy {name}", copy_blocks.launch(memory, memory, ids, ids, ids, ids, **layout)
         yield f"copy pages {name}", copy_pages.launch(memory, _empty(1024, 8, 4), ids, ids, ids, **layout)
+    out = _empty(32, 16, 8, 256)
+    yield "tables", block_tables.launch(out, _empty(1024, 32, 8), _empty(16, 256), _empty(16), 32)
     wide = _empty(256, dtype=torch.int64)
     scale = _empty(256, dtype=torch.float64)
     logits = _empty(256, 151_936, dtype=torch.float32)

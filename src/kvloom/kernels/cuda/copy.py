@@ -1,4 +1,4 @@
-"""Copies blocks on the device: between arenas, and page to page.
+"""Copies blocks on the device: between arenas, and page to page; and the tables of blocks of a batch.
 
 The lists may name blocks of any layers and heads, so what a send has for many layers is one launch.
 """
@@ -158,3 +158,59 @@ def copy_pages(
         **{"counts": counts, "map_page": page_map.stride(0), "MAP_BLOCKS": layers * kv_heads, **words},
     }
     return Launch(_copy_pages, (sources.shape[0] * layers * kv_heads, parts), arguments, _WARPS)
+
+
+_PAGES, _BLOCKS = 64, 64  # of a program
+
+
+@triton.jit(do_not_specialize=(*CHANGING, "out_layer", "out_sequence", "out_head"))
+def _block_tables(  # type: ignore[no-untyped-def]
+    out,
+    page_map,
+    tables,
+    lengths,
+    out_layer,
+    out_sequence,
+    out_head,
+    table_row,
+    KV_HEADS: tl.constexpr,
+    MAP_BLOCKS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    PAGES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """A program is PAGES pages of a sequence, and BLOCKS blocks of each."""
+    sequence, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * PAGES
+    held = tl.cdiv(tl.load(lengths + sequence), PAGE_TOKENS)
+    if first >= held:
+        return
+    column, block = first + tl.arange(0, PAGES), tl.program_id(2) * BLOCKS + tl.arange(0, BLOCKS)
+    page = tl.load(tables + sequence * table_row + column, mask=column < held, other=0).to(tl.int64)
+    valid = (column < held)[:, None] & (block < MAP_BLOCKS)[None, :]
+    found = tl.load(page_map + (page * MAP_BLOCKS)[:, None] + block[None, :], mask=valid)
+    at = (
+        (block // KV_HEADS).to(tl.int64) * out_layer + sequence * out_sequence + (block % KV_HEADS) * out_head
+    )
+    tl.store(out + at[None, :] + column[:, None], found, mask=valid)
+
+
+@Launcher
+def block_tables(out: Tensor, page_map: Tensor, tables: Tensor, lengths: Tensor, page_tokens: int) -> Launch:
+    """Writes for each sequence the blocks of the pages that it has: out [layers, B, kv_heads, P], of which
+    the last dimension alone is without gaps, from page_map [pages, layers, kv_heads], contiguous, tables
+    [B, P] and lengths [B], all int32 on the device. Entries past a sequence's pages are left as they are."""
+    (pages, layers, kv_heads), (batch, columns) = page_map.shape, tables.shape
+    blocks = layers * kv_heads
+    check("out", out, layers, batch, kv_heads, columns, dtypes=(torch.int32,))
+    check("page_map", page_map.flatten(1), pages, blocks, dtypes=(torch.int32,))
+    check("tables", tables, batch, columns, dtypes=(torch.int32,))
+    check("lengths", lengths, batch, dtypes=(torch.int32,))
+    arguments: dict[str, Any] = {
+        **{"out": out, "page_map": page_map, "tables": tables, "lengths": lengths},
+        **{"out_layer": out.stride(0), "out_sequence": out.stride(1), "out_head": out.stride(2)},
+        **{"table_row": tables.stride(0), "KV_HEADS": kv_heads, "MAP_BLOCKS": blocks},
+        **{"PAGE_TOKENS": page_tokens, "PAGES": _PAGES, "BLOCKS": _BLOCKS},
+    }
+    return Launch(
+        _block_tables, (batch, triton.cdiv(columns, _PAGES), triton.cdiv(blocks, _BLOCKS)), arguments
+    )

@@ -102,7 +102,7 @@ def computing() -> Operations:
 
         return run
 
-    made: dict[str, Any] = {one.name: both(one.name) for one in fields(Operations)}
+    made: dict[str, Any] = {one.name: both(one.name) for one in fields(Operations) if one.name != "flash"}
     return Operations(**made | {"workspace": kernels.workspace})
 
 
