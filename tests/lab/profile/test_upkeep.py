@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -10,19 +11,14 @@ import time
 
 import pytest
 
-from kvloom.lab.profile.beside import busy_processes
-from kvloom.lab.profile.serving import (
-    LONGEST,
-    PROMPT,
-    SHORTEST,
-    Load,
-    Loaded,
+from kvloom.lab.profile.beside import mean_over
+from kvloom.lab.profile.processes import (
     all_threads_seconds,
+    busy_processes,
     descendants,
     main_thread_seconds,
-    parts,
-    serving_loads,
 )
+from kvloom.lab.profile.serving import LONGEST, PROMPT, SHORTEST, Load, Loaded, parts, serving_loads
 from kvloom.lab.profile.session import Effort
 from kvloom.plan.cost.measured import Measured
 from kvloom.plan.cost.work import Work
@@ -104,7 +100,20 @@ def test_busy_processes_rest_and_end_with_their_block() -> None:
         crowd.rest()
         for process in crowd.processes:
             assert os.waitid(os.P_PID, process.pid, os.WSTOPPED) is not None
+        spent = crowd.cpu_seconds
         crowd.work()
         for process in crowd.processes:
             assert os.waitid(os.P_PID, process.pid, os.WCONTINUED) is not None
+        while crowd.cpu_seconds < spent + 0.01:
+            pass
     assert not busy & set(descendants(os.getpid()))
+
+
+def test_processes_that_work_for_a_part_of_the_time_want_cores_for_a_part_of_it() -> None:
+    assert mean_over(1, 1.0, 0) == mean_over(2, 1.0, 1) == 1.0
+    assert mean_over(1, 0.5, 0) == 0.5
+    assert mean_over(2, 0.5, 0) == 1.0
+    assert mean_over(2, 0.5, 1) == 0.25  # while both work
+    rng = random.Random(0)
+    drawn = [max(0, sum(rng.random() < 0.3 for _ in range(5)) - 2) for _ in range(20_000)]
+    assert mean_over(5, 0.3, 2) == pytest.approx(sum(drawn) / len(drawn), rel=0.05)

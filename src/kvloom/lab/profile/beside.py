@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import signal
-import subprocess
-import sys
+import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Final
 
 from kvloom.lab.profile.jobs import Limits, Setting, Stage, decode, prefill
+from kvloom.lab.profile.processes import busy_processes
 from kvloom.plan.cost.profile import Crowded, JobMeasured, Pressed, StalledJob
 
-PROMPT_TOKENS, CONTEXT = 256, 128
+PROMPT_TOKENS, SHORT_PROMPT_TOKENS, CONTEXT = 256, 32, 128
 FEW, MANY = 4, 32  # sequences of a decode step
 MOST_PAIRS = 24
 
@@ -99,16 +96,18 @@ def _doing(setting: Setting) -> JobMeasured:
 OVER: Final = (1, 2)  # threads more than there are cores
 BURST: Final = 0.001  # seconds of the loop's work at a time, at most
 ENOUGH: Final = 0.3  # seconds of a job's runs, within its repeats and MOST
-MOST: Final = 40
-_BUSY: Final = "print(flush=True)\nwhile True: pass"
+MOST: Final = 300
+LEAST_WORK: Final = 0.05  # the part of the time for which busy processes work, at least
 
 
 def pressed_settings(model: str, cores: int, limits: Limits, *, quick: bool = False) -> list[Setting]:
-    """A prefill and two decode steps, on one core, half of them and all. quick: one step, all cores alone."""
+    """Two prefills and two decode steps, on one core, half of them and all. quick: one of each, all cores
+    alone."""
     context = min(CONTEXT, limits.context // 2)
     found = []
     for share in sorted({cores} if quick else {1, (cores + 1) // 2, cores}):
-        found.append(prefill(model, share, 1, min(PROMPT_TOKENS, limits.chunk)))
+        prompts = (PROMPT_TOKENS,) if quick else (SHORT_PROMPT_TOKENS, PROMPT_TOKENS)
+        found += [prefill(model, share, 1, min(tokens, limits.chunk)) for tokens in prompts]
         found += [decode(model, share, batch, context) for batch in ((FEW,) if quick else (FEW, MANY))]
     return [setting for setting in found if setting.fits(limits)]
 
@@ -117,7 +116,11 @@ async def measure_pressed(
     stage: Stage, settings: Sequence[Setting], cores: int, repeats: int
 ) -> list[Pressed]:
     """Measures each of them beside as many busy processes as want `OVER` threads more than the machine's
-    cores, and alone just before, because the machine's own pace changes."""
+    cores, and alone just before, because the machine's own pace changes.
+
+    The processes work in bursts, as a server's do: endless loops would hold a job's thread up for a slice of
+    the scheduler's each time, and leave its caches as they are. By the part of the time for which they really
+    work, what the job loses is scaled to processes that always do."""
     found = []
     wanted = sorted(itertools.product(settings, OVER), key=lambda pair: cores - pair[0].cores + pair[1])
     for busy, group in itertools.groupby(wanted, key=lambda pair: cores - pair[0].cores + pair[1]):
@@ -126,9 +129,22 @@ async def measure_pressed(
                 crowd.rest()
                 alone = median(await _runs(stage, setting, repeats))
                 crowd.work()
-                seconds = fmean(await _runs(stage, setting, repeats))
-                found.append(Pressed(doing=_doing(setting), over=over, alone=alone, seconds=seconds))
+                begun, before = time.perf_counter(), crowd.cpu_seconds
+                beside = fmean(await _runs(stage, setting, repeats))
+                work = (crowd.cpu_seconds - before) / (time.perf_counter() - begun) / busy
+                wanted_more = mean_over(busy, min(1.0, max(LEAST_WORK, work)), cores - setting.cores)
+                lost = max(0.0, beside - alone) * over / wanted_more
+                found.append(Pressed(doing=_doing(setting), over=over, alone=alone, seconds=alone + lost))
     return found
+
+
+def mean_over(processes: int, work: float, free: int) -> float:
+    """Returns how many threads more than there are cores want to run on average if each of so many processes
+    works for a part `work` of the time, independently of the others, and `free` cores have nothing else."""
+    return sum(
+        (count - free) * math.comb(processes, count) * work**count * (1.0 - work) ** (processes - count)
+        for count in range(free + 1, processes + 1)
+    )
 
 
 async def measure_stalled(stage: Stage, settings: Sequence[Setting], repeats: int) -> list[StalledJob]:
@@ -178,36 +194,3 @@ def _work(seconds: float) -> float:
     while now - began < seconds:
         now = time.perf_counter()
     return now - began
-
-
-@dataclass(frozen=True, slots=True)
-class Crowd:
-    """Processes that each keep a core busy while they have one, and may rest."""
-
-    processes: list[subprocess.Popen[bytes]]
-
-    def rest(self) -> None:
-        self._signal(signal.SIGSTOP)
-
-    def work(self) -> None:
-        self._signal(signal.SIGCONT)
-
-    def _signal(self, number: signal.Signals) -> None:
-        for process in self.processes:
-            process.send_signal(number)
-
-
-@contextmanager
-def busy_processes(count: int) -> Iterator[Crowd]:
-    """So many, at work, until the block ends."""
-    with ExitStack() as stack:
-        running = []
-        for _ in range(count):
-            process = subprocess.Popen([sys.executable, "-S", "-c", _BUSY], stdout=subprocess.PIPE)
-            stack.enter_context(process)
-            stack.callback(process.kill)
-            running.append(process)
-        for process in running:
-            assert process.stdout is not None
-            process.stdout.readline()
-        yield Crowd(running)

@@ -16,6 +16,7 @@ from typing import Final
 
 import numpy as np
 
+from kvloom.lab.profile.processes import all_threads_seconds, descendants, main_thread_seconds
 from kvloom.lab.profile.session import Effort
 from kvloom.lab.workload.request import WorkloadRequest
 from kvloom.lab.workload.results import Tally, read_results
@@ -25,44 +26,6 @@ from kvloom.plan.cost.profile import HostedSeconds, Role
 from kvloom.plan.cost.work import Work
 from kvloom.serve.local import ENGINE_MODULE, GATEWAY_MODULE
 from kvloom.types.errors import ConfigError
-
-PROC: Final = Path("/proc")
-NANOSECOND: Final = 1e-9
-
-
-def descendants(pid: int) -> dict[int, str]:
-    """Returns the processes that any thread of `pid` has started, and those that these have: their command
-    lines by pid."""
-    tasks = (PROC / str(pid) / "task").iterdir()
-    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    found = {child: _command(child) for child in children}
-    for child in children:
-        found |= descendants(child)
-    return found
-
-
-def main_thread_seconds(pid: int) -> float:
-    """CPU time of the thread that a process began with."""
-    return _seconds(PROC / str(pid) / "task" / str(pid))
-
-
-def all_threads_seconds(pid: int) -> float:
-    """CPU time of the threads that a process has now."""
-    return sum(_seconds(task) for task in (PROC / str(pid) / "task").iterdir())
-
-
-def _seconds(task: Path) -> float:
-    """Returns CPU time by the scheduler's own count, if the kernel keeps it, or else by its ticks."""
-    try:
-        return int((task / "schedstat").read_text().split()[0]) * NANOSECOND
-    except FileNotFoundError:
-        fields = (task / "stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _command(pid: int) -> str:
-    return (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
-
 
 LEAST: Final = 1e-9  # seconds; a fit by ratios wants more than 0
 
