@@ -92,11 +92,20 @@ def test_what_else_the_machine_does_is_measured(profile: Profile) -> None:
     assert {(row.doing.model, row.doing.phase) for row in profile.pressed} == kinds
     assert {(row.doing.model, row.doing.phase) for row in profile.stalled} == kinds
     assert {row.over for row in profile.pressed} == {1, 2}
+    assert set(profile.cold) == {"one", "two"}
+    assert max(profile.cold.values()) < 60.0
 
 
 def test_the_error_is_told(measured: tuple[Profile, str]) -> None:
     profile, told = measured
-    for part in ("jobs that a fit has not seen", "one, prefill", "two, decode", "median", "CPU besides jobs"):
+    for part in (
+        "jobs that a fit has not seen",
+        "one, prefill",
+        "two, decode",
+        "median",
+        "CPU besides jobs",
+        "takes longer",
+    ):
         assert part in told
     assert "profile.json" in told.replace("\n", "")
     assert profile.temperature == 0.8

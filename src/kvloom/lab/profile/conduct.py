@@ -21,6 +21,9 @@ from kvloom.exec.huggingface import hide_progress
 from kvloom.lab.profile.jobs import WatchedExecutor
 from kvloom.lab.profile.serving import measure_serving, serving_loads
 from kvloom.lab.profile.session import QUICK, Effort, measure, this_computer
+from kvloom.lab.profile.staggered import cold_seconds, first_tokens, staggered_requests
+from kvloom.lab.workload.request import WorkloadRequest
+from kvloom.lab.workload.results import Results
 from kvloom.plan.cost.measured import Measured, cross_validate
 from kvloom.plan.cost.profile import Computer, HostedSeconds, Profile, write_profile
 from kvloom.plan.cost.shapes import CONFIG, ModelShape, itemsize_of, read_shape
@@ -43,11 +46,13 @@ def conduct(
     if computer.load > QUIET:
         console.print(f"this machine is busy (load {computer.load}): jobs will seem too slow", style="yellow")
     profile = measured_jobs(spec, effort, temperature, computer, console)
-    hosted = asyncio.run(measured_hosting(config, profile, effort, arguments, console))
+    hosted, staggered, came = asyncio.run(measured_hosting(config, profile, effort, arguments, console))
     profile = replace(profile, hosted=hosted)
+    profile = replace(profile, cold=cold_seconds(config, profile, staggered, first_tokens(came)))
     write_profile(profile, output)
     console.print(errors(profile))
     console.print(upkeep(profile))
+    console.print(cold_prefills(profile))
     console.print(f"{output}: {len(profile.jobs)} jobs, {len(profile.crowded)} of them beside another")
     return profile
 
@@ -88,19 +93,23 @@ def measured_jobs(
 
 async def measured_hosting(
     config: Config, profile: Profile, effort: Effort, arguments: Sequence[str], console: Console
-) -> tuple[HostedSeconds, ...]:
-    """Measures what `kvloom serve` does besides jobs. Raises ConfigError if it does not answer."""
+) -> tuple[tuple[HostedSeconds, ...], list[WorkloadRequest], Results]:
+    """Returns what `kvloom serve` does besides jobs, requests that came one by one, and what became of them.
+    Raises ConfigError if it does not answer."""
     cost, longest = Measured(profile), min(engine.max_running for engine in config.engines)
     loads = serving_loads(cost, list(profile.shapes), effort, most=longest)
+    staggered = staggered_requests(cost, list(profile.shapes), effort)
     with _with_key(config, arguments) as (key, given):
-        return await measure_serving(
+        hosted, came = await measure_serving(
             given,
             key,
             list(profile.shapes),
             cost.between,
             loads,
+            staggered,
             lambda text: console.print(f"serving: {text}", style="dim"),
         )
+    return hosted, staggered, came
 
 
 @contextmanager
@@ -169,6 +178,12 @@ def upkeep(profile: Profile) -> Table:
     ]
     heads = ("", "a request", "a token", "each time tokens come")
     return _table("Microseconds of CPU besides jobs", heads, rows)
+
+
+def cold_prefills(profile: Profile) -> Table:
+    """Tells how much longer served prefills take than repeated ones."""
+    rows = [(model, f"{1e3 * seconds:.2f}") for model, seconds in profile.cold.items()]
+    return _table("Milliseconds by which a served prefill takes longer", ("", "ms"), rows)
 
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:

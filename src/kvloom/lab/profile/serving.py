@@ -19,7 +19,7 @@ import numpy as np
 from kvloom.lab.profile.processes import all_threads_seconds, descendants, main_thread_seconds
 from kvloom.lab.profile.session import Effort
 from kvloom.lab.workload.request import WorkloadRequest
-from kvloom.lab.workload.results import Tally, read_results
+from kvloom.lab.workload.results import Results, read_results
 from kvloom.lab.workload.traces import VERSION, Header, write_workload
 from kvloom.plan.cost.measured import Measured, fit_positive
 from kvloom.plan.cost.profile import HostedSeconds, Role
@@ -69,6 +69,13 @@ class Load:
     at_once: int
     output: int
 
+    def requests(self, models: Sequence[str]) -> list[WorkloadRequest]:
+        return [
+            WorkloadRequest(at=0.0, model=model, prompt=PROMPT, output=self.output)
+            for _ in range(self.at_once)
+            for model in models
+        ]
+
 
 @dataclass(frozen=True, slots=True)
 class Server:
@@ -101,9 +108,13 @@ async def measure_serving(
     models: Sequence[str],
     between: Callable[[int], float],
     loads: Sequence[Load],
+    staggered: Sequence[WorkloadRequest],
     tell: Callable[[str], None],
-) -> tuple[HostedSeconds, ...]:
-    """arguments: of `kvloom serve`, which serves these models with them. between: the loop's own work after a
+) -> tuple[tuple[HostedSeconds, ...], Results]:
+    """Returns what the server's threads and the client do besides jobs, by `loads`, and what became of
+    `staggered`, a load of its own.
+
+    arguments: of `kvloom serve`, which serves these models with them. between: the loop's own work after a
     step of so many sequences. Each load is asked by `kvloom bench serve`, in processes of its own, and the
     first of them once more before, for what is done once. Raises ConfigError if they do not answer."""
     found = []
@@ -112,12 +123,16 @@ async def measure_serving(
             for i, load in enumerate((loads[0], *loads)):
                 tell(f"{load.at_once} requests at once of each model, {load.output} tokens each")
                 before = server.cpu()
-                asked = await _ask(server.url, key, models, load, Path(folder) / str(i), seed=i)
+                asked = (
+                    await _ask(server.url, key, load.requests(models), Path(folder) / str(i), seed=i)
+                ).total
                 cpu = {role: after - before[role] for role, after in server.cpu().items()}
                 turns = len(models) * load.output
                 cpu["engine"] -= turns * between(load.at_once)
                 found.append(Loaded(asked.requests, asked.output_tokens, turns, cpu))
-    return parts(found[1:])
+            tell(f"{len(staggered)} requests one by one")
+            came = await _ask(server.url, key, staggered, Path(folder) / "staggered", seed=len(found))
+    return parts(found[1:]), came
 
 
 @asynccontextmanager
@@ -152,13 +167,11 @@ async def _ready(output: asyncio.StreamReader) -> str:
     raise ConfigError(f"`kvloom serve` with this config did not start: {last}; one that it serves is right")
 
 
-async def _ask(url: str, key: str | None, models: Sequence[str], load: Load, place: Path, seed: int) -> Tally:
-    """Sends all of the load at once, and returns what came of it."""
-    requests = [
-        WorkloadRequest(at=0.0, model=model, prompt=PROMPT, output=load.output)
-        for _ in range(load.at_once)
-        for model in models
-    ]
+async def _ask(
+    url: str, key: str | None, requests: Sequence[WorkloadRequest], place: Path, seed: int
+) -> Results:
+    """Sends each request at its time, and returns what came of them."""
+    models = dict.fromkeys(request.model for request in requests)
     workload, results = place.with_suffix(".jsonl"), place.with_suffix(".json")
     write_workload(workload, Header(kvloom_workload=VERSION, seed=seed, models=tuple(models)), requests)
     client = await _kvloom(
@@ -170,11 +183,11 @@ async def _ask(url: str, key: str | None, models: Sequence[str], load: Load, pla
     finally:
         if client.returncode is None:
             client.kill()
-    total = read_results(results).total if results.exists() else None
-    if total is None or total.errors:
+    found = read_results(results) if results.exists() else None
+    if found is None or found.total.errors:
         last = (told.decode(errors="replace").strip().splitlines() or ["no word"])[-1]
         raise ConfigError(f"the served models did not answer all: {last}; a config that works is right")
-    return total
+    return found
 
 
 async def _kvloom(environment: Mapping[str, str], *arguments: str) -> asyncio.subprocess.Process:

@@ -195,6 +195,10 @@ class HostedUnit:
         slower = hosting.slower(work, cores, self._machine.cores.over - busy)
         return slower / hosting.pace(work, cores) if busy else slower
 
+    def cold(self, work: Work) -> float:
+        """Returns the seconds by which the job takes longer because others have had the caches before."""
+        return self._machine.hosting.cold(work)
+
     def landed(self, batch: int, tokens: int, call: Callable[[], None]) -> None:
         """Calls `call` when the engine has seen to the end of a job of `batch` sequences. Then each of so
         many tokens is a frame on its way to the client."""

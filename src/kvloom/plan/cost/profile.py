@@ -142,6 +142,9 @@ class Profile(Struct, frozen=True, kw_only=True):
     pressed: tuple[Pressed, ...] = ()
     stalled: tuple[StalledJob, ...] = ()
     hosted: tuple[HostedSeconds, ...] = ()
+    cold: dict[str, _CpuSeconds] = {}
+    """By model: how much longer a served prefill takes than one that is repeated, because others have had the
+    caches meanwhile, and the server's threads run beside it."""
 
 
 class _Versioned(Struct):
