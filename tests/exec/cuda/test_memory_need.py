@@ -15,12 +15,14 @@ from msgspec.structs import replace
 from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.exec.cuda.loader import load_executor
 from kvloom.exec.cuda.operations import plain_operations
+from kvloom.exec.cuda.parallel import ParallelGpuExecutor
 from kvloom.types.errors import ConfigError
 from kvloom.types.spec import EngineSpec
 from tests.checkpoints import make_checkpoint
 from tests.engines import ask, body, spec_of
 from tests.exec.cuda.counted import CountedDevice, MemoryCount, counted_device
 from tests.exec.cuda.engines import running_executor
+from tests.exec.cuda.rank import start
 
 TOTAL = 8 << 20
 ROWS, CHUNK = 4, 16
@@ -47,9 +49,9 @@ def nothing_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def counted(total: int = TOTAL) -> Iterator[CountedDevice]:
+def counted(total: int = TOTAL, pairs: int = 1) -> Iterator[CountedDevice]:
     """A device of so many bytes, which this thread uses meanwhile."""
-    device = counted_device(MemoryCount(total))
+    device = counted_device(MemoryCount(total), pairs=pairs)
     with device.count.watching(device.torch):
         yield device
 
@@ -110,6 +112,16 @@ def test_a_pool_beside_which_jobs_do_not_fit_is_refused_with_the_bytes(spec: Eng
         "smaller chunk_tokens or max_running, are right",
         caught.value.message,
     )
+
+
+def test_each_rank_has_a_pool_for_which_the_one_with_the_least_room_has_room(spec: EngineSpec) -> None:
+    """The other one is a process whose device has no bounds."""
+    shared = replace(spec, models=spec.models[1:], tensor_parallel=2, device="cuda:0")
+    with counted(pairs=0) as device:
+        executor = ParallelGpuExecutor.over(shared, device, plain_operations(), start=start, seconds=30)
+        assert TOTAL / 2 < size(executor) < TOTAL
+        assert 0 < TOTAL - device.count.live < TOTAL / 8
+        executor.close()
 
 
 def test_a_pool_beside_which_weights_do_not_fit_is_refused_before_they_are_read(spec: EngineSpec) -> None:
