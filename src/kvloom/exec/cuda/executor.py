@@ -87,7 +87,7 @@ class GpuExecutor:
         self._steps: dict[tuple[str, PartitionLane], DecodeSteps] = {}
         self._prefills: dict[tuple[str, PartitionLane], PrefillSteps] = {}
         self._buffers: dict[PartitionLane, Buffers] = {}
-        self._plain: set[str] = set()  # models whose steps cannot be recorded
+        self._plain = {name for name, one in models.items() if not one.records}
         self.loans = CudaLoans(models, self._buffers, device.partitions.lanes, self._plain)
         self._reason = ""
         self._breaks = asyncio.Event()
@@ -162,7 +162,7 @@ class GpuExecutor:
                     kept += (after := settled()) - before
                     running[lane] = max(running[lane], most - after)
             threads = threads[:1]
-        return MemoryNeed(kept, self._device.partitions.at_once(running))
+        return MemoryNeed(kept, self._device.partitions.at_once(running), frozenset(self._plain))
 
     def _begin(self, most_running: int, chunk: int) -> None:
         """Takes the memory of what recordings read and write."""

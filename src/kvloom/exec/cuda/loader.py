@@ -24,7 +24,7 @@ from kvloom.exec.cuda.weights import GpuWeights, SleepingWeights
 from kvloom.exec.loader import LoadedModel, count_blocks, load_models
 from kvloom.exec.parallel.group import RankGroup, Team
 from kvloom.kernels.driver import Driver, DriverError
-from kvloom.kv.arena import view_blocks
+from kvloom.kv.arena import ArenaMemory, view_blocks
 from kvloom.types.errors import ConfigError, Unavailable
 from kvloom.types.geometry import Geometry, KVDtype
 from kvloom.types.spec import EngineSpec
@@ -247,11 +247,11 @@ def load_within_budget(
             device.settle()
             asleep[name].let_go()
 
-    _check_room(loaded, spec, device, operations, progress, awake=awake)
+    _, need = _check_room(loaded, spec, device, operations, progress, awake=awake)
     progress("taking the memory of weights and pool")
     granules.create(count)
     arena = GranuleArena(granules, count, spec.block_bytes)
-    models = {name: DeviceModel.place(model, arena, operations) for name, model in loaded.items()}
+    models = _place(loaded, arena, operations, need.plain)
     executor = GpuExecutor(models, arena, device, GpuWeights(asleep, arena, device))
     rehearse(executor, spec, device, progress)
     return executor
@@ -272,13 +272,20 @@ def load_pool(
     loaded = load_models(spec.models, spec.block_bytes, target, progress, team)
     if spec.kv_bytes:
         count_blocks(loaded, spec.kv_bytes, spec.block_bytes, ranks)
-    room = _check_room(loaded, spec, device, operations, progress, team)
+    room, need = _check_room(loaded, spec, device, operations, progress, team)
     progress("taking the KV arena")
     blocks = count_blocks(loaded, spec.kv_bytes or room * ranks, spec.block_bytes, ranks)
-    if team is not None:
-        blocks = team.group.least(blocks)
     arena = DeviceArena(blocks, spec.block_bytes, device.torch)
-    return {name: DeviceModel.place(model, arena, operations) for name, model in loaded.items()}, arena
+    return _place(loaded, arena, operations, need.plain), arena
+
+
+def _place(
+    loaded: Mapping[str, LoadedModel], arena: ArenaMemory, operations: Operations, plain: frozenset[str]
+) -> dict[str, DeviceModel]:
+    return {
+        name: DeviceModel.place(model, arena, operations, records=name not in plain)
+        for name, model in loaded.items()
+    }
 
 
 def rehearse(
@@ -324,10 +331,10 @@ def _check_room(
     progress: Callable[[str], None],
     team: Team | None = None,
     awake: Callable[[str], AbstractContextManager[None]] | None = None,
-) -> int:
+) -> tuple[int, MemoryNeed]:
     """Returns the bytes that a pool may take on this device beside weights and jobs, the least of all ranks,
-    and lets the log tell what jobs need. awake: see `GpuExecutor.measure`. Raises ConfigError if that is less
-    than the config asks for."""
+    and what jobs need here; the log tells both. awake: see `GpuExecutor.measure`. Raises ConfigError if the
+    config asks for more."""
     progress("measuring the memory that jobs need")
     device.trim()
     (free, total), key = device.free(), "kv_memory" if awake is None else "memory"
@@ -350,7 +357,7 @@ def _check_room(
     _log.info(
         "%s, and %s; of %s that are left the pool gets %s", left, need, f"{room:,}", f"{wanted or room:,}"
     )
-    return room
+    return room, need
 
 
 def _measure(
@@ -367,8 +374,7 @@ def _measure(
     total = device.free()[1]
     page = max(one.geometry.blocks_per_page for one in loaded.values())
     arena = DeviceArena(page, spec.block_bytes, device.torch)
-    models = {name: DeviceModel.place(model, arena, operations) for name, model in loaded.items()}
-    executor = GpuExecutor(models, arena, device)
+    executor = GpuExecutor(_place(loaded, arena, operations, frozenset()), arena, device)
     try:
         return executor.measure(
             most_running=spec.max_running,
@@ -379,7 +385,7 @@ def _measure(
         )
     finally:
         executor.close()
-        del executor, models, arena
+        del executor, arena
         gc.collect()  # recordings, and what they hold
         device.trim()
 

@@ -181,15 +181,18 @@ class DeviceModel:
     memory: Tensor  # the pool's bytes
     arena: Tensor  # [blocks, 2, T, D], as this model sees the pool
     page_map: DevicePageMap
+    records: bool = True  # False if its steps are known not to be recordable
 
     @classmethod
-    def place(cls, loaded: LoadedModel, store: ArenaMemory, operations: Operations) -> DeviceModel:
+    def place(
+        cls, loaded: LoadedModel, store: ArenaMemory, operations: Operations, *, records: bool = True
+    ) -> DeviceModel:
         geometry, device = loaded.geometry, store.bytes.device
         pages = store.blocks // geometry.blocks_per_page
         view = store.view(geometry.head_dim, loaded.kv_dtype)
         page_map = DevicePageMap(geometry, pages, device)
         form = geometry, loaded.card, loaded.heads
-        return cls(loaded.module, *form, operations, store.bytes, view, page_map)
+        return cls(loaded.module, *form, operations, store.bytes, view, page_map, records)
 
     def logits(
         self, tokens: Tensor, positions: Tensor, state: DecodeState | PrefillState, kept: Tensor | None = None

@@ -32,6 +32,8 @@ class MemoryNeed:
     """Bytes that stay taken: inputs, recordings, workspaces of libraries, and kernels."""
     running: int
     """Bytes that jobs take while they run, of all that run at the same time."""
+    plain: frozenset[str] = frozenset()
+    """The models whose steps cannot be recorded."""
 
     @property
     def total(self) -> int:
