@@ -3,8 +3,10 @@ on tensors without memory, and for small ones against what torch takes of the CP
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, Self
 
@@ -14,12 +16,14 @@ from tools.gpu_checks.models import LLAMA_1B, LLAMA_8B, QWEN_4B, Ground, Shape, 
 from torch import Tensor
 
 from kvloom.config.config import Config
+from kvloom.exec.cuda.device import HostStream, PartitionLane, Partitions, Recording
 from kvloom.exec.cuda.executor import GpuExecutor
 from kvloom.exec.cuda.model import DecodeState, DeviceModel, Places
 from kvloom.exec.cuda.operations import Operations
 from kvloom.exec.cuda.prefill import run_prefill
 from kvloom.exec.cuda.profile import MemoryNeed
 from kvloom.exec.sampler import prompt_logprobs, sample
+from kvloom.kernels.cuda.flash import FlashAttention
 from kvloom.types.job import PromptRow, SampleRow
 from kvloom.types.request import SamplingParams
 from tests.exec.cuda.counted import CountedDevice, MemoryCount, counted_device
@@ -41,6 +45,22 @@ TINY = Shape(
         "max_position_embeddings": 512,
     },
 )
+
+SMALL = Shape(
+    "LlamaConfig",
+    {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+    },
+)
+SMALL_BLOCK = 1 << 10
+SMALL_ROWS = 48
+COLUMNS = 4 * 8 * 4 * SMALL_ROWS * 16  # bytes of the tables of so many sequences of 16 pages
 
 
 def shapes_alone() -> Operations:
@@ -100,11 +120,13 @@ class Loaded:
             work()
         return self.count.peak - before
 
-    def prefill(self, chunk: int) -> None:
-        """A prompt of `chunk` tokens, each of whose log-probabilities is asked for."""
-        many, few = self._ints(chunk), {name: self._ints(2)[:n].int() for name, n in _FEW.items()}
-        arrays = {"tokens": many, "positions": many, "kept": many, "tables": self._ints(1, 32).int()}
-        arrays |= {name: many.int() for name in ("slot_page", "slot_offset")} | few
+    def prefill(self, chunk: int, sequences: int = 1, pages: int = 32) -> None:
+        """Prompts of `chunk` tokens together, each of whose log-probabilities is asked for."""
+        many, few = self._ints(chunk), {"starts": sequences, "begins": sequences + 1}
+        arrays = {"tokens": many, "positions": many, "kept": many}
+        arrays |= {name: many.int() for name in ("slot_page", "slot_offset")}
+        arrays |= {name: self._ints(count).int() for name, count in few.items()}
+        arrays["tables"] = self._ints(sequences, pages).int()
         logits = run_prefill(self.model, arrays, COMPUTE)
         prompt_logprobs(logits, [PromptRow(i, 0, 5) for i in range(chunk)])
 
@@ -118,9 +140,6 @@ class Loaded:
 
     def _ints(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=self.device.torch)
-
-
-_FEW = {"starts": 1, "begins": 2}
 
 
 @pytest.mark.parametrize("shape", [LLAMA_8B, LLAMA_1B, QWEN_4B], ids=["llama-8b", "llama-1b", "qwen-4b"])
@@ -140,6 +159,60 @@ def test_what_is_measured_holds_a_prefill_and_a_decode_step_of_real_shapes_at_on
     assert prefill + decode < need.running < 3 * (prefill + decode)
     inputs = len(loaded.executor.lanes) * ROWS * numbers * 2
     assert inputs < need.kept < inputs + (1 << 28), "a lane's logits, and little else"
+
+
+class PoolStream(HostStream):
+    """Its recordings have a pool of memory, as large as the largest needs it, and each has some beside."""
+
+    def __init__(self, count: MemoryCount) -> None:
+        self._count = count
+        self._size = 0
+
+    def record(self, work: Callable[[], None]) -> Recording:
+        before, self._count.peak = self._count.live, self._count.live
+        work()
+        most = max(self._size, self._count.peak - before)
+        self._count.add(most - self._size + 1000)
+        self._size = most
+        return super().record(work)
+
+
+@pytest.mark.parametrize(
+    ("room", "context"), [(COLUMNS - 1, 1 << 16), (2 * COLUMNS - 1, 1 << 11), (1 << 30, 1 << 16)]
+)
+def test_what_is_measured_holds_the_largest_tables_of_flash_attention(room: int, context: int) -> None:
+    """The largest batch has none, or smaller ones than a batch of half its size, or the largest."""
+
+    def attend(q: Tensor, *_: Any, **__: Any) -> Tensor:
+        return q.new_empty(q.shape)
+
+    flash = FlashAttention("shapes alone", attend, COMPUTE, room=room)
+    count, nowhere = MemoryCount(), torch.device("meta")
+
+    def load() -> Loaded:
+        device = replace(
+            counted_device(count, "meta"),
+            partitions=Partitions(PartitionLane(COMPUTE, PoolStream(count)), []),
+        )
+        ground = Ground(device, replace(shapes_alone(), flash=flash), torch.bfloat16, SMALL_BLOCK)
+        arena = ground.arena(1 << 20)
+        shape = replace(SMALL, form=SMALL.form | {"max_position_embeddings": context})
+        made = make_models({"m": shape}, ground)["m"]
+        model = DeviceModel.place(made, arena, ground.operations, flash=True)
+        return Loaded(count, device, model, GpuExecutor({"m": model}, arena, device))
+
+    with count.watching(nowhere):
+        need = load().need(SMALL_ROWS, SMALL_ROWS)
+        gc.collect()  # what it was measured with
+        served = load()
+        before = count.live
+        served.executor.prepare(most_running=SMALL_ROWS, chunk=SMALL_ROWS)
+        kept = count.live - before
+        forms = [(SMALL_ROWS, n, served.model.widest(n + 1)) for n in range(1, SMALL_ROWS + 1)]
+        prefills = [served.taken(partial(served.prefill, *form)) for form in forms]
+    assert need.flash == {"m"}
+    assert kept <= need.kept < kept + 10_000
+    assert max(prefills) <= need.running
 
 
 def test_tensors_without_memory_are_counted_as_real_ones() -> None:
