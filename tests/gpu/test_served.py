@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from kvloom.exec.cuda.loader import load_gpu_executor
@@ -66,9 +70,45 @@ def test_two_models_side_by_side(tmp_path: Path) -> None:
             oracle.check(prompt, tokens)
 
 
+def test_the_costliest_jobs_take_no_more_than_was_measured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of what torch holds, on both sides of a partition. Where others use the device, nothing else can be
+    told."""
+    caplog.set_level(logging.INFO, "kvloom.exec.cuda.loader")
+    path = make_checkpoint(tmp_path, "qwen3")
+    costly: dict[str, Any] = {
+        "temperature": 1.0,
+        "logprobs": 20,
+        "prompt_logprobs": 20,
+        "logit_bias": {3: 1.0},
+    }
+    prompts = [[(7 * i + j) % VOCAB for j in range(60 + i % 5)] for i in range(24)]
+
+    async def serve() -> tuple[int, set[str]]:
+        wanted = spec({"m": path})
+        executor = load_gpu_executor(wanted)
+        executor.device.settle()
+        executor.device.trim()
+        kept = executor.device.held()
+        torch.cuda.reset_peak_memory_stats()
+        async with running_executor(wanted, executor) as engine:
+            answers = await asyncio.gather(
+                *(ask(engine, body("m", p, max_tokens=9, **costly)) for p in prompts)
+            )
+        return torch.cuda.max_memory_reserved() - kept, {answer.ends[0].reason for answer in answers}
+
+    taken, reasons = asyncio.run(serve())
+    assert reasons == {"length"}
+    [told] = [one.message for one in caplog.records if "the pool gets" in one.message]
+    need = re.search(r"jobs need ([\d,]+)", told)
+    assert need is not None
+    assert taken <= int(need[1].replace(",", "")), told
+
+
 def test_a_pool_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "qwen3")
-    with pytest.raises(ConfigError, match="gives no 1,099,511,627,776 bytes"):
+    with pytest.raises(ConfigError, match="beside a pool of 1,099,511,627,776, and"):
         load_gpu_executor(spec({"m": path}, kv_bytes=1 << 40))
 
 

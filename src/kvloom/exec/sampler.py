@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Final
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from kvloom.kernels.cpu.draw import draw as cpu_draw
 from kvloom.kernels.draw_reference import streams
 from kvloom.types.job import PromptRow, SampleRow
 from kvloom.types.request import TokenLogprob
+
+_NUMBERS_AT_ONCE: Final = 1 << 23  # of float32 logits that are normalised; a long prompt's may be many
 
 
 def draw(
@@ -69,12 +72,18 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[T
 def prompt_logprobs(logits: Tensor, rows: Sequence[PromptRow]) -> list[TokenLogprob]:
     """Takes logits [R, V] after each row's token and returns the log-probability of the token that the prompt
     has next."""
-    return logprobs(logits.float(), [row.token for row in rows], [row.top for row in rows]) if rows else []
+    return logprobs(logits, [row.token for row in rows], [row.top for row in rows])
 
 
 def logprobs(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
     """Takes logits [R, V] and returns the log-probability of tokens[r], and the tops[r] best, or as many as
     there are."""
+    rows = max(1, _NUMBERS_AT_ONCE // logits.shape[-1])
+    parts = [slice(at, at + rows) for at in range(0, len(tokens), rows)]
+    return [one for part in parts for one in _logprobs(logits[part].float(), tokens[part], tops[part])]
+
+
+def _logprobs(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
     normal = logits.log_softmax(-1)
     own = normal.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
     best = normal.topk(min(max(1, *tops), normal.shape[-1]), -1)

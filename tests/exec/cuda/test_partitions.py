@@ -41,3 +41,12 @@ def test_jobs_at_once_are_on_sides_of_one_pair(steps: list[tuple[int, bool]]) ->
         assert any(parts <= set(pair) for pair in cut.pairs)
     for lane in cut.lanes:
         assert lane.jobs == running.count(lane)
+
+
+def test_what_runs_at_once_is_a_pair_and_what_was_given_everything() -> None:
+    cut = partitions()
+    each = dict.fromkeys(cut.lanes, 1)
+    each[cut.whole] = 100
+    each[cut.pairs[0][0]], each[cut.pairs[2][0]], each[cut.pairs[2][1]] = 9, 5, 6
+    assert cut.at_once(each) == 100 + 5 + 6
+    assert Partitions(cut.whole, []).at_once({cut.whole: 7}) == 7

@@ -14,8 +14,9 @@ from msgspec.structs import replace
 
 from kvloom.engine.engine import Engine
 from kvloom.exec.cuda.fuse import DeviceGatedMLP
+from kvloom.exec.cuda.loader import all_alike
 from kvloom.exec.cuda.operations import plain_operations
-from kvloom.exec.cuda.parallel import ParallelGpuExecutor, all_alike
+from kvloom.exec.cuda.parallel import ParallelGpuExecutor
 from kvloom.exec.cuda.prefill import Draws
 from kvloom.exec.parallel.group import RankGroup
 from kvloom.exec.parallel.slicing import Summed

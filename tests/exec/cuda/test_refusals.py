@@ -72,7 +72,7 @@ def test_weights_that_do_not_fit(spec: EngineSpec) -> None:
     small = _Small(host.torch, host.compute, host.partitions)
     told = refusal(lambda: load_executor(spec, small, plain_operations()))
     assert told.startswith("models.m: its weights need ")
-    assert "bytes, and 100,000 of 4,000,000 are free on cpu" in told
+    assert "bytes beside a pool of 4,194,304, and 100,000 of 4,000,000 are free on cpu" in told
 
 
 def test_too_little_beside_the_pool(spec: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> None:

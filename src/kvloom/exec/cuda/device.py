@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -98,6 +99,7 @@ class CudaStream:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
         self._pool = torch.cuda.graph_pool_handle()
+        self._recordings: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     @classmethod
     def new(cls, device: torch.device) -> CudaStream:
@@ -117,6 +119,8 @@ class CudaStream:
 
     def record(self, work: Callable[[], None]) -> Recording:
         graph = torch.cuda.CUDAGraph()
+        if not self._recordings:  # torch takes no pool again whose recordings are all gone
+            self._pool = torch.cuda.graph_pool_handle()
         with self.entered():
             self.stream.synchronize()
             # other threads of this process have nothing to do with the device while graphs are made, but
@@ -126,6 +130,7 @@ class CudaStream:
                 work()
             finally:
                 graph.capture_end()
+        self._recordings.add(graph)
         return graph
 
 
@@ -247,6 +252,12 @@ class Partitions:
     def give_back(self, lane: PartitionLane) -> None:
         lane.jobs -= 1
 
+    def at_once(self, each: Mapping[PartitionLane, int]) -> int:
+        """Returns the largest sum over lanes whose jobs run at the same time: those of one pair, and perhaps
+        one that was given everything before."""
+        pairs = (each[first] + each[second] for first, second in self.pairs)
+        return each[self.whole] + max(pairs, default=0)
+
     def _choose(self, share: int) -> PartitionLane:
         if share >= self.whole.compute or not self.pairs:
             return self.whole
@@ -279,6 +290,10 @@ class GpuDevice:
             free, total = torch.cuda.mem_get_info(self.torch)
             return free, total
         return 1 << 62, 1 << 62
+
+    def held(self) -> int:
+        """Returns the bytes that torch holds for this process: what is used, and, until `trim`, what was."""
+        return torch.cuda.memory_reserved(self.torch) if self.torch.type == "cuda" else 0
 
     def trim(self) -> None:
         """Gives back memory that this process keeps and does not use, once no lane records."""

@@ -7,8 +7,9 @@ import asyncio
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Final
 
 import torch
@@ -19,6 +20,7 @@ from kvloom.exec.cuda.graphs import Buffers, DecodeSteps, PrefillSteps, buckets_
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.offloaded import CudaLoans
 from kvloom.exec.cuda.prefill import Draws, prefill_inputs, prove_flash, rehearse, run_prefill
+from kvloom.exec.cuda.profile import MemoryNeed, largest_jobs
 from kvloom.exec.cuda.staging import SentInputs, Slots, Staging
 from kvloom.exec.cuda.weights import GpuWeights
 from kvloom.exec.sampler import prompt_logprobs
@@ -29,6 +31,7 @@ from kvloom.types.geometry import AnyArray, Geometry
 from kvloom.types.job import Job, JobResult, Phase
 from kvloom.types.request import ModelCard, TokenLogprob
 
+_Record = Callable[[Callable[[], AbstractContextManager[None]]], bool]
 STRIDE: Final = 32  # steps of a decode job: each takes a row's next page at once, of about as many tokens
 
 
@@ -84,7 +87,7 @@ class GpuExecutor:
         self._steps: dict[tuple[str, PartitionLane], DecodeSteps] = {}
         self._prefills: dict[tuple[str, PartitionLane], PrefillSteps] = {}
         self._buffers: dict[PartitionLane, Buffers] = {}
-        self._plain: set[str] = set()  # models whose steps cannot be recorded
+        self._plain = {name for name, one in models.items() if not one.records}
         self.loans = CudaLoans(models, self._buffers, device.partitions.lanes, self._plain)
         self._reason = ""
         self._breaks = asyncio.Event()
@@ -101,12 +104,7 @@ class GpuExecutor:
         recorded. chunk: prompt tokens of a job. agree: returns whether all ranks have recorded a step, if
         there are several; it raises if some have and others have not. Raises torch's OutOfMemoryError if the
         rest of the memory is too little."""
-        self._device.enter()
-        self._device.settle()  # weights and pool, before other streams read them
-        pages = max(one.geometry.pages(one.card.context_length) for one in self._models.values())
-        for lane in self.lanes:
-            with lane.entered():
-                self._buffers[lane] = Buffers(most_running, pages, chunk, self._device.torch)
+        self._begin(most_running, chunk)
         for name in self._models:
             with nullcontext() if self.weights is None else self.weights.awake(name):
                 progress(f"warming up {name}")
@@ -116,23 +114,88 @@ class GpuExecutor:
                     rehearse(model, tokens, self._device)
                 for i, lane in enumerate(self.lanes):
                     progress(f"recording steps of {name} ({i + 1}/{len(self.lanes)})")
-                    self._record(name, lane, most_running, longest, agree)
+                    records = self._records(name, lane, most_running, longest if self.weights is None else 0)
+                    self._record(name, [*records[0], *records[1]], agree)
 
-    def _record(
-        self, name: str, lane: PartitionLane, most: int, chunk: int, agree: Callable[[bool], bool]
-    ) -> None:
-        """Records a model's prefills of up to `chunk` tokens on a lane, which take the most memory, unless
-        they may have to wait for weights, and its decode steps for batches of up to `most` sequences."""
+    def measure(
+        self,
+        *,
+        most_running: int,
+        chunk: int,
+        taken: Callable[[], int],
+        agree: Callable[[bool], bool] = bool,
+        awake: Callable[[str], AbstractContextManager[None]] | None = None,
+    ) -> MemoryNeed:
+        """Returns what jobs need beside weights and pool, in a pool of any size, by running the largest ones
+        on each lane. The executor is of no use for jobs afterwards. taken: returns the device's bytes that
+        count as taken now. awake: a context in which a model's weights are in memory; None if all always are.
+        The other parameters and errors are those of `prepare`.
+
+        The largest steps of a lane are recorded first, and others fit into their memory, as far as torch has
+        it. What the driver has for a recording is measured of the last, and taken for each."""
+
+        def settled() -> int:
+            """Returns what is taken once this process keeps nothing that it does not use."""
+            self._device.settle()
+            self._device.trim()
+            return taken()
+
+        before = settled()
+        self._begin(most_running, chunk)
+        kept, running = settled() - before, dict.fromkeys(self.lanes, 0)
+        threads = [self._slots.take() for _ in range(2 * len(self._models))]  # each has libraries' workspaces
+        for name in self._models:
+            with nullcontext() if awake is None else awake(name):
+                before = settled()
+                model = self._models[name] = prove_flash(self._models[name], self._device)
+                longest = min(chunk, model.card.context_length)
+                jobs = largest_jobs(name, model, most_running, longest)
+                widths = [len(model.widths(size)) for size in _sizes(model, most_running)]
+                for lane in self.lanes:
+                    prefills, steps = self._records(name, lane, most_running, longest if awake is None else 0)
+                    self._record(name, [*prefills[:1], *steps[:2]], agree)
+                    largest = settled()
+                    self._record(name, steps[-1:], agree)
+                    others = len(prefills[1:]) + sum(widths[2:-1])
+                    kept += others * -(-max(0, settled() - largest) // widths[-1])
+                    for job, thread in ((job, thread) for job in jobs for thread in threads):
+                        thread.thread.submit(self._try, job, lane, thread.staging).result()
+                    lane.mark().wait()
+                    most = taken()
+                    kept += (after := settled()) - before
+                    before, running[lane] = after, max(running[lane], most - after)
+            threads = threads[:1]
+        flash = {name for name, model in self._models.items() if model.operations.flash is not None}
+        at_once = self._device.partitions.at_once(running)
+        return MemoryNeed(kept, at_once, frozenset(self._plain), frozenset(flash))
+
+    def _begin(self, most_running: int, chunk: int) -> None:
+        """Takes the memory of what recordings read and write."""
+        self._device.enter()
+        self._device.settle()  # weights and pool, before other streams read them
+        pages = max(one.geometry.pages(one.card.context_length) for one in self._models.values())
+        for lane in self.lanes:
+            with lane.entered():
+                self._buffers[lane] = Buffers(most_running, pages, chunk, self._device.torch)
+
+    def _records(
+        self, name: str, lane: PartitionLane, most: int, chunk: int
+    ) -> tuple[list[_Record], list[_Record]]:
+        """Returns what records a model's prefills of up to `chunk` tokens on a lane, which take the most
+        memory, the largest first, and its decode steps for batches of `_sizes`. chunk: 0 if prefills may have
+        to wait for weights."""
         given = self._models[name], lane, self._buffers[lane]
         prefills = self._prefills[name, lane] = PrefillSteps(*given)
         steps = self._steps[name, lane] = DecodeSteps(*given)
-        sizes = prefill_sizes(chunk) if self.weights is None else ()
-        wanted = [
-            *((prefills.record, size) for size in sizes),
-            *((steps.record, size) for size in buckets_up_to(most)),
-        ]
-        for record, size in wanted:
-            if name in self._plain or not agree(record(size, self._device.unasked)):
+        sizes = prefill_sizes(chunk) if chunk else ()
+        return (
+            [partial(prefills.record, size) for size in sizes],
+            [partial(steps.record, size) for size in _sizes(self._models[name], most)],
+        )
+
+    def _record(self, name: str, records: Iterable[_Record], agree: Callable[[bool], bool]) -> None:
+        for record in records:
+            if name in self._plain or not agree(record(self._device.unasked)):
                 self._plain.add(name)
                 break
 
@@ -213,6 +276,11 @@ class GpuExecutor:
 
     # on a job's thread
 
+    def _try(self, job: Job, lane: PartitionLane, staging: Staging) -> None:
+        """Does what `_run` does, with nobody to tell of it. Raises torch's OutOfMemoryError."""
+        self._device.enter()
+        self._ask(job, lane, staging, StepProgress(job.steps), lambda tokens: None)
+
     def _run(
         self,
         job: Job,
@@ -263,6 +331,7 @@ class GpuExecutor:
                 count = len(job.samples)
                 ids, reports = draws.take(logits[:count], sent.arrays)
                 prompts = prompt_logprobs(logits[count:], job.prompts)
+                del logits  # jobs that wait for their next turn hold none
                 asked = staging.fetch(ids), lane.mark()
             drawn: list[int] = []
             while steps is not None and job.steps > 1 and draws.on_device:
@@ -357,3 +426,11 @@ def _landed(tokens: Tensor, mark: StreamEvent) -> list[int]:
     mark.wait()
     found: list[int] = tokens.tolist()
     return found
+
+
+def _sizes(model: DeviceModel, most: int) -> list[int]:
+    """Returns the sizes of decode steps to record for up to `most` sequences: the largest, the one with the
+    most numbers in its tables, which FlashAttention keeps for all layers, and then the others."""
+    sizes = buckets_up_to(most)
+    widest = max(sizes, key=lambda size: size * model.widest(size))
+    return list(dict.fromkeys((sizes[0], widest, *sizes)))

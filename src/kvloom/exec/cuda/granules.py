@@ -154,12 +154,20 @@ class Granules:
     @contextmanager
     def lent(self, to: AddressRange) -> Iterator[Tensor]:
         """Yields the bytes of a range that has no granules; it has new ones meanwhile. Raises ConfigError."""
+        with self.made(len(to.held)):
+            try:
+                self.supply(to, range(len(to.held)))
+                yield self.tensor(to)
+            finally:
+                self.withdraw(to, [place for place, held in enumerate(to.held) if held is not None])
+
+    @contextmanager
+    def made(self, count: int) -> Iterator[None]:
+        """Has so many more granules meanwhile, and none that are idle afterwards. Raises ConfigError."""
+        self.create(count)
         try:
-            self.create(len(to.held))
-            self.supply(to, range(len(to.held)))
-            yield self.tensor(to)
+            yield
         finally:
-            self.withdraw(to, [place for place, held in enumerate(to.held) if held is not None])
             self.release()
 
     def release(self) -> None:

@@ -143,7 +143,7 @@ class DecodeSteps:
         """Records for batches of up to `rows` sequences. unasked: a context in which a step raises that waits
         for the device, if it can be told before recording. Returns False if the model cannot be recorded, and
         runs step by step. Raises torch's OutOfMemoryError."""
-        for pages in sorted({self._model.widest(rows), self._pages} - {0}):
+        for pages in self._model.widths(rows):
             tables = self._buffers.tables[:rows, :pages]
             step = _record(
                 self._model, self._lane, self._buffers, _arrays(rows), tables, self._forward, unasked

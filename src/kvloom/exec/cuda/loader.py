@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
@@ -17,25 +20,31 @@ from kvloom.exec.cuda.fuse import fuse_on_device
 from kvloom.exec.cuda.granules import DriverCalls, GranuleArena, Granules
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.operations import Operations, triton_operations
+from kvloom.exec.cuda.profile import MemoryNeed
 from kvloom.exec.cuda.weights import GpuWeights, SleepingWeights
 from kvloom.exec.loader import LoadedModel, count_blocks, load_models
-from kvloom.exec.parallel.group import Team
+from kvloom.exec.parallel.group import RankGroup, Team
 from kvloom.kernels.cuda.flash import find_flash
 from kvloom.kernels.driver import Driver, DriverError
-from kvloom.kv.arena import view_blocks
-from kvloom.types.errors import ConfigError
+from kvloom.kv.arena import ArenaMemory, view_blocks
+from kvloom.types.errors import ConfigError, Unavailable
 from kvloom.types.geometry import Geometry, KVDtype
 from kvloom.types.spec import EngineSpec
 
+_log = logging.getLogger(__name__)
 _HALVES: Final = ("bfloat16", "float16")
 
 
 class DeviceTarget:
     """Brings weights from the mapped files straight to the device, each once; a rank's slices lie there."""
 
-    def __init__(self, device: GpuDevice, operations: Operations) -> None:
+    def __init__(self, device: GpuDevice, operations: Operations, pool: int = 0, ranks: int = 1) -> None:
+        """pool: bytes that are to be taken on the device beside the weights, as far as they are known. ranks:
+        that share the weights."""
         self._device = device
         self._operations = operations
+        self._pool = pool
+        self._ranks = ranks
 
     def own_format(self, config: Any, matrices: Callable[[], Set[str]]) -> torch.dtype:
         """Returns the checkpoint's own format if that is a half precision, else bfloat16."""
@@ -61,7 +70,7 @@ class DeviceTarget:
         return dtype
 
     def check_room(self, size: int) -> None:
-        """Does nothing: weights lie in mapped files until `place` looks at the device's memory."""
+        self._refuse(size // self._ranks)
 
     def check_quantized(self) -> None:
         raise ConfigError(
@@ -75,14 +84,18 @@ class DeviceTarget:
     def place(self, module: nn.Module) -> None:
         tensors = {id(one): one for one in (*module.parameters(), *module.buffers())}
         coming = [one for one in tensors.values() if one.device.type == "cpu"]
-        needed = sum(one.numel() * one.itemsize for one in coming)
+        self._refuse(sum(one.numel() * one.itemsize for one in coming))
+        module.to(self._device.torch)
+
+    def _refuse(self, size: int) -> None:
+        """Raises ConfigError if weights of `size` bytes do not fit beside the pool."""
         free, total = self._device.free()
-        if needed > free:
+        if size + self._pool > free:
+            beside = f" beside a pool of {self._pool:,}" if self._pool else ""
             raise ConfigError(
-                f"its weights need {needed:,} bytes, and {free:,} of {total:,} are free on "
+                f"its weights need {size:,} bytes{beside}, and {free:,} of {total:,} are free on "
                 f"{self._device.torch}; a smaller model, a half precision or a larger device is right"
             )
-        module.to(self._device.torch)
 
     def fuse(self, module: nn.Module) -> None:
         fuse_on_device(module, self._operations)
@@ -127,7 +140,10 @@ class DeviceArena:
         return view_blocks(self.bytes, self.block_bytes, head_dim, dtype)
 
 
-WORKING: Final = 0.1  # of the device's memory, which `kv_memory: auto` leaves to what jobs compute with
+SPARE: Final = 0.02
+"""The part of the device's memory that `kv_memory: auto` leaves beside what was measured: recordings that a
+loan needs are made later, and torch's allocator has gaps."""
+_ENTRY: Final = 4  # bytes of a block in a model's page map
 _QUEUES: Final = "CUDA_DEVICE_MAX_CONNECTIONS", "32"  # streams that share one, of 8, wait for each other
 _SETTINGS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -191,7 +207,7 @@ def load_executor(
     operations: Operations,
     progress: Callable[[str], None] = lambda _: None,
 ) -> GpuExecutor:
-    """Loads every model, then takes the pool, then rehearses. Raises ConfigError."""
+    """Loads every model, measures what jobs need, takes the pool, then rehearses. Raises ConfigError."""
     executor = GpuExecutor(*load_pool(spec, device, operations, progress), device)
     rehearse(executor, spec, device, progress)
     return executor
@@ -225,10 +241,21 @@ def load_within_budget(
                 f"memory: {spec.kv_bytes:,} bytes do not hold {name} and a page of its K and V, in pieces of "
                 f"{granules.size:,}; at least {least * granules.size:,} are needed"
             )
+
+    @contextmanager
+    def awake(name: str) -> Iterator[None]:
+        with granules.made(asleep[name].granules):
+            while not asleep[name].read_part():
+                pass
+            yield
+            device.settle()
+            asleep[name].let_go()
+
+    _, need = _check_room(loaded, spec, device, operations, progress, awake=awake)
     progress("taking the memory of weights and pool")
     granules.create(count)
     arena = GranuleArena(granules, count, spec.block_bytes)
-    models = {name: DeviceModel.place(model, arena, operations) for name, model in loaded.items()}
+    models = _place(loaded, arena, operations, need)
     executor = GpuExecutor(models, arena, device, GpuWeights(asleep, arena, device))
     rehearse(executor, spec, device, progress)
     return executor
@@ -244,14 +271,30 @@ def load_pool(
     """Returns the models, and the memory that they share; in a team this rank's slices, and an equal part of
     the pool, of as many blocks as each rank has. Raises ConfigError, and Unavailable if a rank is gone."""
     device.enter()
-    loaded = load_models(spec.models, spec.block_bytes, DeviceTarget(device, operations), progress, team)
+    ranks = spec.tensor_parallel
+    target = DeviceTarget(device, operations, spec.kv_bytes // ranks, ranks)
+    loaded = load_models(spec.models, spec.block_bytes, target, progress, team)
+    if spec.kv_bytes:
+        count_blocks(loaded, spec.kv_bytes, spec.block_bytes, ranks)
+    room, need = _check_room(loaded, spec, device, operations, progress, team)
     progress("taking the KV arena")
-    size = spec.kv_bytes or _rest(device) * spec.tensor_parallel
-    blocks = count_blocks(loaded, size, spec.block_bytes, spec.tensor_parallel)
-    if team is not None:
-        blocks = team.group.least(blocks)
+    blocks = count_blocks(loaded, spec.kv_bytes or room * ranks, spec.block_bytes, ranks)
     arena = DeviceArena(blocks, spec.block_bytes, device.torch)
-    return {name: DeviceModel.place(model, arena, operations) for name, model in loaded.items()}, arena
+    return _place(loaded, arena, operations, need), arena
+
+
+def _place(
+    loaded: Mapping[str, LoadedModel],
+    arena: ArenaMemory,
+    operations: Operations,
+    need: MemoryNeed | None = None,
+) -> dict[str, DeviceModel]:
+    """need: what was found by measuring these models, if they have been measured."""
+    models = {}
+    for name, model in loaded.items():
+        records, flash = (True, None) if need is None else (name not in need.plain, name in need.flash)
+        models[name] = DeviceModel.place(model, arena, operations, records=records, flash=flash)
+    return models
 
 
 def rehearse(
@@ -259,10 +302,11 @@ def rehearse(
     spec: EngineSpec,
     device: GpuDevice,
     progress: Callable[[str], None] = lambda _: None,
-    agree: Callable[[bool], bool] = bool,
+    team: Team | None = None,
 ) -> None:
     """Makes the executor ready for jobs; see `GpuExecutor.prepare`. Raises ConfigError if memory is too
-    little."""
+    little, Unavailable if ranks of a team differ."""
+    agree = all_alike(None if team is None else team.group)
     try:
         executor.prepare(
             most_running=spec.max_running, chunk=spec.chunk_tokens, progress=progress, agree=agree
@@ -276,6 +320,85 @@ def rehearse(
         ) from error
 
 
+def all_alike(group: RankGroup | None) -> Callable[[bool], bool]:
+    """Returns a function that says whether a step has been recorded, which all ranks must find alike, or
+    their exchanges would differ. group: None of one rank."""
+
+    def agree(recorded: bool) -> bool:
+        if group is not None and group.agree(recorded) != recorded:
+            raise Unavailable("decode steps could be recorded at some ranks and not at others")
+        return recorded
+
+    return agree
+
+
+def _check_room(
+    loaded: Mapping[str, LoadedModel],
+    spec: EngineSpec,
+    device: GpuDevice,
+    operations: Operations,
+    progress: Callable[[str], None],
+    team: Team | None = None,
+    awake: Callable[[str], AbstractContextManager[None]] | None = None,
+) -> tuple[int, MemoryNeed]:
+    """Returns the bytes that a pool may take on this device beside weights and jobs, the least of all ranks,
+    and what jobs need here; the log tells both. awake: see `GpuExecutor.measure`. Raises ConfigError if the
+    config asks for more."""
+    progress("measuring the memory that jobs need")
+    device.trim()
+    (free, total), key = device.free(), "kv_memory" if awake is None else "memory"
+    left = f"weights leave {free:,} of the {total:,} bytes of {device.torch}"
+    right = "smaller models, or a smaller chunk_tokens or max_running, are right"
+    try:
+        need = _measure(loaded, spec, device, operations, team, awake)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"{key}: {left}, too little to run jobs; fewer or {right}") from error
+    wanted = spec.kv_bytes // spec.tensor_parallel
+    entries = 1 + _ENTRY * len(loaded) / spec.block_bytes  # page maps grow with the pool
+    room = int((free - need.total - (0 if wanted else int(SPARE * total))) / entries)
+    if team is not None:
+        room = team.group.least(room)
+    if room < max(wanted, 1):
+        asked = f"the {wanted:,} that it asks for" if wanted else "a pool"
+        raise ConfigError(
+            f"{key}: {left}, {need}, and {max(room, 0):,} are left for {asked}; fewer bytes, {right}"
+        )
+    _log.info(
+        "%s, and %s; of %s that are left the pool gets %s", left, need, f"{room:,}", f"{wanted or room:,}"
+    )
+    return room, need
+
+
+def _measure(
+    loaded: Mapping[str, LoadedModel],
+    spec: EngineSpec,
+    device: GpuDevice,
+    operations: Operations,
+    team: Team | None,
+    awake: Callable[[str], AbstractContextManager[None]] | None,
+) -> MemoryNeed:
+    """Returns what jobs need, measured in a pool of one page, and gives back all that this took. A unit whose
+    pool is what is left is alone on the device, so all that is taken meanwhile is its own, and counts; beside
+    others only what torch has taken does. Raises torch's OutOfMemoryError."""
+    total = device.free()[1]
+    page = max(one.geometry.blocks_per_page for one in loaded.values())
+    arena = DeviceArena(page, spec.block_bytes, device.torch)
+    executor = GpuExecutor(_place(loaded, arena, operations), arena, device)
+    try:
+        return executor.measure(
+            most_running=spec.max_running,
+            chunk=spec.chunk_tokens,
+            taken=device.held if spec.kv_bytes else lambda: total - device.free()[0],
+            agree=all_alike(None if team is None else team.group),
+            awake=awake,
+        )
+    finally:
+        executor.close()
+        del executor, arena
+        gc.collect()  # recordings, and what they hold
+        device.trim()
+
+
 def refuse_expandable(environment: Mapping[str, str]) -> None:
     """Raises ConfigError for expandable segments: peers cannot map what torch allocates in them."""
     for name in _SETTINGS:
@@ -283,15 +406,3 @@ def refuse_expandable(environment: Mapping[str, str]) -> None:
             raise ConfigError(
                 f"{name}: expandable_segments:True; without it is right, for peers map the KV arena"
             )
-
-
-def _rest(device: GpuDevice) -> int:
-    """Returns the bytes for the pool if the config leaves them open."""
-    free, total = device.free()
-    rest = free - int(WORKING * total)
-    if rest <= 0:
-        raise ConfigError(
-            f"kv_memory: the weights leave {free:,} of {device.torch}'s {total:,} bytes, too little for "
-            "a pool; fewer or smaller models are right"
-        )
-    return rest

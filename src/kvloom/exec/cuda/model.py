@@ -223,23 +223,41 @@ class DeviceModel:
     memory: Tensor  # the pool's bytes
     arena: Tensor  # [blocks, 2, T, D], as this model sees the pool
     page_map: DevicePageMap
+    records: bool = True  # False if its steps are known not to be recordable
+    proved: bool = False  # whether it is known what attends for it
 
     @classmethod
-    def place(cls, loaded: LoadedModel, store: ArenaMemory, operations: Operations) -> DeviceModel:
+    def place(
+        cls,
+        loaded: LoadedModel,
+        store: ArenaMemory,
+        operations: Operations,
+        *,
+        records: bool = True,
+        flash: bool | None = None,
+    ) -> DeviceModel:
+        """flash: whether FlashAttention attends, if the operations have it; None if that is not known yet."""
         geometry, device = loaded.geometry, store.bytes.device
         pages = store.blocks // geometry.blocks_per_page
         view = store.view(geometry.head_dim, loaded.kv_dtype)
         page_map = DevicePageMap(geometry, pages, device)
+        if flash is False:
+            operations = replace(operations, flash=None)
         if operations.flash is not None and (why := operations.flash.refuses(view)):
             _log.warning("%s does not attend by %s: %s", loaded.card.name, operations.flash.name, why)
             operations = replace(operations, flash=None)
         form = geometry, loaded.card, loaded.heads
-        return cls(loaded.module, *form, operations, store.bytes, view, page_map)
+        return cls(loaded.module, *form, operations, store.bytes, view, page_map, records, flash is not None)
 
     def widest(self, sequences: int) -> int:
         """Returns the most pages that the tables of so many sequences in a recording may have."""
         pages, flash = self.geometry.pages(self.card.context_length), self.operations.flash
         return pages if flash is None else min(pages, flash.widest(sequences, self.geometry.blocks_per_page))
+
+    def widths(self, sequences: int) -> list[int]:
+        """Returns the pages of the tables for which a decode step of so many sequences is recorded: those
+        that FlashAttention has room for, and all, the fewest first."""
+        return sorted({self.widest(sequences), self.geometry.pages(self.card.context_length)} - {0})
 
     def logits(
         self, tokens: Tensor, positions: Tensor, state: DecodeState | PrefillState, kept: Tensor | None = None

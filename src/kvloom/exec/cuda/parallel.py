@@ -18,7 +18,7 @@ from kvloom.exec.cuda.loader import load_pool, open_gpu, rehearse
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.operations import Operations
 from kvloom.exec.cuda.staging import Staging
-from kvloom.exec.parallel.group import SECONDS, RankGroup
+from kvloom.exec.parallel.group import SECONDS
 from kvloom.exec.parallel.ranks import Member, Ranks, Start, check, start_process
 from kvloom.exec.parallel.wire import StartRank, Step, ToldMap
 from kvloom.kv.arena import ArenaMemory
@@ -73,7 +73,7 @@ class ParallelGpuExecutor(GpuExecutor):
         def load() -> ParallelGpuExecutor:
             models, arena = load_pool(spec, device, operations, progress, ranks)
             executor = ParallelGpuExecutor(models, arena, device, ranks, seconds)
-            rehearse(executor, spec, device, progress, all_alike(ranks.group))
+            rehearse(executor, spec, device, progress, ranks)
             ranks.meet()
             return executor
 
@@ -140,18 +140,6 @@ def load_parallel_gpu_executor(
     return ParallelGpuExecutor.over(spec, device, operations, folder, progress)
 
 
-def all_alike(group: RankGroup) -> Callable[[bool], bool]:
-    """Returns a function that says whether a step has been recorded, which all ranks must find alike, or
-    their exchanges would differ."""
-
-    def agree(recorded: bool) -> bool:
-        if group.agree(recorded) != recorded:
-            raise Unavailable("decode steps could be recorded at some ranks and not at others")
-        return recorded
-
-    return agree
-
-
 def _unless_lost(ranks: Ranks, load: Callable[[], ParallelGpuExecutor]) -> ParallelGpuExecutor:
     """Returns what `load` gives. Raises Unavailable at once if a rank ends meanwhile: on a GPU an exchange
     may then hang, on a thread that is left to the end of the process."""
@@ -195,7 +183,7 @@ class GpuWorker(GpuExecutor):
     def over(cls, begin: StartRank, member: Member, device: GpuDevice, operations: Operations) -> Self:
         member.join(begin, device.torch)
         worker = cls(*load_pool(begin.spec, device, operations, team=member), device)
-        rehearse(worker, begin.spec, device, agree=all_alike(member.group))
+        rehearse(worker, begin.spec, device, team=member)
         member.meet()
         return worker
 

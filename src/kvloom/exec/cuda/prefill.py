@@ -146,8 +146,11 @@ _CLOSE: Final = {torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 def prove_flash(model: DeviceModel, device: GpuDevice) -> DeviceModel:
     """Returns the model with what attends for it from now on, and logs that. FlashAttention stays if the
     logits of a short prompt, in two parts and a decode step, are those that the kernels here give: a package
-    may be built without a form of attention, or not for this torch."""
-    flash = model.operations.flash
+    may be built without a form of attention, or not for this torch. A model of which this is known already
+    stays as it is."""
+    if model.proved:
+        return model
+    model, flash = replace(model, proved=True), model.operations.flash
     if flash is None:
         _log.info("%s attends by kvloom's kernels", model.card.name)
         return model
