@@ -33,6 +33,7 @@ from kvloom.kernels.cuda.launch import Launch
 from kvloom.kernels.cuda.offload_ask import collect, post
 from kvloom.kernels.cuda.offload_serve import serve
 from kvloom.kernels.cuda.prefill import prefill_attention
+from kvloom.kernels.cuda.quantized import quantized_launch
 from kvloom.kernels.mailbox import LINE, NOTE, WORDS, BorrowerState, LenderState, LentArena, MailboxTensors
 from kvloom.kernels.reference import Activation, block_view
 
@@ -51,6 +52,7 @@ _MACHINE_ORDERS = {  # the same in the machine's own code
     "_collect": (_LOAD,),
 }
 _WARPGROUP_ROWS = 64  # of the least product of a warpgroup
+_LEFT = {"_prefill": "ROWS", "_decode": "ROWS", "_quantized": "OUTPUTS"}  # rows of products' left operands
 _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -60,6 +62,7 @@ _POINTERS = {
     torch.int32: "*i32",
     torch.int16: "*i16",
     torch.uint8: "*u8",
+    torch.int8: "*i8",
 }
 
 
@@ -105,6 +108,18 @@ def _around(dtype: torch.dtype, head_dim: int) -> Iterator[Named]:
     activations: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
     for activation in activations:
         yield f"gated {name} {activation}", gated_launch(x, x, activation)
+
+
+def _products(dtype: torch.dtype, bits: int, group: int, *, offsets: bool = False) -> Iterator[Named]:
+    """Yields products over a weight of few bits, of as many rows as take tiles of their own."""
+    outputs, columns = 6144, 4096
+    codes = _empty(outputs, columns * bits // 8, dtype=torch.uint8 if bits == 4 else torch.int8)
+    scales = _empty(outputs, columns // group, dtype=torch.float16)
+    name = f"product {str(dtype).removeprefix('torch.')} {bits} bits of {group}{' offsets' if offsets else ''}"
+    for rows in (1, 32, 64, 512):
+        x, out = (_empty(rows, size, dtype=dtype) for size in (columns, outputs))
+        given = codes, scales, scales if offsets else None, _empty(outputs, dtype=dtype)
+        yield f"{name}, {rows} rows", quantized_launch(out, x, *given)
 
 
 def _others() -> Iterator[Named]:
@@ -157,6 +172,11 @@ def served() -> Iterator[Named]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         yield from _around(dtype, 128)
     yield from _around(torch.bfloat16, 80)
+    yield from _products(torch.bfloat16, 4, 32)
+    yield from _products(torch.bfloat16, 4, 128, offsets=True)
+    yield from _products(torch.bfloat16, 8, 16)
+    yield from _products(torch.float16, 4, 4096, offsets=True)
+    yield from _products(torch.float32, 4, 64)
     yield from _others()
     yield from _weaving(torch.bfloat16, 128, group=4)
     yield from _weaving(torch.float16, 256, group=8)
@@ -215,8 +235,8 @@ def faults(launch: Launch, compiled: Any, capability: int) -> Iterator[str]:
     usage = _usage(cubin)
     if usage is not None and usage[1] and not wide:
         yield f"spills registers into {usage[1]} bytes"
-    if kernel in ("_prefill", "_decode") and not wide:
-        groups = capability >= 90 and launch.arguments["ROWS"] >= _WARPGROUP_ROWS
+    if (left := _LEFT.get(kernel)) and not wide:
+        groups = capability >= 90 and launch.arguments[left] >= _WARPGROUP_ROWS
         product = "wgmma.mma_async" if groups else "mma.sync"
         if product not in ptx:
             yield f"does not multiply by {product}"

@@ -1,0 +1,76 @@
+"""Products over weights of few bits, in Triton's interpreter: each against its twin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvloom.kernels.cuda import reference
+from kvloom.kernels.cuda.quantized import quantized_product
+
+DTYPES = torch.float32, torch.float16
+
+
+def drawn(
+    bits: int, outputs: int, columns: int, groups: int, *, factors: torch.dtype = torch.float16
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns codes, scales and offsets."""
+    if bits == 4:
+        codes = torch.randint(0, 256, (outputs, columns // 2)).to(torch.uint8)
+    else:
+        codes = torch.randint(-128, 128, (outputs, columns)).to(torch.int8)
+    scales, offsets = torch.rand(outputs, groups) / 2**bits, torch.randn(outputs, groups) / 4
+    return codes, scales.to(factors), offsets.to(factors)
+
+
+def close(got: Tensor, wanted: Tensor) -> None:
+    loose = 4e-3 if wanted.dtype == torch.float16 else 2e-5
+    assert got.dtype == wanted.dtype
+    torch.testing.assert_close(got, wanted, rtol=loose, atol=loose * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rows", [1, 16, 30, 50, 140])
+def test_few_rows_and_many(rows: int, bits: int, dtype: torch.dtype) -> None:
+    """Each of the shapes that tiles have, with outputs that fill no whole tile."""
+    torch.manual_seed(rows)
+    x, (codes, scales, offsets) = torch.randn(rows, 128).to(dtype), drawn(bits, 150, 128, 4)
+    wanted = reference.quantized_product(x, codes, scales, offsets, None)
+    close(quantized_product(x, codes, scales, offsets, None), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("columns", "groups"), [(48, 3), (96, 3), (192, 3), (384, 3), (64, 1), (20, 1), (200, 1), (256, 1)]
+)
+def test_groups(columns: int, groups: int, bits: int, dtype: torch.dtype) -> None:
+    """Of 16 to 128 inputs, and whole rows; some fill no whole tile."""
+    torch.manual_seed(columns)
+    codes, scales, offsets = drawn(bits, 40, columns, groups, factors=torch.float32)
+    for rows in (3, 70):
+        x = torch.randn(rows, columns).to(dtype)
+        wanted = reference.quantized_product(x, codes, scales, offsets, None)
+        close(quantized_product(x, codes, scales, offsets, None), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_offsets_with_a_bias_and_of_a_part_of_wider_rows(dtype: torch.dtype) -> None:
+    codes, scales, _ = drawn(4, 36, 64, 2)
+    x, bias = torch.randn(5, 90).to(dtype)[:, 16:80], torch.randn(36).to(dtype)
+    wanted = reference.quantized_product(x, codes, scales, None, bias)
+    close(quantized_product(x, codes, scales, None, bias), wanted)
+    assert quantized_product(x[:0], codes, scales, None, bias).shape == (0, 36)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    codes, scales, offsets = drawn(4, 8, 64, 2)
+    x = torch.randn(3, 64)
+    with pytest.raises(ValueError, match="codes: want"):
+        quantized_product(x, codes[:, 1:], scales, offsets, None)
+    with pytest.raises(ValueError, match="offsets: want float16 or float32"):
+        quantized_product(x, codes, scales, offsets[:4], None)
+    with pytest.raises(ValueError, match="scales: groups of 24 inputs"):
+        quantized_product(torch.randn(3, 48), codes[:, :24].contiguous(), scales, offsets, None)
