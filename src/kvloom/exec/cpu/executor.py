@@ -45,9 +45,6 @@ class CpuTarget:
     """Computes in float32, over weights of 32 bits in oneDNN's layouts or of 16 bits in panels. A model that
     cannot have the latter computes in the format of its weights."""
 
-    def check_quantized(self) -> None:
-        """Does nothing: quantised weights are served."""
-
     def check_pooled(self) -> None:
         """Does nothing: models that make vectors are served."""
 

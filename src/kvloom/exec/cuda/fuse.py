@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import Tensor, nn
 
 from kvloom.exec.cuda.operations import Operations
-from kvloom.exec.fuse import Replacements, fuse, join
+from kvloom.exec.cuda.quantized import DeviceQuantizedLinear
+from kvloom.exec.fuse import Replacements, fuse, fuse_quantized, join
+from kvloom.exec.huggingface import children
+from kvloom.exec.quantized import QuantizedLinear
 from kvloom.kernels.reference import Activation
 
 
@@ -28,12 +31,14 @@ class DeviceNorm(nn.Module):
 
 
 class DeviceGatedMLP(nn.Module):
-    """Computes down(activation(gate(x)) ∘ up(x)), with gate and up as one product."""
+    """Computes down(activation(gate(x)) ∘ up(x)), with gate and up as one product, `inner`."""
 
-    def __init__(self, operations: Operations, linears: Sequence[nn.Linear], activation: Activation) -> None:
+    def __init__(
+        self, operations: Operations, inner: nn.Module, down: nn.Module, activation: Activation
+    ) -> None:
         super().__init__()
-        gate, up, self.down = linears
-        self.inner = join((gate, up))
+        self.inner = inner
+        self.down = down
         self.activation = activation
         self._operations = operations
 
@@ -55,10 +60,24 @@ def fuse_on_device(model: nn.Module, operations: Operations) -> None:
         operations.rotate(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0])
         return q, k
 
+    def gated(linears: Sequence[nn.Linear], activation: Activation) -> nn.Module:
+        return DeviceGatedMLP(operations, join(linears[:2]), linears[2], activation)
+
+    def product(linears: Sequence[QuantizedLinear]) -> nn.Module | None:
+        return DeviceQuantizedLinear.of(operations, linears)
+
+    def gated_quantized(linears: Sequence[QuantizedLinear]) -> Callable[[Activation], nn.Module] | None:
+        inner, down = product(linears[:2]), product(linears[2:])
+        return inner and down and partial(DeviceGatedMLP, operations, inner, down)
+
+    fuse_quantized(model, product, gated_quantized)
+    for parent, name, child in children(model):
+        if type(child) is QuantizedLinear:
+            setattr(parent, name, product([child]))
     ours = Replacements(
         fits=lambda weight: True,
         product=lambda joined: joined,
-        gated=partial(DeviceGatedMLP, operations),
+        gated=gated,
         norm=partial(DeviceNorm, operations),
         rotate=rotate_both,
     )

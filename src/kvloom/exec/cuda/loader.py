@@ -16,6 +16,7 @@ from kvloom.exec.cuda.fuse import fuse_on_device
 from kvloom.exec.cuda.granules import DriverCalls, GranuleArena, Granules
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.operations import Operations, triton_operations
+from kvloom.exec.cuda.quantized import hold_plainly, move_quantized, quantized_tensors
 from kvloom.exec.cuda.weights import GpuWeights, SleepingWeights
 from kvloom.exec.loader import LoadedModel, count_blocks, load_models
 from kvloom.exec.parallel.group import Team
@@ -61,17 +62,13 @@ class DeviceTarget:
     def check_room(self, size: int) -> None:
         """Does nothing: weights lie in mapped files until `place` looks at the device's memory."""
 
-    def check_quantized(self) -> None:
-        raise ConfigError(
-            "its weights are quantised, or in a GGUF file, and GPUs serve neither; `device: cpu`, or a plain "
-            "checkpoint of safetensors, is right"
-        )
-
     def check_pooled(self) -> None:
         raise ConfigError("it makes vectors of texts, which CPUs serve; `device: cpu` is right")
 
     def place(self, module: nn.Module) -> None:
-        tensors = {id(one): one for one in (*module.parameters(), *module.buffers())}
+        hold_plainly(module)
+        held = (*module.parameters(), *module.buffers(), *quantized_tensors(module))
+        tensors = {id(one): one for one in held}
         coming = [one for one in tensors.values() if one.device.type == "cpu"]
         needed = sum(one.numel() * one.itemsize for one in coming)
         free, total = self._device.free()
@@ -81,6 +78,7 @@ class DeviceTarget:
                 f"{self._device.torch}; a smaller model, a half precision or a larger device is right"
             )
         module.to(self._device.torch)
+        move_quantized(module, self._device.torch)
 
     def fuse(self, module: nn.Module) -> None:
         fuse_on_device(module, self._operations)
@@ -102,7 +100,7 @@ class DeviceTarget:
         return None
 
     def round_inputs(self, module: nn.Module) -> None:
-        """Does nothing: there are no quantised layers here."""
+        """Does nothing: a GPU multiplies in the format that the model computes in."""
 
 
 class DeviceArena:

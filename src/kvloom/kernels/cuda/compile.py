@@ -115,11 +115,11 @@ def _products(dtype: torch.dtype, bits: int, group: int, *, offsets: bool = Fals
     outputs, columns = 6144, 4096
     codes = _empty(outputs, columns * bits // 8, dtype=torch.uint8 if bits == 4 else torch.int8)
     scales = _empty(outputs, columns // group, dtype=torch.float16)
-    name = f"product {str(dtype).removeprefix('torch.')} {bits} bits of {group}{' offsets' if offsets else ''}"
+    name = f"product {str(dtype).removeprefix('torch.')} {bits} bits of {group}"
     for rows in (1, 32, 64, 512):
         x, out = (_empty(rows, size, dtype=dtype) for size in (columns, outputs))
         given = codes, scales, scales if offsets else None, _empty(outputs, dtype=dtype)
-        yield f"{name}, {rows} rows", quantized_launch(out, x, *given)
+        yield f"{name}{' offsets' if offsets else ''}, {rows} rows", quantized_launch(out, x, *given)
 
 
 def _others() -> Iterator[Named]:

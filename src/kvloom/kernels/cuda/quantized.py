@@ -30,10 +30,7 @@ def _factors(  # type: ignore[no-untyped-def]
     part = tl.arange(0, PARTS)
     group = (first // GROUP if GROUP else 0) + part
     to = at + (row * groups)[:, None] + group[None, :]
-    if EVEN:
-        found = tl.load(to)
-    else:
-        found = tl.load(to, mask=(first + part * SPAN < columns)[None, :], other=0.0)
+    found = tl.load(to) if EVEN else tl.load(to, mask=(first + part * SPAN < columns)[None, :], other=0.0)
     return found.to(tl.float32)[:, :, None]
 
 

@@ -1,0 +1,101 @@
+"""Linear layers over weights of 8 or 4 bits on a GPU, which holds them as checkpoints' readers give them:
+codes, and scales and offsets of groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from kvloom.exec.cuda.operations import Operations
+from kvloom.exec.gguf.blocks import MappedEmbedding
+from kvloom.exec.huggingface import children
+from kvloom.exec.quantized import Factors, QuantizedLinear, QuantizedWeight, joined, narrowed
+
+
+class DeviceQuantizedLinear(nn.Module):
+    """Computes x [..., K] · weight [N, K]ᵀ + bias [N] in the number format of x. All that it holds are
+    buffers and parameters, which weights that sleep take along."""
+
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+
+    def __init__(self, operations: Operations, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("codes", weight.codes.contiguous())
+        self.register_buffer("scales", _plain(weight.scales))
+        self.register_buffer("offsets", None if weight.offsets is None else _plain(weight.offsets))
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self._multiply = operations.quantized_product
+
+    @classmethod
+    def of(cls, operations: Operations, linears: Sequence[QuantizedLinear]) -> Self | None:
+        """Returns the product of the layers, side by side; None if their weights have unlike forms, which no
+        launch takes together."""
+        weights = [one.quantized for one in linears]
+        if len({(one.bits, one.group, one.offsets is None) for one in weights}) > 1:
+            return None
+        offsets = [one.offsets for one in weights if one.offsets is not None]
+        codes = torch.cat([one.codes for one in weights]) if len(weights) > 1 else weights[0].codes
+        scales = joined([one.scales for one in weights])
+        weight = QuantizedWeight(weights[0].bits, codes, scales, joined(offsets) if offsets else None)
+        return cls(operations, weight, _joined_bias(linears))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features)
+        out = self._multiply(rows, self.codes, self.scales, self.offsets, self.bias)
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+def _joined_bias(linears: Sequence[QuantizedLinear]) -> Tensor | None:
+    biases = [one.bias for one in linears]
+    some = next((one for one in biases if one is not None), None)
+    if some is None:
+        return None
+    pairs = zip(biases, linears, strict=True)
+    return torch.cat([some.new_zeros(one.out_features) if bias is None else bias for bias, one in pairs])
+
+
+def _plain(factors: Factors) -> Tensor:
+    """Returns scales or offsets in float16 if that holds them exactly, else in float32."""
+    return narrowed(factors.float().contiguous())
+
+
+def _layers(module: nn.Module) -> Iterator[QuantizedLinear]:
+    for one in module.modules():
+        if type(one) is QuantizedLinear:
+            yield one
+
+
+def hold_plainly(module: nn.Module) -> None:
+    """Makes plain tensors, in place, of what CPUs alone read in other forms: scales that are multiples of
+    what others share, and embeddings that stay in a mapped file."""
+    for layer in _layers(module):
+        held = layer.quantized
+        offsets = None if held.offsets is None else _plain(held.offsets)
+        layer.quantized = QuantizedWeight(held.bits, held.codes, _plain(held.scales), offsets)
+    for parent, name, child in children(module):
+        if isinstance(child, MappedEmbedding):
+            matrix = child.read()
+            plain = nn.Embedding(len(matrix), matrix.shape[1], _weight=matrix)
+            setattr(parent, name, plain.requires_grad_(False))
+
+
+def quantized_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yields what the quantised layers of a module hold, as `hold_plainly` leaves it."""
+    for layer in _layers(module):
+        held = layer.quantized
+        yield from (one for one in (held.codes, held.scales, held.offsets) if isinstance(one, Tensor))
+
+
+def move_quantized(module: nn.Module, device: torch.device) -> None:
+    """Brings what `quantized_tensors` yields to a device."""
+    for layer in _layers(module):
+        held = layer.quantized
+        codes, scales = held.codes.to(device), held.scales.float().to(device)
+        offsets = None if held.offsets is None else narrowed(held.offsets.float().to(device))
+        layer.quantized = QuantizedWeight(held.bits, codes, narrowed(scales), offsets)
