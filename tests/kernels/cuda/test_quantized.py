@@ -1,4 +1,5 @@
-"""Products over weights of few bits, in Triton's interpreter: each against its twin."""
+"""Products over weights of few bits, and rows rounded to FP8, in Triton's interpreter: each against its
+twin."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvloom.kernels.cuda import reference
+from kvloom.kernels.cuda.fp8 import round_rows, scaled_product
 from kvloom.kernels.cuda.quantized import quantized_product
 
 DTYPES = torch.float32, torch.float16
@@ -63,6 +65,49 @@ def test_without_offsets_with_a_bias_and_of_a_part_of_wider_rows(dtype: torch.dt
     wanted = reference.quantized_product(x, codes, scales, None, bias)
     close(quantized_product(x, codes, scales, None, bias), wanted)
     assert quantized_product(x[:0], codes, scales, None, bias).shape == (0, 36)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [64, 200])
+def test_codes_that_are_floats(columns: int, dtype: torch.dtype) -> None:
+    codes, scales = (torch.randn(40, columns) * 9).to(torch.float8_e4m3fn), torch.rand(40, 1)
+    for rows in (3, 70):
+        x = torch.randn(rows, columns).to(dtype)
+        wanted = reference.quantized_product(x, codes, scales, None, None)
+        close(quantized_product(x, codes, scales, None, None), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [64, 100, 5000])
+def test_rounding_rows(columns: int, dtype: torch.dtype) -> None:
+    """Small ones and large ones, one of zeros, and a part of wider rows."""
+    sizes = torch.tensor([[1e-3], [1.0], [0.0], [3e4], [2.0]])
+    x = (torch.randn(5, columns + 7) * sizes).clamp(-6e4, 6e4).to(dtype)[:, 3 : columns + 3]
+    (codes, scales), (wanted, factors) = round_rows(x), reference.round_rows(x)
+    assert codes.float().equal(wanted.float())
+    torch.testing.assert_close(scales, factors, rtol=1e-6, atol=0)
+    assert codes.float().abs().amax(-1).tolist() == [448, 448, 0, 448, 448]
+
+
+@pytest.mark.parametrize("strange", [torch.nan, torch.inf])
+def test_a_row_that_is_not_finite_stays_visible(strange: float) -> None:
+    x = torch.randn(3, 64)
+    x[1, 5] = strange
+    codes = torch.randn(32, 64).to(torch.float8_e4m3fn)
+    for product in (scaled_product, reference.scaled_product):
+        out = product(x, codes, torch.ones(32, 1), None)
+        assert out.isfinite().all(-1).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_scaled_products(dtype: torch.dtype) -> None:
+    """torch's own, over rows that the kernel has rounded."""
+    torch.manual_seed(4)
+    x, bias = torch.randn(9, 64).to(dtype), torch.randn(48).to(dtype)
+    codes, scales = (torch.randn(48, 64) * 50).to(torch.float8_e4m3fn), torch.rand(48, 1) / 50
+    wanted = reference.scaled_product(x, codes, scales, bias)
+    loose = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    torch.testing.assert_close(scaled_product(x, codes, scales, bias), wanted, rtol=loose, atol=loose)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -29,6 +29,7 @@ from kvloom.kernels.cuda.copy import copy_blocks, copy_pages
 from kvloom.kernels.cuda.decode import Workspace, decode_attention
 from kvloom.kernels.cuda.draw import draw_launch
 from kvloom.kernels.cuda.elementwise import advance, gated_launch, norm_launch, rotate, write_kv
+from kvloom.kernels.cuda.fp8 import round_launch
 from kvloom.kernels.cuda.launch import Launch
 from kvloom.kernels.cuda.offload_ask import collect, post
 from kvloom.kernels.cuda.offload_serve import serve
@@ -52,6 +53,7 @@ _MACHINE_ORDERS = {  # the same in the machine's own code
     "_collect": (_LOAD,),
 }
 _WARPGROUP_ROWS = 64  # of the least product of a warpgroup
+FP8_CAPABILITY = 89
 _LEFT = {"_prefill": "ROWS", "_decode": "ROWS", "_quantized": "OUTPUTS"}  # rows of products' left operands
 _POINTERS = {
     torch.bfloat16: "*bf16",
@@ -63,6 +65,7 @@ _POINTERS = {
     torch.int16: "*i16",
     torch.uint8: "*u8",
     torch.int8: "*i8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 
 
@@ -110,16 +113,26 @@ def _around(dtype: torch.dtype, head_dim: int) -> Iterator[Named]:
         yield f"gated {name} {activation}", gated_launch(x, x, activation)
 
 
-def _products(dtype: torch.dtype, bits: int, group: int, *, offsets: bool = False) -> Iterator[Named]:
-    """Yields products over a weight of few bits, of as many rows as take tiles of their own."""
+def _products(dtype: torch.dtype, kind: torch.dtype, group: int, *, offsets: bool = False) -> Iterator[Named]:
+    """Yields products over a weight of few bits, of as many rows as take tiles of their own. kind: of its
+    codes, of which uint8 are two of 4 bits."""
     outputs, columns = 6144, 4096
-    codes = _empty(outputs, columns * bits // 8, dtype=torch.uint8 if bits == 4 else torch.int8)
+    codes = _empty(outputs, columns // 2 if kind == torch.uint8 else columns, dtype=kind)
     scales = _empty(outputs, columns // group, dtype=torch.float16)
-    name = f"product {str(dtype).removeprefix('torch.')} {bits} bits of {group}"
+    names = (str(one).removeprefix("torch.") for one in (dtype, kind))
+    name = f"product {' '.join(names)} of {group}{' offsets' if offsets else ''}"
     for rows in (1, 32, 64, 512):
         x, out = (_empty(rows, size, dtype=dtype) for size in (columns, outputs))
         given = codes, scales, scales if offsets else None, _empty(outputs, dtype=dtype)
-        yield f"{name}{' offsets' if offsets else ''}, {rows} rows", quantized_launch(out, x, *given)
+        yield f"{name}, {rows} rows", quantized_launch(out, x, *given)
+
+
+def _eight_bit_floats() -> Iterator[Named]:
+    yield from _products(torch.bfloat16, torch.float8_e4m3fn, 4096)
+    scales, out = _empty(512, 1, dtype=torch.float32), _empty(512, 4096, dtype=torch.float8_e4m3fn)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = _empty(512, 4096, dtype=dtype)
+        yield f"round {str(dtype).removeprefix('torch.')}", round_launch(out, scales, x)
 
 
 def _others() -> Iterator[Named]:
@@ -161,8 +174,9 @@ def _weaving(dtype: torch.dtype, head_dim: int, group: int) -> Iterator[Named]:
     yield f"collect {name}", collect.launch(mailbox, borrower_state, q, 1000)
 
 
-def served() -> Iterator[Named]:
-    """Yields a launch of each kernel for each dtype and head size, and for the forms of attention."""
+def served(capability: int = 90) -> Iterator[Named]:
+    """Yields a launch of each kernel for each dtype and head size, and for the forms of attention, as far as
+    GPUs of this compute capability have them."""
     for head_dim in (64, 80, 96, 128, 256):
         yield from _attention(torch.bfloat16, head_dim, group=4)
     yield from _attention(torch.bfloat16, 128, group=1, splits=1)
@@ -172,11 +186,13 @@ def served() -> Iterator[Named]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         yield from _around(dtype, 128)
     yield from _around(torch.bfloat16, 80)
-    yield from _products(torch.bfloat16, 4, 32)
-    yield from _products(torch.bfloat16, 4, 128, offsets=True)
-    yield from _products(torch.bfloat16, 8, 16)
-    yield from _products(torch.float16, 4, 4096, offsets=True)
-    yield from _products(torch.float32, 4, 64)
+    yield from _products(torch.bfloat16, torch.uint8, 32)
+    yield from _products(torch.bfloat16, torch.uint8, 128, offsets=True)
+    yield from _products(torch.bfloat16, torch.int8, 16)
+    yield from _products(torch.float16, torch.uint8, 4096, offsets=True)
+    yield from _products(torch.float32, torch.uint8, 64)
+    if capability >= FP8_CAPABILITY:
+        yield from _eight_bit_floats()
     yield from _others()
     yield from _weaving(torch.bfloat16, 128, group=4)
     yield from _weaving(torch.float16, 256, group=8)
@@ -251,7 +267,7 @@ def faults(launch: Launch, compiled: Any, capability: int) -> Iterator[str]:
 def main(arguments: list[str]) -> int:
     capability = int(arguments[0]) if arguments else 90
     target, failed = GPUTarget("cuda", capability, 32), 0
-    for name, launch in served():
+    for name, launch in served(capability):
         if not isinstance(launch.kernel, JITFunction):
             raise SystemExit("TRITON_INTERPRET is set: unset it to compile")
         options = {"num_warps": launch.warps, "num_stages": launch.stages}

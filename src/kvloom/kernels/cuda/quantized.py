@@ -16,6 +16,7 @@ from kvloom.kernels.cuda.launch import CHANGING, Launch, power_of_two
 from kvloom.kernels.cuda.tile import DTYPES
 from kvloom.kernels.reference import check
 
+CODES = torch.uint8, torch.int8, torch.float8_e4m3fn
 FACTORS = torch.float16, torch.float32
 _FEW = 32  # rows, up to which a product is bound by reading the weight
 
@@ -78,7 +79,7 @@ def _quantized(  # type: ignore[no-untyped-def]
             packed = tl.load(code_at)
             inputs = tl.load(x_at)
         else:
-            packed = tl.load(code_at, mask=(byte < (columns - first) * BITS // 8)[None, :], other=0)
+            packed = tl.load(code_at, mask=(byte < (columns - first) * BITS // 8)[None, :], other=0.0)
             inputs = tl.load(x_at, mask=(each < columns - first)[:, None], other=0.0)
         numbers = tl.interleave(packed & 15, packed >> 4) if BITS == 4 else packed
         scale = _factors(scales, held, first, groups, columns, GROUP, SPAN, PARTS, EVEN)
@@ -116,7 +117,7 @@ def quantized_launch(
     bits = 4 if codes.dtype == torch.uint8 else 8
     check("x", x, rows, columns, dtypes=DTYPES)
     check("scales", scales, outputs, groups, dtypes=FACTORS)
-    check("codes", codes, outputs, columns * bits // 8, dtypes=(torch.uint8, torch.int8))
+    check("codes", codes, outputs, columns * bits // 8, dtypes=CODES)
     if offsets is not None:
         check("offsets", offsets, outputs, groups, dtypes=FACTORS)
     if bias is not None:
