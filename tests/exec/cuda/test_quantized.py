@@ -15,6 +15,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import nn
 
+from kvloom.exec.attention import Scoring, attend_dense
 from kvloom.exec.cuda.device import GpuDevice, host_device
 from kvloom.exec.cuda.fuse import DeviceGatedMLP
 from kvloom.exec.cuda.loader import DeviceTarget, load_executor
@@ -22,7 +23,7 @@ from kvloom.exec.cuda.operations import Operations, plain_operations, triton_ope
 from kvloom.exec.cuda.quantized import DeviceQuantizedLinear
 from kvloom.exec.fuse import MergedLinearPart
 from kvloom.exec.loader import load_model
-from kvloom.exec.quantized import QuantizedLinear, quantized
+from kvloom.exec.quantized import QuantizedLinear, QuantizedWeight, quantized
 from kvloom.types.errors import ConfigError
 from kvloom.types.spec import EngineSpec, ModelSpec
 from tests import interpreter
@@ -30,7 +31,7 @@ from tests.checkpoints import VOCAB, make_checkpoint
 from tests.engines import ask, body, spec_of
 from tests.exec.cuda.devices import COMPUTE, one_lane
 from tests.exec.cuda.engines import running_on_device
-from tests.exec.loading import BLOCK
+from tests.exec.loading import BLOCK, refusal
 from tests.exec.packing import FORMATS, quantise, twin
 from tests.ggufs import make_gguf
 from tests.oracle import Oracle
@@ -80,6 +81,7 @@ def prompts_of(*lengths: int) -> list[list[int]]:
         ("integers", "llama", 2),
         ("gptq 4 zeros", "mistral", 2),
         ("gptq 8", "gemma2", 3),
+        ("floats", "qwen2", 2),
         ("awq row", "phi3", 0),  # gate and up are one layer there
         ("awq", "mixtral", 8),  # experts
     ],
@@ -116,10 +118,11 @@ def test_a_gguf_file(kinds: tuple[Type, ...], tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not interpreter.INSTALLED, reason="triton is not installed: pip install '.[gpu]'")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu does this on the device")
-def test_the_kernel_gives_these_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["awq", "floats"])
+def test_the_kernel_gives_these_tokens(form: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     path = make_checkpoint(tmp_path / "model", "qwen2", num_hidden_layers=2)
-    quantise(path, FORMATS["awq"])
+    quantise(path, FORMATS[form])
     prompts = prompts_of(3, 20)
     interpreter.load()
     with interpreter.interpreting():
@@ -127,6 +130,81 @@ def test_the_kernel_gives_these_tokens(tmp_path: Path) -> None:
     oracle = Oracle(twin(path))
     for prompt, tokens in zip(prompts, found, strict=True):
         oracle.check(prompt, tokens)
+
+
+def test_inputs_are_rounded_to_fp8_unless_a_format_is_asked_for(tmp_path: Path) -> None:
+    """The tokens that are served with `auto` are nearly the best of a plain model whose products round."""
+    (tmp_path / "model").mkdir()
+    path = make_checkpoint(tmp_path / "model", "qwen2")
+    matrices = quantise(path, FORMATS["floats"])
+    prompts = prompts_of(*LENGTHS)
+    oracle = Oracle(twin(path))
+    ids = torch.tensor([prompts[-1]])
+    with torch.inference_mode():
+        exact = oracle.model(ids).logits
+        for name in matrices:
+            oracle.model.set_submodule(name, Rounded(oracle.model.get_submodule(name)))
+        wanted = oracle.model(ids).logits
+    apart = float((exact - wanted).abs().max() / exact.abs().max())
+    assert 1e-4 < apart < 0.2
+
+    async def serve() -> list[list[int]]:
+        spec = spec_of({"m": path}, max_running=4)
+        async with running_on_device(spec) as (engine, executor):
+            module: Any = executor._models["m"].module
+            with torch.inference_mode():
+                found = module(input_ids=ids, use_cache=False, kv=_Dense()).logits
+            assert float((found - wanted).abs().max() / exact.abs().max()) < apart / 4
+            answers = await asyncio.gather(*(ask(engine, body("m", p, max_tokens=8)) for p in prompts))
+            return [answer.tokens[0] for answer in answers]
+
+    for prompt, tokens in zip(prompts, asyncio.run(serve()), strict=True):
+        with torch.inference_mode():
+            logits = oracle.model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        gaps = logits.max(-1).values - logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        assert float(gaps.max()) < apart / 4 * float(exact.abs().max())
+
+
+class Rounded(nn.Module):
+    """A linear layer that rounds its inputs to FP8, in float64."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().amax(-1, keepdim=True) / 448
+        rounded = (x / scale).to(torch.float8_e4m3fn).double() * scale.double()
+        bias = None if self.linear.bias is None else self.linear.bias.double()
+        return nn.functional.linear(rounded, self.linear.weight.double(), bias).float()
+
+
+class _Dense:
+    """Stands in for the forward state of one prompt."""
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> Any:
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        return attend_dense(q, k, v, 0, scoring).transpose(0, 1)
+
+
+def test_a_weight_that_torchs_product_does_not_take_keeps_its_inputs() -> None:
+    codes = torch.randn(24, 64).to(torch.float8_e4m3fn)
+    linear = QuantizedLinear(QuantizedWeight(8, codes, torch.rand(24, 1)), None)
+    x = torch.randn(3, 64)
+    for rows, rounds in ((24, False), (16, True)):
+        part = QuantizedLinear(linear.quantized.rows(slice(rows)), None)
+        product = DeviceQuantizedLinear.of(plain_operations(), [part])
+        assert product is not None
+        torch.testing.assert_close(product(x), part(x))
+        product.round_inputs()
+        assert torch.allclose(product(x), part(x), rtol=1e-5, atol=1e-5) != rounds
+
+
+def test_cpus_refuse_floats(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    path = make_checkpoint(tmp_path / "model", "qwen2")
+    quantise(path, FORMATS["floats"])
+    assert "floats of 8 bits (FP8), which CPUs do not multiply; a GPU, or" in refusal(path)
 
 
 def test_weights_of_unlike_forms_are_not_merged() -> None:

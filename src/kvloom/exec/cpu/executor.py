@@ -45,6 +45,12 @@ class CpuTarget:
     """Computes in float32, over weights of 32 bits in oneDNN's layouts or of 16 bits in panels. A model that
     cannot have the latter computes in the format of its weights."""
 
+    def check_floats(self) -> None:
+        raise ConfigError(
+            "its weights are floats of 8 bits (FP8), which CPUs do not multiply; a GPU, or `kvloom quantize "
+            "--to int8` of the checkpoint that they were made of, is right"
+        )
+
     def check_pooled(self) -> None:
         """Does nothing: models that make vectors are served."""
 

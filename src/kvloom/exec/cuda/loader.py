@@ -16,7 +16,7 @@ from kvloom.exec.cuda.fuse import fuse_on_device
 from kvloom.exec.cuda.granules import DriverCalls, GranuleArena, Granules
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.operations import Operations, triton_operations
-from kvloom.exec.cuda.quantized import hold_plainly, move_quantized, quantized_tensors
+from kvloom.exec.cuda.quantized import hold_plainly, move_quantized, quantized_tensors, round_inputs
 from kvloom.exec.cuda.weights import GpuWeights, SleepingWeights
 from kvloom.exec.loader import LoadedModel, count_blocks, load_models
 from kvloom.exec.parallel.group import Team
@@ -27,6 +27,7 @@ from kvloom.types.geometry import Geometry, KVDtype
 from kvloom.types.spec import EngineSpec
 
 _HALVES: Final = ("bfloat16", "float16")
+FP8_CAPABILITY: Final = (8, 9)
 
 
 class DeviceTarget:
@@ -61,6 +62,15 @@ class DeviceTarget:
 
     def check_room(self, size: int) -> None:
         """Does nothing: weights lie in mapped files until `place` looks at the device's memory."""
+
+    def check_floats(self) -> None:
+        here = self._device.torch
+        found = torch.cuda.get_device_capability(here) if here.type == "cuda" else FP8_CAPABILITY
+        if found < FP8_CAPABILITY:
+            raise ConfigError(
+                f"its weights are floats of 8 bits (FP8), and {here} has compute capability {found[0]}."
+                f"{found[1]}; 8.9 or newer, or weights of 4 or 8 bits that are integers, are right"
+            )
 
     def check_pooled(self) -> None:
         raise ConfigError("it makes vectors of texts, which CPUs serve; `device: cpu` is right")
@@ -100,7 +110,9 @@ class DeviceTarget:
         return None
 
     def round_inputs(self, module: nn.Module) -> None:
-        """Does nothing: a GPU multiplies in the format that the model computes in."""
+        """Lets products over weights in FP8 round their inputs to it. All others multiply in the format that
+        the model computes in."""
+        round_inputs(module)
 
 
 class DeviceArena:

@@ -31,6 +31,7 @@ class Operations:
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     gated: Callable[[Tensor, Activation], Tensor]
     quantized_product: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+    scaled_product: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     serve: Callable[..., None]
     post: Callable[..., None]
     collect: Callable[..., None]
@@ -61,6 +62,7 @@ def plain_operations() -> Operations:
         rotate,
         reference.gated,
         products.quantized_product,
+        products.scaled_product,
         mailbox_reference.serve,
         mailbox_reference.post,
         mailbox_reference.collect,
@@ -74,6 +76,7 @@ def triton_operations() -> Operations:
     from kvloom.kernels.cuda.copy import copy_blocks, copy_pages
     from kvloom.kernels.cuda.decode import decode_attention, workspace
     from kvloom.kernels.cuda.elementwise import advance, gated, rms_norm, rotate, write_kv
+    from kvloom.kernels.cuda.fp8 import scaled_product
     from kvloom.kernels.cuda.offload_ask import collect, post
     from kvloom.kernels.cuda.offload_serve import serve
     from kvloom.kernels.cuda.prefill import prefill_attention
@@ -90,6 +93,7 @@ def triton_operations() -> Operations:
         rotate,
         gated,
         quantized_product,
+        scaled_product,
         serve,
         post,
         collect,

@@ -1,23 +1,28 @@
 """Linear layers over weights of 8 or 4 bits on a GPU, which holds them as checkpoints' readers give them:
-codes, and scales and offsets of groups."""
+codes, and scales and offsets of groups or of rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Self
+from typing import Final, Self
 
 import torch
 from torch import Tensor, nn
 
 from kvloom.exec.cuda.operations import Operations
+from kvloom.exec.fuse import MergedLinearPart
 from kvloom.exec.gguf.blocks import MappedEmbedding
 from kvloom.exec.huggingface import children
 from kvloom.exec.quantized import Factors, QuantizedLinear, QuantizedWeight, joined, narrowed
 
+STEP: Final = 16
+"""What the sizes of a weight in FP8 are multiples of if torch's scaled product takes it."""
+
 
 class DeviceQuantizedLinear(nn.Module):
     """Computes x [..., K] · weight [N, K]ᵀ + bias [N] in the number format of x. All that it holds are
-    buffers and parameters, which weights that sleep take along."""
+    buffers and parameters, which weights that sleep take along. Inputs are what they are, or rounded to FP8
+    if the weight is (W8A8), with a scale for each row."""
 
     codes: Tensor
     scales: Tensor
@@ -30,14 +35,15 @@ class DeviceQuantizedLinear(nn.Module):
         self.register_buffer("scales", _plain(weight.scales))
         self.register_buffer("offsets", None if weight.offsets is None else _plain(weight.offsets))
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        self._multiply = operations.quantized_product
+        self._operations = operations
+        self._rounds = False
 
     @classmethod
     def of(cls, operations: Operations, linears: Sequence[QuantizedLinear]) -> Self | None:
         """Returns the product of the layers, side by side; None if their weights have unlike forms, which no
         launch takes together."""
         weights = [one.quantized for one in linears]
-        if len({(one.bits, one.group, one.offsets is None) for one in weights}) > 1:
+        if len({(one.codes.dtype, one.group, one.offsets is None) for one in weights}) > 1:
             return None
         offsets = [one.offsets for one in weights if one.offsets is not None]
         codes = torch.cat([one.codes for one in weights]) if len(weights) > 1 else weights[0].codes
@@ -47,8 +53,18 @@ class DeviceQuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
-        out = self._multiply(rows, self.codes, self.scales, self.offsets, self.bias)
+        if self._rounds:
+            out = self._operations.scaled_product(rows, self.codes, self.scales, self.bias)
+        else:
+            out = self._operations.quantized_product(rows, self.codes, self.scales, self.offsets, self.bias)
         return out.view(*x.shape[:-1], self.out_features)
+
+    def round_inputs(self) -> None:
+        """Rounds inputs from now on, if torch's scaled product takes a weight of this form and size."""
+        fits = self.out_features % STEP == self.in_features % STEP == 0
+        if self.codes.dtype == torch.float8_e4m3fn and fits:
+            self.scales = self.scales.float()
+            self._rounds = True
 
 
 def _joined_bias(linears: Sequence[QuantizedLinear]) -> Tensor | None:
@@ -63,6 +79,14 @@ def _joined_bias(linears: Sequence[QuantizedLinear]) -> Tensor | None:
 def _plain(factors: Factors) -> Tensor:
     """Returns scales or offsets in float16 if that holds them exactly, else in float32."""
     return narrowed(factors.float().contiguous())
+
+
+def round_inputs(model: nn.Module) -> None:
+    """Lets a model's products over weights in FP8 round their inputs to it from now on."""
+    for module in model.modules():
+        product = module.product if isinstance(module, MergedLinearPart) else module
+        if isinstance(product, DeviceQuantizedLinear):
+            product.round_inputs()
 
 
 def _layers(module: nn.Module) -> Iterator[QuantizedLinear]:

@@ -15,8 +15,6 @@ from kvloom.kernels.reference import check
 
 _MOST = tl.constexpr(MOST)
 _TILE = 4096  # numbers of a row at a time
-STEP = 16
-"""What the sizes of a weight are multiples of if torch's scaled product takes it."""
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -60,7 +58,7 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def scaled_product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """Returns x [n, K] · weight [N, K]ᵀ + bias [N] in the number format of x, with x rounded to FP8, as the
-    twin in `kernels/cuda/reference.py` says. N and K are multiples of `STEP`. torch's product applies scales
+    twin in `kernels/cuda/reference.py` says. N and K are multiples of 16. torch's product applies scales
     of rows only where it gives bfloat16; otherwise they are applied to what it gives in float32."""
     rounded, factors = round_rows(x)
     weight, by_row = codes.t(), x.dtype == torch.bfloat16
