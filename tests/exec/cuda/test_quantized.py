@@ -25,12 +25,14 @@ from kvloom.exec.fuse import MergedLinearPart
 from kvloom.exec.loader import load_model
 from kvloom.exec.quantized import QuantizedLinear, QuantizedWeight, quantized
 from kvloom.types.errors import ConfigError
+from kvloom.types.geometry import KVDtype
 from kvloom.types.spec import EngineSpec, ModelSpec
 from tests import interpreter
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.engines import ask, body, spec_of
 from tests.exec.cuda.devices import COMPUTE, one_lane
 from tests.exec.cuda.engines import running_on_device
+from tests.exec.kept import KeptOracle
 from tests.exec.loading import BLOCK, refusal
 from tests.exec.packing import FORMATS, quantise, twin
 from tests.ggufs import make_gguf
@@ -39,10 +41,9 @@ from tests.oracle import Oracle
 LENGTHS = (1, 9, 70)
 
 
-def exact(path: Path) -> EngineSpec:
-    return msgspec.structs.replace(
-        spec_of({}, max_running=4), models=(ModelSpec(name="m", path=str(path), dtype="float32"),)
-    )
+def exact(path: Path, kv_dtype: KVDtype = "auto") -> EngineSpec:
+    model = ModelSpec(name="m", path=str(path), dtype="float32", kv_dtype=kv_dtype)
+    return msgspec.structs.replace(spec_of({}, max_running=4), models=(model,))
 
 
 def greedy(
@@ -51,11 +52,12 @@ def greedy(
     count: int,
     device: GpuDevice | None = None,
     operations: Operations | None = None,
+    kv_dtype: KVDtype = "auto",
 ) -> tuple[list[list[int]], list[type]]:
     """Returns the tokens, and the kinds of the model's modules, those of merged products among them."""
 
     async def serve() -> tuple[list[list[int]], list[type]]:
-        async with running_on_device(exact(path), device, operations) as (engine, executor):
+        async with running_on_device(exact(path, kv_dtype), device, operations) as (engine, executor):
             answers = await asyncio.gather(*(ask(engine, body("m", p, max_tokens=count)) for p in prompts))
             return [answer.tokens[0] for answer in answers], kinds_of(executor._models["m"].module)
 
@@ -130,6 +132,20 @@ def test_the_kernel_gives_these_tokens(form: str, tmp_path: Path) -> None:
     oracle = Oracle(twin(path))
     for prompt, tokens in zip(prompts, found, strict=True):
         oracle.check(prompt, tokens)
+
+
+@pytest.mark.skipif(not interpreter.INSTALLED, reason="triton is not installed: pip install '.[gpu]'")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu does this on the device")
+def test_the_kernels_keep_k_and_v_in_fp8(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
+    prompts = prompts_of(3, 20)
+    kept: KVDtype = "float8_e4m3fn"
+    interpreter.load()
+    with interpreter.interpreting():
+        found, _ = greedy(path, prompts, 3, one_lane(), triton_operations(), kv_dtype=kept)
+    oracle = KeptOracle(path, kept)
+    for prompt, tokens in zip(prompts, found, strict=True):
+        oracle.check(prompt, tokens, 2e-2)
 
 
 def test_inputs_are_rounded_to_fp8_unless_a_format_is_asked_for(tmp_path: Path) -> None:

@@ -72,6 +72,8 @@ class CpuTarget:
         return dtype in narrow_formats() and can_widen(outline)
 
     def kv_dtype(self, wanted: KVDtype, dtype: torch.dtype) -> torch.dtype:
+        if wanted == "float8_e4m3fn":
+            raise ConfigError(f"kv_dtype: {wanted} on a CPU, whose kernels attend over none; int8 is right")
         return dtype if wanted == "auto" else getattr(torch, wanted)
 
     def place(self, module: nn.Module) -> None:

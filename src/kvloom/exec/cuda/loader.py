@@ -28,6 +28,7 @@ from kvloom.types.spec import EngineSpec
 
 _HALVES: Final = ("bfloat16", "float16")
 FP8_CAPABILITY: Final = (8, 9)
+_FP8: Final[KVDtype] = "float8_e4m3fn"
 
 
 class DeviceTarget:
@@ -36,6 +37,11 @@ class DeviceTarget:
     def __init__(self, device: GpuDevice, operations: Operations) -> None:
         self._device = device
         self._operations = operations
+
+    @property
+    def _capability(self) -> tuple[int, int]:
+        here = self._device.torch
+        return torch.cuda.get_device_capability(here) if here.type == "cuda" else FP8_CAPABILITY
 
     def own_format(self, config: Any, matrices: Callable[[], Set[str]]) -> torch.dtype:
         """Returns the checkpoint's own format if that is a half precision, else bfloat16."""
@@ -51,12 +57,16 @@ class DeviceTarget:
         return False  # a GPU multiplies in the format of its weights
 
     def kv_dtype(self, wanted: KVDtype, dtype: torch.dtype) -> torch.dtype:
-        """Returns `dtype`, which is the only one that the kernels of GPUs attend over."""
+        """Returns `dtype` or FP8, which are the only ones that the kernels of GPUs attend over."""
         own = str(dtype).removeprefix("torch.")
+        fits = self._capability >= FP8_CAPABILITY
+        if wanted == _FP8 and fits:
+            return torch.float8_e4m3fn
         if wanted not in ("auto", own):
             raise ConfigError(
-                f"kv_dtype: {wanted} on a GPU, where K and V have the format that the model computes in; "
-                f"`auto` or {own} is right"
+                f"kv_dtype: {wanted} on {self._device.torch}, a GPU of compute capability "
+                f"{'.'.join(map(str, self._capability))}; `auto`, {own} (in which the model computes) "
+                f"{'or ' + _FP8 if fits else 'or, from 8.9 on, ' + _FP8} is right"
             )
         return dtype
 
@@ -64,12 +74,11 @@ class DeviceTarget:
         """Does nothing: weights lie in mapped files until `place` looks at the device's memory."""
 
     def check_floats(self) -> None:
-        here = self._device.torch
-        found = torch.cuda.get_device_capability(here) if here.type == "cuda" else FP8_CAPABILITY
-        if found < FP8_CAPABILITY:
+        if self._capability < FP8_CAPABILITY:
             raise ConfigError(
-                f"its weights are floats of 8 bits (FP8), and {here} has compute capability {found[0]}."
-                f"{found[1]}; 8.9 or newer, or weights of 4 or 8 bits that are integers, are right"
+                f"its weights are floats of 8 bits (FP8), and {self._device.torch} has compute capability "
+                f"{'.'.join(map(str, self._capability))}; 8.9 or newer, or weights of 4 or 8 bits that are "
+                "integers, are right"
             )
 
     def check_pooled(self) -> None:

@@ -74,15 +74,22 @@ def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 def _attention(
-    dtype: torch.dtype, head_dim: int, group: int, window: int = 0, softcap: float = 0.0, splits: int = 8
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    window: int = 0,
+    softcap: float = 0.0,
+    splits: int = 8,
+    kept: torch.dtype | None = None,
 ) -> Iterator[Named]:
-    """Yields decode, split and not, and prefill of a model of 4 KV heads and 8 layers."""
+    """Yields decode, split and not, and prefill of a model of 4 KV heads and 8 layers. kept: the format of K
+    and V, if it is another."""
     kv_heads, batch, rows = 4, 16, 512
-    arena = block_view(_empty(1 << 33, dtype=torch.uint8), _BLOCK, head_dim, dtype)
+    arena = block_view(_empty(1 << 33, dtype=torch.uint8), _BLOCK, head_dim, kept or dtype)
     cache = arena, _empty(1024, 8, kv_heads), 3, _empty(batch, 64)
     form = head_dim**-0.5, window, softcap
     name = f"{str(dtype).removeprefix('torch.')} D={head_dim} group={group}"
-    name += f"{' window' if window else ''}{' softcap' if softcap else ''}"
+    name += f"{' window' if window else ''}{' softcap' if softcap else ''}{' FP8' if kept else ''}"
     q = _empty(batch, kv_heads * group, head_dim, dtype=dtype)
     room = Workspace.make(splits, batch, kv_heads * group, head_dim, torch.device("meta"))
     launch = decode_attention.launch(q, q, *cache, _empty(batch), *form, workspace=room)
@@ -129,6 +136,11 @@ def _products(dtype: torch.dtype, kind: torch.dtype, group: int, *, offsets: boo
 
 def _eight_bit_floats() -> Iterator[Named]:
     yield from _products(torch.bfloat16, torch.float8_e4m3fn, 4096)
+    for dtype, head_dim in ((torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float16, 256)):
+        yield from _attention(dtype, head_dim, group=4, kept=torch.float8_e4m3fn)
+    arena = block_view(_empty(1 << 33, dtype=torch.uint8), _BLOCK, 128, torch.float8_e4m3fn)
+    k, slots = _empty(512, 4, 128, dtype=torch.bfloat16), _empty(512)
+    yield "write FP8", write_kv.launch(arena, _empty(1024, 8, 4), 3, k, k, slots, slots)
     scales, out = _empty(512, 1, dtype=torch.float32), _empty(512, 4096, dtype=torch.float8_e4m3fn)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x = _empty(512, 4096, dtype=dtype)
