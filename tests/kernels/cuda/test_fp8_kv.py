@@ -11,8 +11,10 @@ from kvloom.kernels import reference
 from kvloom.kernels.cuda.decode import Workspace, decode_attention
 from kvloom.kernels.cuda.elementwise import write_kv
 from kvloom.kernels.cuda.prefill import prefill_attention
+from tests.kernels.cuda.fp8 import NEEDS_FP8
 from tests.kernels.paged import paged
 
+pytestmark = NEEDS_FP8
 KEPT = torch.float8_e4m3fn
 DTYPES = torch.float32, torch.float16
 CLOSE = {torch.float32: 2e-5, torch.float16: 4e-3}
