@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,4 +74,31 @@ def interpreting() -> Iterator[None]:
         quiet = np.errstate(over="ignore", divide="ignore", invalid="ignore")
         with pytest.MonkeyPatch.context() as patch, quiet:
             patch.setenv("TRITON_INTERPRET", "1")
+            _convert_by_torch(patch)
             yield
+
+
+def _convert_by_torch(patch: pytest.MonkeyPatch) -> None:
+    """Gives the interpreter torch's conversions from and to FP8. Its own lose what rounding carries over, do
+    not saturate, and read NaN as 480; GPUs do none of this."""
+    import torch  # noqa: PLC0415 - as above
+
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None:
+        return
+    own: Any = vars(interpreter)["_convert_float"]
+    kinds = {
+        "fp8e4nv": torch.float8_e4m3fn,
+        "fp16": torch.float16,
+        "bf16": torch.bfloat16,
+        "fp32": torch.float32,
+    }
+
+    def convert(values: Any, from_: Any, to: Any, rounding: Any) -> Any:
+        if "fp8e4nv" not in (from_.name, to.name):
+            return own(values, from_, to, rounding)
+        held = torch.from_numpy(np.ascontiguousarray(values).reshape(-1)).view(kinds[from_.name])
+        made = held.to(kinds[to.name]).view(getattr(torch, f"uint{to.primitive_bitwidth}"))
+        return made.numpy().reshape(values.shape)
+
+    patch.setattr(interpreter, "_convert_float", convert)

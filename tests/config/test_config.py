@@ -347,7 +347,7 @@ def test_what_units_cannot_be(folder: Path, text: str, message: str) -> None:
         ("models: {a: {path: model, dtype: int3}}", ["models.a.dtype", "'int3'", "bfloat16"]),
         (
             "models: {a: {path: model, kv_dtype: int4}}",
-            ["models.a.kv_dtype", "'int4'", "or 'int8'"],
+            ["models.a.kv_dtype", "'int4'", "'int8' or 'float8_e4m3fn'"],
         ),
         ("models: {a: {path: model, kv_dtype: float16}}", ["models.a.kv_dtype", "'float16'", "'auto', "]),
         ("models: {a: {path: model, kv_dtype: 8}}", ["models.a.kv_dtype", "8", "'int8'"]),

@@ -74,7 +74,11 @@ def test_ranks_have_gpus_one_after_the_other(folder: Path) -> None:
         (AB + "device: gpu", "device: .*'auto', 'cpu' or 'cuda'"),
         (
             AB.replace("./other", "{path: ./other, kv_dtype: int8}") + "device: cuda",
-            "models.b.kv_dtype: int8, but units.0 is on cuda:0; auto, float32, bfloat16 are right there",
+            "models.b.kv_dtype: int8, but units.0 is on cuda:0; auto, float32, bfloat16, float8_e4m3fn are",
+        ),
+        (
+            AB.replace("./other", "{path: ./other, kv_dtype: float8_e4m3fn}"),
+            "models.b.kv_dtype: float8_e4m3fn, but units.0 is on cpu; auto, float32, bfloat16, int8 are",
         ),
         (AB + "device: cuda:1", "device: .*'auto', 'cpu' or 'cuda'"),
         (

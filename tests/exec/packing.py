@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,13 @@ def awq(matrix: Matrix) -> Parts:
     }
 
 
+def floats(matrix: Matrix) -> Parts:
+    return {
+        "weight": of_numbers(matrix.codes - matrix.zeros, torch.float8_e4m3fn),
+        "weight_scale": of_numbers(matrix.scales, torch.bfloat16),
+    }
+
+
 @dataclass(frozen=True)
 class Format:
     """How a checkpoint is quantised, and what its config says of it."""
@@ -127,6 +134,28 @@ class Format:
         # of bfloat16's bits, so that any of the formats of scales holds it
         exact = torch.from_numpy(scales).to(torch.bfloat16).to(torch.float16).numpy()
         return Matrix(self.bits, codes, zeros, exact)
+
+
+class FloatFormat(Format):
+    """Its codes are whole numbers that float8_e4m3fn holds."""
+
+    def draw(self, rows: int, columns: int, random: np.random.Generator) -> Matrix:
+        matrix = super().draw(rows, columns, random)
+        return replace(matrix, codes=matrix.zeros + matrix.codes % 33 - 16)
+
+
+def float_format() -> Format:
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    return FloatFormat(floats, 8, -1, True, config)
 
 
 def compressed(
@@ -167,6 +196,7 @@ FORMATS: dict[str, Format] = {
     "integers": compressed(integers, 8, -1),
     "integers groups": compressed(integers, 8, 32),
     "integers zeros": compressed(integers_with_zeros, 8, -1, symmetric=False),
+    "floats": float_format(),
     "gptq 4": gptq_format(4, 32, symmetric=True),
     "gptq 4 zeros": gptq_format(4, 32, symmetric=False, version="gptq"),
     "gptq 4 row": gptq_format(4, -1, symmetric=False, version="gptq_v2"),

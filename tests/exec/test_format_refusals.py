@@ -62,7 +62,13 @@ def weights(**changes: Any) -> dict[str, Any]:
         ("packed 4", {"quant_method": "bitsandbytes"}, "compressed-tensors or gptq or awq is right"),
         ("packed 4", {"quant_method": None}, "quant_method: None"),
         ("packed 4", {"quant_method": ["gptq"]}, "quant_method: ['gptq']"),
-        ("packed 4", {"format": "float-quantized"}, "'float-quantized'; pack-quantized or int-quantized"),
+        ("packed 4", {"format": "float-quantized"}, "weights.type: 'int'; float is right"),
+        ("floats", weights(num_bits=4, type="float"), "num_bits: 4; 8 is right"),
+        (
+            "floats",
+            weights(num_bits=8, type="float", strategy="block"),
+            "'block'; tensor or channel is right",
+        ),
         ("packed 4", {"format": "nvfp4-pack-quantized"}, "'nvfp4-pack-quantized'; pack-quantized or"),
         ("packed 4", {"format": "mixed-precision"}, "config_groups.group_0.format: 'mixed-precision'"),
         ("packed 4", {"config_groups": ["W4A16"]}, "config_groups: ['W4A16']; an object is right"),
@@ -177,6 +183,7 @@ ORDER = torch.arange(64) % 2
         ("packed 4 zeros", puts("weight_zero_point", lambda one: one.float()), "F32; I8 is right"),
         ("integers", lacks("weight_scale"), f"{UP} has weight and lacks weight_scale"),
         ("integers", puts("weight", lambda one: one.to(torch.float8_e4m3fn)), "format F8_E4M3; I8 is right"),
+        ("floats", puts("weight", lambda one: one.to(torch.int8)), "format I8; F8_E4M3 is right"),
         ("integers", puts("weight", lambda one: one[:, :0]), "weight has shape [96, 0]; two dimensions, and"),
         (
             "integers",
@@ -221,7 +228,15 @@ def test_tensors(path: Path, form: str, changed: Callable[[Tensors], object], li
 JSON: st.SearchStrategy[Any] = st.sampled_from(
     [None, True, 0, -1, 8, 1 << 40, 0.5, "gptq", [], [1], {}, {"weights": {}}]
 )
-DTYPES = [torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32]
+DTYPES = [
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.float32,
+    torch.float8_e4m3fn,
+]
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)

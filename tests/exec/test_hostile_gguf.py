@@ -3,7 +3,6 @@ before memory is taken for what it announces."""
 
 from __future__ import annotations
 
-import asyncio
 import struct
 import tracemalloc
 from pathlib import Path
@@ -31,7 +30,6 @@ from kvloom.exec.gguf.tokenizer import read_tokenizer
 from kvloom.exec.parallel.group import RankGroup, connect
 from kvloom.types.errors import ConfigError, Unavailable
 from tests.engines import spec_of
-from tests.exec.cuda.engines import running_on_device
 from tests.exec.loading import load, refusal
 from tests.ggufs import make_gguf
 
@@ -341,17 +339,6 @@ def test_a_rank_that_refuses_before_the_first_has_met_it_says_why(
     monkeypatch.setattr("kvloom.exec.parallel.ranks.connect", cut)
     with pytest.raises(ConfigError, match=r"models\.m: .* ranks share neither"):
         load_executor(spec_of({"m": whole}, tensor_parallel=2), tmp_path)
-
-
-def test_gpus_do_not_serve_one(whole: Path) -> None:
-    async def serve() -> None:
-        async with running_on_device(spec_of({"m": whole})):
-            pass
-
-    with pytest.raises(
-        ConfigError, match=r"models\.m: .* in a GGUF file, and GPUs serve neither; `device: cpu`"
-    ):
-        asyncio.run(serve())
 
 
 def test_a_good_one_is_served(whole: Path) -> None:

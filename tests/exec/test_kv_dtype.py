@@ -26,6 +26,7 @@ from kvloom.types.verbs import PrepRecv
 from tests.checkpoints import VOCAB, WINDOW, make_checkpoint
 from tests.engines import ask, body, running, spec_of
 from tests.exec.cuda.devices import COMPUTE
+from tests.exec.cuda.engines import running_on_device
 from tests.exec.kept import KeptOracle
 from tests.exec.loading import BLOCK, load
 from tests.weaving import MODEL, PAGES, weaving, woven_of
@@ -218,6 +219,31 @@ def test_fewer_bits_cost_a_trained_model_next_to_nothing(name: str) -> None:
     assert 1e-12 < found["bfloat16"].mean < found["int8"].mean < 1e-4
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "mistral"])
+def test_a_gpu_keeps_fp8(architecture: str, tmp_path: Path) -> None:
+    """In chunks, recorded, of prefixes that are cached: all attend to the rounded numbers."""
+    path, prompts = make_checkpoint(tmp_path, architecture), prompts_of(architecture)
+
+    async def serve() -> list[list[int]]:
+        async with running_on_device(kept(path, "float8_e4m3fn", max_running=4, chunk_tokens=40)) as (
+            engine,
+            _,
+        ):
+            found = await greedy(engine, prompts)
+            assert await greedy(engine, prompts) == found
+            return found
+
+    oracle = KeptOracle(path, "float8_e4m3fn")
+    for prompt, tokens in zip(prompts, asyncio.run(serve()), strict=True):
+        oracle.check(prompt, tokens, 2e-2)
+    print(f"{oracle.worst:.1e}")
+
+
+def test_a_cpu_does_not_keep_fp8(path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kv_dtype: float8_e4m3fn on a CPU.*int8 is right"):
+        load(path, kv_dtype="float8_e4m3fn")
+
+
 def test_a_gpu_keeps_what_it_computes_in(path: Path) -> None:
     target = DeviceTarget(host_device(COMPUTE), plain_operations())
 
@@ -226,7 +252,8 @@ def test_a_gpu_keeps_what_it_computes_in(path: Path) -> None:
         return load_model(spec, BLOCK, target).kv_dtype
 
     assert on_device("auto") == on_device("float32") == torch.float32
+    assert on_device("float8_e4m3fn") == torch.float8_e4m3fn
     for kv_dtype in ("bfloat16", "int8"):
-        with pytest.raises(ConfigError, match=f"models.mine: kv_dtype: {kv_dtype} on a GPU") as caught:
+        with pytest.raises(ConfigError, match=f"models.mine: kv_dtype: {kv_dtype} on cpu, a GPU") as caught:
             on_device(kv_dtype)
         assert "\n" not in caught.value.message

@@ -19,6 +19,7 @@ from kvloom.types.spec import EngineSpec
 from tests.checkpoints import VOCAB, WINDOW, make_checkpoint
 from tests.engines import ask, body, spec_of
 from tests.exec.cuda.engines import running_executor
+from tests.exec.packing import FORMATS, quantise, twin
 from tests.oracle import Oracle
 
 LENGTHS = (1, 3, 17, WINDOW + 1, 90, 130)
@@ -46,6 +47,28 @@ def test_greedy_is_transformers_own(architecture: str, tmp_path: Path) -> None:
     oracle = Oracle(path)
     for prompt, tokens in zip(prompts, asyncio.run(serve()), strict=True):
         assert len(tokens) == COUNT
+        oracle.check(prompt, tokens)
+
+
+@pytest.mark.parametrize("form", ["packed 4", "awq row", "gptq 8", "floats"])
+def test_weights_of_few_bits(form: str, tmp_path: Path) -> None:
+    """The tokens of the plain checkpoint of these numbers."""
+    if form == "floats" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("GPUs have FP8 from compute capability 8.9 on")
+    (tmp_path / "model").mkdir()
+    path = make_checkpoint(tmp_path / "model", "qwen2")
+    quantise(path, FORMATS[form])
+    rng = random.Random(form)
+    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in LENGTHS]
+
+    async def serve() -> list[list[int]]:
+        wanted = spec({"m": path})
+        async with running_executor(wanted, load_gpu_executor(wanted)) as engine:
+            answers = await asyncio.gather(*(ask(engine, body("m", p, max_tokens=COUNT)) for p in prompts))
+            return [answer.tokens[0] for answer in answers]
+
+    oracle = Oracle(twin(path))
+    for prompt, tokens in zip(prompts, asyncio.run(serve()), strict=True):
         oracle.check(prompt, tokens)
 
 

@@ -34,9 +34,9 @@ class Paged:
         return self.page_map.shape[2] * self.group
 
     def queries(self, rows: int) -> Tensor:
-        """[rows, heads, D], a part of wider rows; float32 for an arena of int8."""
+        """[rows, heads, D], a part of wider rows; float32 for an arena of 8 bits."""
         wide = torch.randn(rows, self.heads + 3, self.head_dim)
-        wide = wide if self.arena.dtype == torch.int8 else wide.to(self.arena.dtype)
+        wide = wide if self.arena.itemsize == 1 else wide.to(self.arena.dtype)
         return wide[:, 1 : 1 + self.heads]
 
     def dense(self, b: int) -> tuple[Tensor, Tensor]:
@@ -73,7 +73,7 @@ def paged(
     pages = len(lengths) * row + 1
     blocks = pages * layers * kv_heads + 3
     if dtype.is_floating_point:
-        values = torch.full((blocks * block_bytes // dtype.itemsize,), torch.nan, dtype=dtype)
+        values = torch.full((blocks * block_bytes // dtype.itemsize,), torch.nan).to(dtype)
     else:  # each scale is no number
         values = torch.full((blocks * block_bytes,), -1, dtype=dtype)
     arena = block_view(values.view(torch.uint8), block_bytes, head_dim, dtype)

@@ -15,7 +15,7 @@ from kvloom.engine.engine import Engine
 from kvloom.exec.attention import NAME, Modular
 from kvloom.exec.cuda.device import Cut, GpuDevice, Side, cut_green
 from kvloom.exec.cuda.executor import GpuExecutor
-from kvloom.exec.cuda.fuse import fuse_on_device
+from kvloom.exec.cuda.layers import fuse_on_device
 from kvloom.exec.cuda.loader import DeviceArena, open_gpu
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.operations import Operations

@@ -62,6 +62,10 @@ class Description(Protocol):
         """Returns whether weights are quantised, or may be: it is not served everywhere."""
 
     @property
+    def floats(self) -> bool:
+        """Returns whether some weights are quantised to floats (FP8)."""
+
+    @property
     def pooling(self) -> Pooling | None:
         """Returns what is made of texts' states if the model makes vectors; None if it generates."""
 
@@ -97,6 +101,7 @@ class _GgufFile:
     """Satisfies `Description` with a GGUF file."""
 
     packed = True
+    floats = False
     pooling = None
 
     def __init__(self, header: GgufHeader) -> None:
@@ -144,6 +149,10 @@ class _Folder:
     @property
     def packed(self) -> bool:
         return self._stored is not None
+
+    @property
+    def floats(self) -> bool:
+        return self._stored is not None and self._stored.floats
 
     @property
     def _task(self) -> Task:

@@ -20,8 +20,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from kvloom.exec.experts import Experts
 from kvloom.exec.huggingface import GATED, QKV, children
 from kvloom.exec.parallel.slicing import Summed
+from kvloom.exec.quantized import QuantizedLinear
 from kvloom.exec.widened import WidenedLinear, computes_in_float32
 from kvloom.kernels.reference import Activation
 
@@ -160,11 +162,65 @@ def _own_gated_like(stock: nn.Module, ours: Replacements) -> nn.Module | None:
         return None
     wide = _in_float32(stock)
     parts = [getattr(wide, name) for name in GATED]
-    found = find_gated(wide, lambda activation: ours.gated(parts, activation), _probe(4, parts[0].weight))
+    probe = _probe(4, linears[0].in_features, linears[0].weight)
+    found = find_gated(wide, lambda activation: ours.gated(parts, activation), probe)
     if found is None:
         return None
     activation, gated = found
     return gated if wide is stock else ours.gated(linears, activation)
+
+
+QuantizedProduct = Callable[[Sequence[QuantizedLinear]], nn.Module | None]
+QuantizedGate = Callable[[Sequence[QuantizedLinear]], Callable[[Activation], nn.Module] | None]
+
+
+def fuse_quantized(model: nn.Module, product: QuantizedProduct, gated: QuantizedGate) -> None:
+    """Merges quantised layers over one input, and gates with their products, in place. product: makes one
+    product of layers; gated: of gate, up and down what makes a gated MLP with an activation. Either returns
+    None if the device has none of these layers together."""
+    for parent, name, child in children(model):
+        if type(child).__name__.endswith("Attention") and (linears := _quantized(child, QKV)):
+            if merged := product(linears):
+                put_merged(child, QKV, merged)
+        elif isinstance(child, Experts):
+            _fuse_experts(child, gated)
+        elif (linears := _quantized(child, GATED)) and (found := _quantized_gated(child, linears, gated)):
+            setattr(parent, name, found[1])
+
+
+def _fuse_experts(experts: Experts, gated: QuantizedGate) -> None:
+    """Makes gated MLPs of those experts whose layers are all quantised. All have the activation that the
+    first of them is found to have."""
+    activation: Activation | None = None
+    for name, expert in experts.named_children():
+        linears = _quantized(expert, GATED)
+        if not linears:
+            continue
+        if activation is None:
+            found = _quantized_gated(expert, linears, gated)
+            if found is None:
+                return
+            activation, ours = found
+        elif make := gated(linears):
+            ours = make(activation)
+        else:
+            continue
+        setattr(experts, name, ours)
+
+
+def _quantized(module: nn.Module, names: tuple[str, ...]) -> list[QuantizedLinear]:
+    """Returns the module's layers of these names if all are quantised, else none."""
+    found = [getattr(module, name, None) for name in names]
+    linears = [linear for linear in found if type(linear) is QuantizedLinear]
+    return linears if len(linears) == len(names) else []
+
+
+def _quantized_gated(
+    stock: nn.Module, linears: Sequence[QuantizedLinear], gated: QuantizedGate
+) -> tuple[Activation, nn.Module] | None:
+    """Returns our gated MLP in the stock one's place; None if no activation makes them agree."""
+    make = gated(linears)
+    return make and find_gated(stock, make, _probe(4, linears[0].in_features, linears[0].quantized.codes))
 
 
 def find_gated(
@@ -194,7 +250,7 @@ def _norm_like(stock: nn.Module, served: torch.dtype, ours: Replacements) -> nn.
     if not isinstance(weight, Tensor) or weight.dtype != served:
         return None
     wide: Any = _in_float32(stock)
-    probe = _probe(5, wide.weight)
+    probe = _probe(5, weight.shape[-1], weight)
     with torch.inference_mode():
         expected = wide(probe)
         for offset in (0.0, 1.0):
@@ -210,10 +266,9 @@ def _in_float32(stock: nn.Module) -> nn.Module:
     return copy.deepcopy(stock).float()
 
 
-def _probe(rows: int, like: Tensor) -> Tensor:
-    """Returns random input [rows, size] for a weight [..., size]."""
-    made = torch.randn(rows, like.shape[-1], generator=torch.Generator().manual_seed(0))
-    return made.to(like.device)
+def _probe(rows: int, size: int, beside: Tensor) -> Tensor:
+    """Returns random input [rows, size] on the device of a tensor."""
+    return torch.randn(rows, size, generator=torch.Generator().manual_seed(0)).to(beside.device)
 
 
 def _agree(found: Tensor, expected: Any, *, rtol: float, atol: float) -> bool:

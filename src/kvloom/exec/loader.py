@@ -41,8 +41,8 @@ _EDGES: Final = 1 << 13  # of its pages, in which other things lie too
 class LoadTarget(Protocol):
     """Makes of a model of transformers what its device runs well. The loader calls these in their order."""
 
-    def check_quantized(self) -> None:
-        """Raises ConfigError if the device has no products over quantised weights."""
+    def check_floats(self) -> None:
+        """Raises ConfigError if the device has no products over weights in FP8."""
 
     def check_pooled(self) -> None:
         """Raises ConfigError if the device runs no models that make vectors."""
@@ -85,8 +85,7 @@ class LoadTarget(Protocol):
         """Returns a faster forward than the module's own, if there is one."""
 
     def round_inputs(self, module: nn.Module) -> None:
-        """Lets products over weights of 16 bits and fewer round what they multiply from now on, if that is
-        quicker."""
+        """Lets products over weights of few bits round what they multiply from now on, if that is quicker."""
 
 
 class Observer:
@@ -332,13 +331,13 @@ def _load(
 ) -> LoadedModel:
     checkpoint = open_checkpoint(spec.path, spec.revision)
     described = describe(checkpoint)
-    if described.packed:
-        target.check_quantized()
-        if team is not None:
-            raise ConfigError(
-                "its weights are quantised, or in a GGUF file, and ranks share neither; a `tensor_parallel` "
-                "of 1 is right"
-            )
+    if described.packed and team is not None:
+        raise ConfigError(
+            "its weights are quantised, or in a GGUF file, and ranks share neither; a `tensor_parallel` "
+            "of 1 is right"
+        )
+    if described.floats:
+        target.check_floats()
     if described.pooling is not None:
         _check_pooled(described, team, target)
     outlined, dtype = _outlined(spec, described, target, team is None, say)

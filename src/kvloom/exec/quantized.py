@@ -93,8 +93,8 @@ class QuantizedWeight:
 
     bits: Bits
     codes: Tensor
-    """With 8 bits, int8 [N, K]. With 4 bits, numbers from 0 to 15 as `from_halves` makes bytes of them, uint8
-    [N, K / 2]."""
+    """With 8 bits, int8 [N, K], or float8_e4m3fn (FP8), which GPUs multiply. With 4 bits, numbers from 0 to
+    15 as `from_halves` makes bytes of them, uint8 [N, K / 2]."""
     scales: Factors
     offsets: Factors | None = None
     """None stands for zeros."""

@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from kvloom.types.errors import ConfigError
 
-KVDtype = Literal["auto", "float32", "bfloat16", "int8"]
-"""The number formats that K and V may be kept in. `auto` is the one that the model computes in."""
+KVDtype = Literal["auto", "float32", "bfloat16", "int8", "float8_e4m3fn"]
+"""The number formats that K and V may be kept in, by torch's names. `auto` is the one that the model computes
+in."""
 
 SCALED: Final = frozenset({"int8"})
 """The number formats whose rows have a scale. A row is a token's K, or its V, in one KV head of one layer."""

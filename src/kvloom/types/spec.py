@@ -123,7 +123,8 @@ class UnitAbilities(Struct, frozen=True, cache_hash=True):
     """A prompt's chunk and a model's decode step may be one job. GPUs would run it as a prefill, which is not
     recorded; nobody has measured whether that pays."""
     kv_dtypes: tuple[KVDtype, ...]
-    """The number formats that it can keep K and V in. On GPUs a model's must be the one it computes in."""
+    """The number formats that it can keep K and V in. On GPUs a model's must be the one it computes in, or
+    FP8."""
     keeps: bool = False
     """Its cached prefixes go to files when they give way. Nobody has tried that on GPUs."""
     speculates: bool = False
@@ -151,7 +152,7 @@ def unit_abilities(device: str, ranks: int, transport: TransportName = "shm") ->
     )
 
 
-_ON_GPUS: Final[tuple[KVDtype, ...]] = ("auto", "float32", "bfloat16")
+_ON_GPUS: Final[tuple[KVDtype, ...]] = ("auto", "float32", "bfloat16", "float8_e4m3fn")
 
 
 class EngineSpec(Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from kvloom.exec.cuda.fuse import DeviceGatedMLP, DeviceNorm, fuse_on_device
+from kvloom.exec.cuda.layers import DeviceGatedMLP, DeviceNorm, fuse_on_device
 from kvloom.exec.cuda.operations import plain_operations
 from kvloom.exec.fuse import MergedLinearPart
 from kvloom.kernels import reference

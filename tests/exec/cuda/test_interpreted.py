@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvloom.exec.cuda.fuse import DeviceGatedMLP, DeviceNorm
+from kvloom.exec.cuda.layers import DeviceGatedMLP, DeviceNorm
 from kvloom.exec.cuda.operations import triton_operations
 from tests import interpreter
 from tests.checkpoints import make_checkpoint

@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvloom.engine.engine import Engine
-from kvloom.exec.cuda.fuse import DeviceGatedMLP
+from kvloom.exec.cuda.layers import DeviceGatedMLP
 from kvloom.exec.cuda.loader import all_alike
 from kvloom.exec.cuda.operations import plain_operations
 from kvloom.exec.cuda.parallel import ParallelGpuExecutor

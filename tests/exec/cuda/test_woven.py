@@ -21,6 +21,8 @@ from kvloom.exec.cuda.offloaded import CudaLoans
 from kvloom.exec.cuda.operations import Operations
 from kvloom.kernels.cuda.flash import FlashAttention
 from kvloom.offload.cuda import CudaOffloadBackend
+from kvloom.types.errors import BadRequest
+from kvloom.types.spec import EngineSpec
 from tests import interpreter
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.engines import Answer, ask, body, spec_of
@@ -241,6 +243,23 @@ def test_a_cold_unit_that_dies_is_not_waited_for(
 
     check(path, asked, asyncio.run(serve()))
     assert "is gone" in caplog.text
+
+
+def test_k_and_v_in_fp8_are_not_lent(path: Path, cold: Path) -> None:
+    def kept(name: str, path: Path) -> EngineSpec:
+        spec = spec_of({name: path}, max_running=4)
+        models = tuple(structs.replace(one, kv_dtype="float8_e4m3fn") for one in spec.models)
+        return structs.replace(spec, models=models)
+
+    async def test() -> None:
+        async with (
+            weaving_on_device(kept("cold", cold)) as lender,
+            weaving_on_device(kept(MODEL, path)) as borrower,
+        ):
+            with pytest.raises(BadRequest, match="K and V in float8_e4m3fn, which mailboxes of GPUs lack"):
+                lend(borrower, lender, 0.5)
+
+    asyncio.run(test())
 
 
 def test_two_units_that_borrow_of_each_other(path: Path) -> None:

@@ -24,7 +24,19 @@ def test_all_that_is_served_compiles_for_hopper() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == len(list(compiling.served())), done.stdout
-    kernels = "decode", "merge", "prefill", "write", "copy", "norm", "rotate", "gated", "draw"
+    kernels = (
+        "decode",
+        "merge",
+        "prefill",
+        "write",
+        "copy",
+        "norm",
+        "rotate",
+        "gated",
+        "draw",
+        "product",
+        "round",
+    )
     for kernel in (*kernels, "serve", "post", "collect"):
         assert any(line.startswith(kernel) and " shared" in line for line in lines), kernel
     assert all(line.endswith(" B stack") for line in lines)  # or spills would not have been looked for

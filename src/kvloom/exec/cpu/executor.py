@@ -45,8 +45,11 @@ class CpuTarget:
     """Computes in float32, over weights of 32 bits in oneDNN's layouts or of 16 bits in panels. A model that
     cannot have the latter computes in the format of its weights."""
 
-    def check_quantized(self) -> None:
-        """Does nothing: quantised weights are served."""
+    def check_floats(self) -> None:
+        raise ConfigError(
+            "its weights are floats of 8 bits (FP8), which CPUs do not multiply; a GPU, or `kvloom quantize "
+            "--to int8` of the checkpoint that they were made of, is right"
+        )
 
     def check_pooled(self) -> None:
         """Does nothing: models that make vectors are served."""
@@ -69,6 +72,8 @@ class CpuTarget:
         return dtype in narrow_formats() and can_widen(outline)
 
     def kv_dtype(self, wanted: KVDtype, dtype: torch.dtype) -> torch.dtype:
+        if wanted == "float8_e4m3fn":
+            raise ConfigError(f"kv_dtype: {wanted} on a CPU, whose kernels attend over none; int8 is right")
         return dtype if wanted == "auto" else getattr(torch, wanted)
 
     def place(self, module: nn.Module) -> None:

@@ -3,18 +3,16 @@ float32 kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from kvloom.exec.cpu.linear import GatedMLP, HalfEmbedding, HalfLinear, TiedLinear, can_pack, packed
 from kvloom.exec.cpu.quantized import PackedQuantizedLinear, QuantizedEmbedding, pack_quantized
-from kvloom.exec.experts import Experts
-from kvloom.exec.fuse import STOCK, MergedLinearPart, Replacements, find_gated, fuse, put_merged
+from kvloom.exec.fuse import STOCK, MergedLinearPart, Replacements, fuse, fuse_quantized
 from kvloom.exec.gguf.blocks import MappedEmbedding
-from kvloom.exec.huggingface import GATED, QKV, children
+from kvloom.exec.huggingface import children
 from kvloom.exec.quantized import QuantizedLinear
 from kvloom.exec.widened import WidenedEmbedding, WidenedLinear, computes_in_float32
 from kvloom.kernels.cpu import rms_norm, rotate
@@ -53,7 +51,7 @@ def fuse_on_cpu(model: nn.Module) -> None:
     they are, but for quantised layers, which are packed."""
     wide = computes_in_float32(model)
     if wide:
-        _fuse_quantized(model)
+        fuse_quantized(model, PackedQuantizedLinear.of, _gated)
     pack_quantized(model)
     _look_up_in_head(model)
     if not wide:
@@ -99,49 +97,9 @@ def _look_up_in_head(model: Any) -> None:
                 setattr(parent, name, QuantizedEmbedding(head.panels[0], child.dtype))
 
 
-def _fuse_quantized(model: nn.Module) -> None:
-    """Merges quantised layers over one input, and gates with their products."""
-    for parent, name, child in children(model):
-        if type(child).__name__.endswith("Attention") and (linears := _quantized(child, QKV)):
-            put_merged(child, QKV, PackedQuantizedLinear.of(linears))
-        elif isinstance(child, Experts):
-            _fuse_experts(child)
-        elif (linears := _quantized(child, GATED)) and (gated := _gated(child, linears)):
-            setattr(parent, name, gated)
-
-
-def _fuse_experts(experts: Experts) -> None:
-    """Makes gated MLPs of those experts whose layers are all quantised. All have the activation that the
-    first of them is found to have."""
-    activation: Activation | None = None
-    for name, expert in experts.named_children():
-        linears = _quantized(expert, GATED)
-        if not linears:
-            continue
-        if activation is None:
-            gated = _gated(expert, linears)
-            if gated is None:
-                return
-            activation = gated.activation
-        else:
-            gate, up, down = (PackedQuantizedLinear.of([linear]) for linear in linears)
-            gated = GatedMLP(gate, up, down, activation)
-        setattr(experts, name, gated)
-
-
-def _quantized(module: nn.Module, names: tuple[str, ...]) -> list[QuantizedLinear]:
-    """Returns the module's layers of these names if all are quantised, else none."""
-    found = [getattr(module, name, None) for name in names]
-    linears = [linear for linear in found if type(linear) is QuantizedLinear]
-    return linears if len(linears) == len(names) else []
-
-
-def _gated(stock: nn.Module, linears: Sequence[QuantizedLinear]) -> GatedMLP | None:
-    """Returns our gated MLP in the stock one's place; None if no activation makes them agree."""
+def _gated(linears: Sequence[QuantizedLinear]) -> Callable[[Activation], nn.Module]:
     gate, up, down = (PackedQuantizedLinear.of([linear]) for linear in linears)
-    x = torch.randn(4, linears[0].in_features, generator=torch.Generator().manual_seed(0))
-    found = find_gated(stock, lambda activation: GatedMLP(gate, up, down, activation), x)
-    return None if found is None else GatedMLP(gate, up, down, found[0])
+    return lambda activation: GatedMLP(gate, up, down, activation)
 
 
 def round_inputs(model: nn.Module) -> None:

@@ -16,8 +16,14 @@ from torch import Tensor, nn
 from kvloom.exec.attention import Forward, Scoring
 from kvloom.exec.cuda.device import Cut, GpuDevice, cuda_device, cut_green
 from kvloom.exec.cuda.executor import GpuExecutor
-from kvloom.exec.cuda.fuse import fuse_on_device
 from kvloom.exec.cuda.granules import DriverCalls, GranuleArena, Granules
+from kvloom.exec.cuda.layers import (
+    fuse_on_device,
+    hold_plainly,
+    move_quantized,
+    quantized_tensors,
+    round_inputs,
+)
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.operations import Operations, triton_operations
 from kvloom.exec.cuda.profile import MemoryNeed
@@ -33,6 +39,8 @@ from kvloom.types.spec import EngineSpec
 
 _log = logging.getLogger(__name__)
 _HALVES: Final = ("bfloat16", "float16")
+FP8_CAPABILITY: Final = (8, 9)
+_FP8: Final[KVDtype] = "float8_e4m3fn"
 
 
 class DeviceTarget:
@@ -45,6 +53,11 @@ class DeviceTarget:
         self._operations = operations
         self._pool = pool
         self._ranks = ranks
+
+    @property
+    def _capability(self) -> tuple[int, int]:
+        here = self._device.torch
+        return torch.cuda.get_device_capability(here) if here.type == "cuda" else FP8_CAPABILITY
 
     def own_format(self, config: Any, matrices: Callable[[], Set[str]]) -> torch.dtype:
         """Returns the checkpoint's own format if that is a half precision, else bfloat16."""
@@ -60,32 +73,41 @@ class DeviceTarget:
         return False  # a GPU multiplies in the format of its weights
 
     def kv_dtype(self, wanted: KVDtype, dtype: torch.dtype) -> torch.dtype:
-        """Returns `dtype`, which is the only one that the kernels of GPUs attend over."""
+        """Returns `dtype` or FP8, which are the only ones that the kernels of GPUs attend over."""
         own = str(dtype).removeprefix("torch.")
+        fits = self._capability >= FP8_CAPABILITY
+        if wanted == _FP8 and fits:
+            return torch.float8_e4m3fn
         if wanted not in ("auto", own):
             raise ConfigError(
-                f"kv_dtype: {wanted} on a GPU, where K and V have the format that the model computes in; "
-                f"`auto` or {own} is right"
+                f"kv_dtype: {wanted} on {self._device.torch}, a GPU of compute capability "
+                f"{'.'.join(map(str, self._capability))}; `auto`, {own} (in which the model computes) "
+                f"{'or ' + _FP8 if fits else 'or, from 8.9 on, ' + _FP8} is right"
             )
         return dtype
 
     def check_room(self, size: int) -> None:
         self._refuse(size // self._ranks)
 
-    def check_quantized(self) -> None:
-        raise ConfigError(
-            "its weights are quantised, or in a GGUF file, and GPUs serve neither; `device: cpu`, or a plain "
-            "checkpoint of safetensors, is right"
-        )
+    def check_floats(self) -> None:
+        if self._capability < FP8_CAPABILITY:
+            raise ConfigError(
+                f"its weights are floats of 8 bits (FP8), and {self._device.torch} has compute capability "
+                f"{'.'.join(map(str, self._capability))}; 8.9 or newer, or weights of 4 or 8 bits that are "
+                "integers, are right"
+            )
 
     def check_pooled(self) -> None:
         raise ConfigError("it makes vectors of texts, which CPUs serve; `device: cpu` is right")
 
     def place(self, module: nn.Module) -> None:
-        tensors = {id(one): one for one in (*module.parameters(), *module.buffers())}
+        hold_plainly(module)
+        held = (*module.parameters(), *module.buffers(), *quantized_tensors(module))
+        tensors = {id(one): one for one in held}
         coming = [one for one in tensors.values() if one.device.type == "cpu"]
         self._refuse(sum(one.numel() * one.itemsize for one in coming))
         module.to(self._device.torch)
+        move_quantized(module, self._device.torch)
 
     def _refuse(self, size: int) -> None:
         """Raises ConfigError if weights of `size` bytes do not fit beside the pool."""
@@ -117,7 +139,9 @@ class DeviceTarget:
         return None
 
     def round_inputs(self, module: nn.Module) -> None:
-        """Does nothing: there are no quantised layers here."""
+        """Lets products over weights in FP8 round their inputs to it. All others multiply in the format that
+        the model computes in."""
+        round_inputs(module)
 
 
 class DeviceArena:

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from kvloom.kernels import mailbox_reference, reference
+from kvloom.kernels.cuda import reference as products
 from kvloom.kernels.cuda.flash import BlockTables, FlashAttention
 from kvloom.kernels.reference import Activation
 
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """The operations that the twins in `kernels/reference.py` and `kernels/mailbox_reference.py` define.
+    """The operations that the twins in `kernels/reference.py`, `kernels/mailbox_reference.py` and
+    `kernels/cuda/reference.py` define.
     workspace: (batch, heads, kv_heads, head_dim, multiprocessors, longest, device) → what a decode step's
     attention is to split its work in, or None for no splitting. flash: attends instead of both attentions if
     it is there and has room."""
@@ -31,6 +33,8 @@ class Operations:
     rms_norm: Callable[[Tensor, Tensor, float, float], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     gated: Callable[[Tensor, Activation], Tensor]
+    quantized_product: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+    scaled_product: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     serve: Callable[..., None]
     post: Callable[..., None]
     collect: Callable[..., None]
@@ -62,6 +66,8 @@ def plain_operations() -> Operations:
         reference.rms_norm,
         rotate,
         reference.gated,
+        products.quantized_product,
+        products.scaled_product,
         mailbox_reference.serve,
         mailbox_reference.post,
         mailbox_reference.collect,
@@ -83,9 +89,11 @@ def triton_operations() -> Operations:
     from kvloom.kernels.cuda.copy import block_tables, copy_blocks, copy_pages
     from kvloom.kernels.cuda.decode import decode_attention, workspace
     from kvloom.kernels.cuda.elementwise import advance, gated, rms_norm, rotate, write_kv
+    from kvloom.kernels.cuda.fp8 import scaled_product
     from kvloom.kernels.cuda.offload_ask import collect, post
     from kvloom.kernels.cuda.offload_serve import serve
     from kvloom.kernels.cuda.prefill import prefill_attention
+    from kvloom.kernels.cuda.quantized import quantized_product
 
     return Operations(
         write_kv,
@@ -98,6 +106,8 @@ def triton_operations() -> Operations:
         rms_norm,
         rotate,
         gated,
+        quantized_product,
+        scaled_product,
         serve,
         post,
         collect,

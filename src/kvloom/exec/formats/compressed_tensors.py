@@ -1,4 +1,4 @@
-"""Checkpoints of compressed-tensors, whose weights are packed or plain integers."""
+"""Checkpoints of compressed-tensors, whose weights are packed or plain integers, or floats of 8 bits."""
 
 from __future__ import annotations
 
@@ -31,8 +31,16 @@ from kvloom.exec.formats.tensors import (
 from kvloom.exec.quantized import Bits, QuantizedWeight
 from kvloom.types.errors import ConfigError
 
-_INTEGERS: Final = ("int-quantized", "naive-quantized")
+_KINDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "pack-quantized": ("int",),
+    "int-quantized": ("int",),
+    "float-quantized": ("float",),
+    "naive-quantized": ("int", "float"),
+}
+"""What codes may be, by the name of the format."""
 _PACKED: Final = "pack-quantized"
+CODES: Final = "I8", "F8_E4M3"
+"""The number formats of codes that are not packed: integers, and floats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +53,15 @@ class _Scheme:
     """The length of a group; -1 for a whole row, None for the whole matrix."""
     zeros: bool
     reordered: bool
+    floats: bool
 
 
 def compressed_tensors(config: Mapping[str, Any]) -> Reader:
     """Reads https://github.com/vllm-project/compressed-tensors, `compressors/pack_quantized` and
     `compressors/naive_quantized`.
 
-    With `int-quantized` and `naive-quantized`, `weight` is int8 [N, K]. With `pack-quantized`,
+    With `int-quantized`, `weight` is int8 [N, K], with `float-quantized` float8_e4m3fn [N, K], and with
+    `naive-quantized` one of these; floats have a scale for each row, or one. With `pack-quantized`,
     `weight_packed` is int32 [N, ⌈K · bits / 32⌉], whose words hold the codes of a row in order, the first in
     the lowest bits, each with 2^(bits - 1) added; `weight_shape` holds N and K. `weight_scale` is [N, G], or
     one number for the whole matrix. `weight_zero_point`, which symmetric weights lack, is int8 like
@@ -81,20 +91,24 @@ def _scheme(where: str, group: object, own: object) -> _Scheme:
     if not isinstance(group, dict) or not isinstance(weights, dict):
         raise config_error(where, group, "an object with weights")
     stored = group.get("format") or own
-    if stored != _PACKED and stored not in _INTEGERS:
-        raise config_error(f"{where}.format", stored, _PACKED, *_INTEGERS)
-    if (kind := weights.get("type", "int")) != "int":
-        raise config_error(f"{where}.weights.type", kind, "int")
-    bits = read_bits(weights, ("num_bits",), 4, 8, default=8)
+    if not isinstance(stored, str) or stored not in _KINDS:
+        raise config_error(f"{where}.format", stored, *_KINDS)
+    if (kind := weights.get("type", "int")) not in _KINDS[stored]:
+        raise config_error(f"{where}.weights.type", kind, *_KINDS[stored])
+    floats = kind == "float"
+    widths: tuple[Bits, ...] = (8,) if floats else (4, 8)
+    bits = read_bits(weights, ("num_bits",), *widths, default=8)
     size = weights.get("group_size")
     strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
-    if strategy not in ("tensor", "channel", "group"):
-        raise config_error(f"{where}.weights.strategy", strategy, "tensor", "channel", "group")
+    strategies = ("tensor", "channel") if floats else ("tensor", "channel", "group")
+    if strategy not in strategies:
+        raise config_error(f"{where}.weights.strategy", strategy, *strategies)
     length = {"tensor": None, "channel": -1}.get(strategy, 0)
     if length == 0 and (length := whole_number(weights, ("group_size",))) < 1:
         raise config_error(f"{where}.weights.group_size", length, "a positive number")
     reordered = weights.get("actorder") not in (None, False, "weight", "static")
-    return _Scheme(stored == _PACKED, bits, length, weights.get("symmetric") is False, reordered)
+    zeros = weights.get("symmetric") is False
+    return _Scheme(stored == _PACKED, bits, length, zeros, reordered, floats)
 
 
 def _layout(parts: Parts, schemes: Sequence[_Scheme]) -> Layout:
@@ -106,7 +120,7 @@ def _layout(parts: Parts, schemes: Sequence[_Scheme]) -> Layout:
     for scheme in schemes:
         if scheme.packed == packed:
             try:
-                return _packed_layout(parts, scheme) if packed else _integer_layout(parts, scheme)
+                return _packed_layout(parts, scheme) if packed else _plain_layout(parts, scheme)
             except ConfigError as error:
                 refused = error
     raise refused
@@ -145,9 +159,9 @@ def _packed_layout(parts: Parts, scheme: _Scheme) -> Layout:
     return Layout((rows, columns), bits, groups, bits == 4 or zero is not None, read)
 
 
-def _integer_layout(parts: Parts, scheme: _Scheme) -> Layout:
+def _plain_layout(parts: Parts, scheme: _Scheme) -> Layout:
     main = parts["weight"]
-    rows, columns = main.matrix("I8")
+    rows, columns = main.matrix(CODES[scheme.floats])
     scale, zero = _scale(parts, scheme, main, rows, columns), _zero_point(parts, scheme)
     groups = scale.shape[-1] if scale.shape else 1
     if zero is not None:
@@ -159,7 +173,7 @@ def _integer_layout(parts: Parts, scheme: _Scheme) -> Layout:
             zeros = zero.read().to(torch.float32).view(-1, groups)
         return made(8, main.read(), scale.read().view(-1, groups).expand(rows, groups), zeros, main)
 
-    return Layout((rows, columns), 8, groups, zero is not None, read)
+    return Layout((rows, columns), 8, groups, zero is not None, read, scheme.floats)
 
 
 def _scale(parts: Parts, scheme: _Scheme, of: StoredTensor, rows: int, columns: int) -> StoredTensor:

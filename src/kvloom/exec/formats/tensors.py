@@ -81,6 +81,8 @@ class Layout:
     offsets: bool
     """Whether it may have offsets."""
     read: Callable[[], QuantizedWeight]
+    floats: bool = False
+    """Whether its codes are floats of 8 bits (FP8)."""
 
     @property
     def nbytes(self) -> int:

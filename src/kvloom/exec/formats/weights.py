@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from kvloom.exec.checkpoint import Checkpoint
-from kvloom.exec.formats.compressed_tensors import compressed_tensors
+from kvloom.exec.formats.compressed_tensors import CODES, compressed_tensors
 from kvloom.exec.formats.gptq import awq, gptq
 from kvloom.exec.formats.tensors import Layout, Parts, Reader, StoredTensor, config_error
 from kvloom.exec.mapped import MappedFiles
@@ -55,6 +55,11 @@ class QuantizedTensors(Mapping[str, QuantizedWeight]):
         """Returns the bytes of all quantised weights together, at most."""
         return sum(layout.nbytes for layout in self.layouts.values())
 
+    @property
+    def floats(self) -> bool:
+        """Returns whether some of them have codes that are floats."""
+        return any(layout.floats for layout in self.layouts.values())
+
 
 def quantized_weights(checkpoint: Checkpoint) -> QuantizedTensors | None:
     """Returns the quantised weights of a checkpoint, or None if its config names none. Nothing but tensors of
@@ -76,7 +81,7 @@ def quantized_weights(checkpoint: Checkpoint) -> QuantizedTensors | None:
     layouts: dict[str, Layout] = {}
     plain: dict[str, StoredTensor] = {}
     for module, parts in modules.items():
-        quantized = not reader.names.isdisjoint(parts) or _holds_integers(parts)
+        quantized = not reader.names.isdisjoint(parts) or _holds_codes(parts)
         if quantized:
             layouts[module_name(module)] = reader.layout(parts)
         left = {"bias"} if quantized else parts.keys()
@@ -90,5 +95,5 @@ def module_name(stored: str) -> str:
     return f"{match[1]}.mlp.experts.{match[2]}.{_MIXTRAL_LAYERS[match[3]]}" if match else stored
 
 
-def _holds_integers(parts: Parts) -> bool:
-    return "weight" in parts and parts["weight"].format == "I8"
+def _holds_codes(parts: Parts) -> bool:
+    return "weight" in parts and parts["weight"].format in CODES

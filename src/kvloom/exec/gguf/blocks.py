@@ -264,6 +264,12 @@ class MappedEmbedding(nn.Module):
         found = _weight_of(self._rows[asked], self._record).dequantized().to(self.dtype)
         return found[torch.from_numpy(places)].view(*tokens.shape, -1)
 
+    def read(self) -> Tensor:
+        """Returns all rows [V, K]."""
+        step = max(1, _CHUNK // self._record.shape[-1])
+        parts = (self._rows[begin : begin + step] for begin in range(0, len(self._rows), step))
+        return torch.cat([_weight_of(part, self._record).dequantized().to(self.dtype) for part in parts])
+
 
 def map_embedding(opened: BinaryIO, record: TensorRecord, dtype: torch.dtype) -> MappedEmbedding:
     """Returns the matrix as an embedding. Raises ConfigError if a scale is infinite."""

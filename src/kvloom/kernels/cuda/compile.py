@@ -29,10 +29,12 @@ from kvloom.kernels.cuda.copy import block_tables, copy_blocks, copy_pages
 from kvloom.kernels.cuda.decode import Workspace, decode_attention
 from kvloom.kernels.cuda.draw import draw_launch
 from kvloom.kernels.cuda.elementwise import advance, gated_launch, norm_launch, rotate, write_kv
+from kvloom.kernels.cuda.fp8 import round_launch
 from kvloom.kernels.cuda.launch import Launch
 from kvloom.kernels.cuda.offload_ask import collect, post
 from kvloom.kernels.cuda.offload_serve import serve
 from kvloom.kernels.cuda.prefill import prefill_attention
+from kvloom.kernels.cuda.quantized import quantized_launch
 from kvloom.kernels.mailbox import LINE, NOTE, WORDS, BorrowerState, LenderState, LentArena, MailboxTensors
 from kvloom.kernels.reference import Activation, block_view
 
@@ -51,6 +53,8 @@ _MACHINE_ORDERS = {  # the same in the machine's own code
     "_collect": (_LOAD,),
 }
 _WARPGROUP_ROWS = 64  # of the least product of a warpgroup
+FP8_CAPABILITY = 89
+_LEFT = {"_prefill": "ROWS", "_decode": "ROWS", "_quantized": "OUTPUTS"}  # rows of products' left operands
 _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -60,6 +64,8 @@ _POINTERS = {
     torch.int32: "*i32",
     torch.int16: "*i16",
     torch.uint8: "*u8",
+    torch.int8: "*i8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 
 
@@ -68,15 +74,22 @@ def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 def _attention(
-    dtype: torch.dtype, head_dim: int, group: int, window: int = 0, softcap: float = 0.0, splits: int = 8
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    window: int = 0,
+    softcap: float = 0.0,
+    splits: int = 8,
+    kept: torch.dtype | None = None,
 ) -> Iterator[Named]:
-    """Yields decode, split and not, and prefill of a model of 4 KV heads and 8 layers."""
+    """Yields decode, split and not, and prefill of a model of 4 KV heads and 8 layers. kept: the format of K
+    and V, if it is another."""
     kv_heads, batch, rows = 4, 16, 512
-    arena = block_view(_empty(1 << 33, dtype=torch.uint8), _BLOCK, head_dim, dtype)
+    arena = block_view(_empty(1 << 33, dtype=torch.uint8), _BLOCK, head_dim, kept or dtype)
     cache = arena, _empty(1024, 8, kv_heads), 3, _empty(batch, 64)
     form = head_dim**-0.5, window, softcap
     name = f"{str(dtype).removeprefix('torch.')} D={head_dim} group={group}"
-    name += f"{' window' if window else ''}{' softcap' if softcap else ''}"
+    name += f"{' window' if window else ''}{' softcap' if softcap else ''}{' FP8' if kept else ''}"
     q = _empty(batch, kv_heads * group, head_dim, dtype=dtype)
     room = Workspace.make(splits, batch, kv_heads * group, head_dim, torch.device("meta"))
     launch = decode_attention.launch(q, q, *cache, _empty(batch), *form, workspace=room)
@@ -105,6 +118,33 @@ def _around(dtype: torch.dtype, head_dim: int) -> Iterator[Named]:
     activations: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
     for activation in activations:
         yield f"gated {name} {activation}", gated_launch(x, x, activation)
+
+
+def _products(dtype: torch.dtype, kind: torch.dtype, group: int, *, offsets: bool = False) -> Iterator[Named]:
+    """Yields products over a weight of few bits, of as many rows as take tiles of their own. kind: of its
+    codes, of which uint8 are two of 4 bits."""
+    outputs, columns = 6144, 4096
+    codes = _empty(outputs, columns // 2 if kind == torch.uint8 else columns, dtype=kind)
+    scales = _empty(outputs, columns // group, dtype=torch.float16)
+    names = (str(one).removeprefix("torch.") for one in (dtype, kind))
+    name = f"product {' '.join(names)} of {group}{' offsets' if offsets else ''}"
+    for rows in (1, 32, 64, 512):
+        x, out = (_empty(rows, size, dtype=dtype) for size in (columns, outputs))
+        given = codes, scales, scales if offsets else None, _empty(outputs, dtype=dtype)
+        yield f"{name}, {rows} rows", quantized_launch(out, x, *given)
+
+
+def _eight_bit_floats() -> Iterator[Named]:
+    yield from _products(torch.bfloat16, torch.float8_e4m3fn, 4096)
+    for dtype, head_dim in ((torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float16, 256)):
+        yield from _attention(dtype, head_dim, group=4, kept=torch.float8_e4m3fn)
+    arena = block_view(_empty(1 << 33, dtype=torch.uint8), _BLOCK, 128, torch.float8_e4m3fn)
+    k, slots = _empty(512, 4, 128, dtype=torch.bfloat16), _empty(512)
+    yield "write FP8", write_kv.launch(arena, _empty(1024, 8, 4), 3, k, k, slots, slots)
+    scales, out = _empty(512, 1, dtype=torch.float32), _empty(512, 4096, dtype=torch.float8_e4m3fn)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = _empty(512, 4096, dtype=dtype)
+        yield f"round {str(dtype).removeprefix('torch.')}", round_launch(out, scales, x)
 
 
 def _others() -> Iterator[Named]:
@@ -148,8 +188,9 @@ def _weaving(dtype: torch.dtype, head_dim: int, group: int) -> Iterator[Named]:
     yield f"collect {name}", collect.launch(mailbox, borrower_state, q, 1000)
 
 
-def served() -> Iterator[Named]:
-    """Yields a launch of each kernel for each dtype and head size, and for the forms of attention."""
+def served(capability: int = 90) -> Iterator[Named]:
+    """Yields a launch of each kernel for each dtype and head size, and for the forms of attention, as far as
+    GPUs of this compute capability have them."""
     for head_dim in (64, 80, 96, 128, 256):
         yield from _attention(torch.bfloat16, head_dim, group=4)
     yield from _attention(torch.bfloat16, 128, group=1, splits=1)
@@ -159,6 +200,13 @@ def served() -> Iterator[Named]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         yield from _around(dtype, 128)
     yield from _around(torch.bfloat16, 80)
+    yield from _products(torch.bfloat16, torch.uint8, 32)
+    yield from _products(torch.bfloat16, torch.uint8, 128, offsets=True)
+    yield from _products(torch.bfloat16, torch.int8, 16)
+    yield from _products(torch.float16, torch.uint8, 4096, offsets=True)
+    yield from _products(torch.float32, torch.uint8, 64)
+    if capability >= FP8_CAPABILITY:
+        yield from _eight_bit_floats()
     yield from _others()
     yield from _weaving(torch.bfloat16, 128, group=4)
     yield from _weaving(torch.float16, 256, group=8)
@@ -217,8 +265,8 @@ def faults(launch: Launch, compiled: Any, capability: int) -> Iterator[str]:
     usage = _usage(cubin)
     if usage is not None and usage[1] and not wide:
         yield f"spills registers into {usage[1]} bytes"
-    if kernel in ("_prefill", "_decode") and not wide:
-        groups = capability >= 90 and launch.arguments["ROWS"] >= _WARPGROUP_ROWS
+    if (left := _LEFT.get(kernel)) and not wide:
+        groups = capability >= 90 and launch.arguments[left] >= _WARPGROUP_ROWS
         product = "wgmma.mma_async" if groups else "mma.sync"
         if product not in ptx:
             yield f"does not multiply by {product}"
@@ -233,7 +281,7 @@ def faults(launch: Launch, compiled: Any, capability: int) -> Iterator[str]:
 def main(arguments: list[str]) -> int:
     capability = int(arguments[0]) if arguments else 90
     target, failed = GPUTarget("cuda", capability, 32), 0
-    for name, launch in served():
+    for name, launch in served(capability):
         if not isinstance(launch.kernel, JITFunction):
             raise SystemExit("TRITON_INTERPRET is set: unset it to compile")
         options = {"num_warps": launch.warps, "num_stages": launch.stages}

@@ -24,6 +24,7 @@ LN2 = tl.constexpr(math.log(2))
 
 HALVES = torch.bfloat16, torch.float16
 DTYPES = (*HALVES, torch.float32)
+KEPT = torch.float8_e4m3fn  # of K and V beside a model's own: numbers are what they are, without a scale
 
 
 @triton.jit
@@ -64,6 +65,7 @@ def attend_tokens(  # type: ignore[no-untyped-def]
     else:
         k = tl.load(at)
         v = tl.load(at + PAGE_TOKENS * HEAD_DIM)
+    k, v = k.to(q.dtype), v.to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if SOFTCAP:  # bound · tanh, from exp2 alone
         scores = tl.where(bound > 0, bound - 2 * bound / (tl.exp2(scores) + 1), scores)
@@ -134,11 +136,11 @@ class AttentionForm:
         cls, q: Tensor, arena: Tensor, page_map: Tensor, scale: float, window: int, softcap: float
     ) -> AttentionForm:
         """Returns the form. Raises ValueError if arena [blocks, 2, T, D], page_map [pages, layers, kv_heads]
-        and q [N, heads, D] do not fit one another."""
+        and q [N, heads, D] do not fit one another. K and V have q's format, or FP8."""
         tokens, head_dim = arena.shape[2:]
-        check("arena", arena, -1, 2, tokens, head_dim, dtypes=DTYPES)
+        check("arena", arena, -1, 2, tokens, head_dim, dtypes=(*DTYPES, KEPT))
         check("page_map", page_map, -1, -1, -1, dtypes=(torch.int32,))
-        check("q", q, -1, -1, head_dim, dtypes=(arena.dtype,))
+        check("q", q, -1, -1, head_dim, dtypes=DTYPES if arena.dtype == KEPT else (arena.dtype,))
         group, rest = divmod(q.shape[1], page_map.shape[2])
         if rest or arena.stride()[1:] != (tokens * head_dim, head_dim, 1):
             raise ValueError(
@@ -158,7 +160,7 @@ class AttentionForm:
             "DIMS": max(16, power_of_two(head_dim)),
             "WINDOW": window > 0,
             "SOFTCAP": softcap > 0,
-            "PRECISION": "ieee" if arena.dtype == torch.float32 else "tf32",
+            "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         }
         return cls(arguments, group)
 

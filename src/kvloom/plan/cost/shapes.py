@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import SCALED, Geometry, row_bytes
 
-_KV_ITEMSIZES: Final = {"float32": 4, "bfloat16": 2, "int8": 1}
+_KV_ITEMSIZES: Final = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}
 _Count = Annotated[int, Meta(ge=1, lt=2**31)]
 
 
@@ -30,7 +30,7 @@ class ModelShape(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ffn: _Count
     vocab: _Count
     itemsize: Literal[1, 2, 4] = 2
-    kv_dtype: Literal["float32", "bfloat16", "int8"] | None = None
+    kv_dtype: Literal["float32", "bfloat16", "int8", "float8_e4m3fn"] | None = None
     gated: bool = True
     tied: bool = False
     experts: _Count = 1

@@ -1,0 +1,197 @@
+"""A GPU's layers in the place of a model's stock modules: norms, rotary and gates of one launch each, and
+linear layers over weights of 8 or 4 bits, which the device holds as checkpoints' readers give them: codes, and
+scales and offsets of groups or of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Final, Self
+
+import torch
+from torch import Tensor, nn
+
+from kvloom.exec.cuda.operations import Operations
+from kvloom.exec.fuse import MergedLinearPart, Replacements, fuse, fuse_quantized, join
+from kvloom.exec.gguf.blocks import MappedEmbedding
+from kvloom.exec.huggingface import children
+from kvloom.exec.quantized import Factors, QuantizedLinear, QuantizedWeight, joined, narrowed
+from kvloom.kernels.reference import Activation
+
+STEP: Final = 16
+"""What the sizes of a weight in FP8 are multiples of if torch's scaled product takes it."""
+
+
+class DeviceQuantizedLinear(nn.Module):
+    """Computes x [..., K] · weight [N, K]ᵀ + bias [N] in the number format of x. All that it holds are
+    buffers and parameters, which weights that sleep take along. Inputs are what they are, or rounded to FP8
+    if the weight is (W8A8), with a scale for each row."""
+
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+
+    def __init__(self, operations: Operations, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("codes", weight.codes.contiguous())
+        self.register_buffer("scales", _plain(weight.scales))
+        self.register_buffer("offsets", None if weight.offsets is None else _plain(weight.offsets))
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self._operations = operations
+        self._rounds = False
+
+    @classmethod
+    def of(cls, operations: Operations, linears: Sequence[QuantizedLinear]) -> Self | None:
+        """Returns the product of the layers, side by side; None if their weights have unlike forms, which no
+        launch takes together."""
+        weights = [one.quantized for one in linears]
+        if len({(one.codes.dtype, one.group, one.offsets is None) for one in weights}) > 1:
+            return None
+        offsets = [one.offsets for one in weights if one.offsets is not None]
+        codes = torch.cat([one.codes for one in weights]) if len(weights) > 1 else weights[0].codes
+        scales = joined([one.scales for one in weights])
+        weight = QuantizedWeight(weights[0].bits, codes, scales, joined(offsets) if offsets else None)
+        return cls(operations, weight, _joined_bias(linears))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features)
+        if self._rounds:
+            out = self._operations.scaled_product(rows, self.codes, self.scales, self.bias)
+        else:
+            out = self._operations.quantized_product(rows, self.codes, self.scales, self.offsets, self.bias)
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def round_inputs(self) -> None:
+        """Rounds inputs from now on, if torch's scaled product takes a weight of this form and size."""
+        fits = self.out_features % STEP == self.in_features % STEP == 0
+        if self.codes.dtype == torch.float8_e4m3fn and fits:
+            self.scales = self.scales.float()
+            self._rounds = True
+
+
+def _joined_bias(linears: Sequence[QuantizedLinear]) -> Tensor | None:
+    biases = [one.bias for one in linears]
+    some = next((one for one in biases if one is not None), None)
+    if some is None:
+        return None
+    pairs = zip(biases, linears, strict=True)
+    return torch.cat([some.new_zeros(one.out_features) if bias is None else bias for bias, one in pairs])
+
+
+def _plain(factors: Factors) -> Tensor:
+    """Returns scales or offsets in float16 if that holds them exactly, else in float32."""
+    return narrowed(factors.float().contiguous())
+
+
+def round_inputs(model: nn.Module) -> None:
+    """Lets a model's products over weights in FP8 round their inputs to it from now on."""
+    for module in model.modules():
+        product = module.product if isinstance(module, MergedLinearPart) else module
+        if isinstance(product, DeviceQuantizedLinear):
+            product.round_inputs()
+
+
+def _layers(module: nn.Module) -> Iterator[QuantizedLinear]:
+    for one in module.modules():
+        if type(one) is QuantizedLinear:
+            yield one
+
+
+def hold_plainly(module: nn.Module) -> None:
+    """Makes plain tensors, in place, of what CPUs alone read in other forms: scales that are multiples of
+    what others share, and embeddings that stay in a mapped file."""
+    for layer in _layers(module):
+        held = layer.quantized
+        offsets = None if held.offsets is None else _plain(held.offsets)
+        layer.quantized = QuantizedWeight(held.bits, held.codes, _plain(held.scales), offsets)
+    for parent, name, child in children(module):
+        if isinstance(child, MappedEmbedding):
+            matrix = child.read()
+            plain = nn.Embedding(len(matrix), matrix.shape[1], _weight=matrix)
+            setattr(parent, name, plain.requires_grad_(False))
+
+
+def quantized_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yields what the quantised layers of a module hold, as `hold_plainly` leaves it."""
+    for layer in _layers(module):
+        held = layer.quantized
+        yield from (one for one in (held.codes, held.scales, held.offsets) if isinstance(one, Tensor))
+
+
+def move_quantized(module: nn.Module, device: torch.device) -> None:
+    """Brings what `quantized_tensors` yields to a device."""
+    for layer in _layers(module):
+        held = layer.quantized
+        codes, scales = held.codes.to(device), held.scales.float().to(device)
+        offsets = None if held.offsets is None else narrowed(held.offsets.float().to(device))
+        layer.quantized = QuantizedWeight(held.bits, codes, narrowed(scales), offsets)
+
+
+class DeviceNorm(nn.Module):
+    """Computes x / rms(x) · (offset + weight) in one launch."""
+
+    def __init__(self, operations: Operations, weight: Tensor, eps: float, offset: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        self._operations = operations
+        self._form = eps, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.dim() == 4 and len(x) == 1  # [1, N, heads, D], perhaps a part of a merged product's columns
+        rows = x[0] if heads else x.reshape(-1, x.shape[-1])
+        return self._operations.rms_norm(rows, self.weight, *self._form).view(x.shape)
+
+
+class DeviceGatedMLP(nn.Module):
+    """Computes down(activation(gate(x)) ∘ up(x)), with gate and up as one product, `inner`."""
+
+    def __init__(
+        self, operations: Operations, inner: nn.Module, down: nn.Module, activation: Activation
+    ) -> None:
+        super().__init__()
+        self.inner = inner
+        self.down = down
+        self.activation = activation
+        self._operations = operations
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.inner(x)
+        rows = self._operations.gated(inner.view(-1, inner.shape[-1]), self.activation)
+        out: Tensor = self.down(rows.view(*inner.shape[:-1], -1))
+        return out
+
+
+def fuse_on_device(model: nn.Module, operations: Operations) -> None:
+    """Fuses in place by what `operations` has."""
+
+    def rotate_both(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """Rotates q, k [1, H, N, D] by cos, sin [1, N, R] in place and returns them; nothing else reads
+        them."""
+        operations.rotate(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0])
+        return q, k
+
+    def gated(linears: Sequence[nn.Linear], activation: Activation) -> nn.Module:
+        return DeviceGatedMLP(operations, join(linears[:2]), linears[2], activation)
+
+    def product(linears: Sequence[QuantizedLinear]) -> nn.Module | None:
+        return DeviceQuantizedLinear.of(operations, linears)
+
+    def gated_quantized(linears: Sequence[QuantizedLinear]) -> Callable[[Activation], nn.Module] | None:
+        inner, down = product(linears[:2]), product(linears[2:])
+        return inner and down and partial(DeviceGatedMLP, operations, inner, down)
+
+    fuse_quantized(model, product, gated_quantized)
+    for parent, name, child in children(model):
+        if type(child) is QuantizedLinear:
+            setattr(parent, name, product([child]))
+    ours = Replacements(
+        fits=lambda weight: True,
+        product=lambda joined: joined,
+        gated=gated,
+        norm=partial(DeviceNorm, operations),
+        rotate=rotate_both,
+    )
+    fuse(model, ours)

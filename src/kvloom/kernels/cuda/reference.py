@@ -1,0 +1,51 @@
+"""Plain torch twins of the products over quantised weights, which GPUs alone have in these forms: they define
+what the kernels compute, in any dtype, at any speed."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+
+def quantized_product(
+    x: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """Returns x [n, K] · weight [N, K]ᵀ + bias [N] in the number format of x.
+
+    The weight's element at (n, k) is scales[n, g] · code + offsets[n, g], with g = k // (K / G), computed in
+    float32 and rounded to the format of x; so `QuantizedWeight.dequantized` says. scales and offsets are
+    float16 or float32 [N, G]. codes of 8 bits are int8 [N, K]; those of 4 bits are from 0 to 15, two
+    neighbours a byte, the first in the low half, uint8 [N, K / 2]. Codes may be float8_e4m3fn [N, K], too.
+    """
+    numbers = codes
+    if codes.dtype == torch.uint8:
+        numbers = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+    groups = numbers.float().view(*scales.shape, -1) * scales.float()[..., None]
+    if offsets is not None:
+        groups = groups + offsets.float()[..., None]
+    out = x.float() @ groups.flatten(1).to(x.dtype).float().T
+    return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+MOST: Final = 448.0
+"""The largest number of float8_e4m3fn."""
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns x [n, K] as float8_e4m3fn [n, K] and scales, float32 [n, 1]: a row's largest magnitude becomes
+    the largest number that the format has. A row with a number that is not finite has some that are none."""
+    wide = x.float()
+    most = wide.abs().amax(-1, keepdim=True)
+    inverse = torch.where(most > 0, MOST / most, 0.0)
+    return (wide * inverse).to(torch.float8_e4m3fn), most / MOST
+
+
+def scaled_product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns x [n, K] · weight [N, K]ᵀ + bias [N] in the number format of x, with x rounded by `round_rows`
+    first (W8A8). The weight's element at (n, k) is scales[n, 0] · codes[n, k]; codes are float8_e4m3fn, and
+    scales float32 [N, 1]."""
+    rounded, factors = round_rows(x)
+    out = rounded.float() @ codes.float().T * factors * scales.T
+    return (out if bias is None else out + bias.float()).to(x.dtype)
