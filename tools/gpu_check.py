@@ -4,9 +4,9 @@
 First the tests of exactness on the device; then figures against what the device allows in the same run, and
 against what is wanted of them; at last, in what time is left, the kernels' own tests. Each part is a process
 of its own that is ended when its time is over, and those to come have theirs kept for them. Nothing is
-downloaded; weights are random, of the shapes of Llama-3-8B, Llama-3.2-1B and Qwen3-4B. Within nine minutes on
-an H100. Exits with 0 where all ran, whatever the figures; 1 where something was wrong or could not run; 2
-where there is no CUDA device.
+downloaded; weights are random, of the shapes of Llama-3-8B, Llama-3.2-1B and Qwen3-4B. It ends itself within
+nine minutes. It exits with 0 if all ran, whatever the figures; with 1 if something was wrong or could not
+run; with 2 if there is no CUDA device.
 """
 
 from __future__ import annotations

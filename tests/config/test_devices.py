@@ -80,6 +80,12 @@ def test_ranks_have_gpus_one_after_the_other(folder: Path) -> None:
             AB.replace("./other", "{path: ./other, kv_dtype: float8_e4m3fn}"),
             "models.b.kv_dtype: float8_e4m3fn, but units.0 is on cpu; auto, float32, bfloat16, int8 are",
         ),
+        (
+            "models: {a: {path: ./model, kv_dtype: float8_e4m3fn}, b: ./other}\ndevice: cuda\n"
+            "kv_memory: 2GiB\nunits: [{models: [a], device: 'cuda:0'}, {models: [b], device: 'cuda:0'}]\n"
+            "weave: [{hot: unit-0, cold: unit-1}]",
+            "models.a.kv_dtype: float8_e4m3fn, but units.0 is on cuda:0 and weaves, where mailboxes have no",
+        ),
         (AB + "device: cuda:1", "device: .*'auto', 'cpu' or 'cuda'"),
         (
             UNITS.replace("[a]", "[a], device: gpu"),

@@ -111,7 +111,7 @@ def test_a_full_dev_shm_does_not_matter() -> None:
     assert done.stdout.split("\n")[0] == f"(256, 2, 32, 64) {7 * 256 * 16384}"
 
 
-def test_an_arena_of_nobody_leaves_its_contentto_its_tensors_and_no_descriptor() -> None:
+def test_an_arena_of_nobody_leaves_its_bytes_to_its_tensors_and_no_descriptor() -> None:
     arena = Arena(4, 4096)
     content, descriptor = arena.bytes, Path(arena.path)
     content.fill_(7)

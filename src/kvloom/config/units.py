@@ -211,6 +211,12 @@ def check_abilities(specs: Sequence[EngineSpec], engines: Sequence[ConfiguredEng
                     f"models.{model.name}.kv_dtype: {model.kv_dtype}, but {engine.key} is on {spec.device}; "
                     f"{', '.join(spec.abilities.kv_dtypes)} are right there"
                 )
+            weaves = spec.weave is not None or spec.unit in lenders
+            if model.kv_dtype == "float8_e4m3fn" and weaves:
+                raise ValueError(
+                    f"models.{model.name}.kv_dtype: {model.kv_dtype}, but {engine.key} is on {spec.device} "
+                    "and weaves, where mailboxes have no FP8; `auto` is right there"
+                )
         _check_speculation(engine.key, spec)
         for name, own in (engine.unit.shares or {}).items():
             for what, share in (("prefill", own.prefill), ("decode", own.decode)):

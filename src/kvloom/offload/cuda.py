@@ -22,7 +22,7 @@ from kvloom.offload.memory.mailbox import START
 from kvloom.offload.terms import Borrow, Loan, on_this_loop, one_number, watched
 from kvloom.transfer.cuda_ipc import CudaIpcTransport
 from kvloom.types.clock import has_ended
-from kvloom.types.errors import BadRequest, Conflict, Unavailable
+from kvloom.types.errors import Conflict, Unavailable
 from kvloom.types.geometry import I32, AnyArray
 from kvloom.types.load import Waits
 
@@ -298,10 +298,6 @@ class CudaOffloadBackend:
         executor.enter()
         self._kept = [one for one in self._kept if not one.unused]
         form = borrow.form
-        if form.dtype == "float8_e4m3fn":
-            raise BadRequest(
-                f"borrow: K and V in {form.dtype}, which mailboxes of GPUs lack; `auto` is right"
-            )
         arena = executor.arena.view(form.head_dim, getattr(torch, form.dtype))
         with watched(borrow), _room("lend"):
             lent = LentArena(torch.from_numpy(blocks).to(arena.device), arena)

@@ -256,4 +256,5 @@ def test_codes_count_among_the_weights_that_must_fit(tmp_path: Path) -> None:
     held = [*module.parameters(), *module.buffers()]
     products = {one.product for one in module.modules() if isinstance(one, MergedLinearPart)}
     held += [part for one in products for part in (*one.parameters(), *one.buffers())]
-    assert needed == sum({one.data_ptr(): one.nbytes for one in held}.values())
+    size = sum({one.data_ptr(): one.nbytes for one in held}.values())
+    assert size <= needed <= 1.05 * size  # it is counted before the checkpoint is read

@@ -11,8 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from kvloom.cli.__main__ import main
+from kvloom.config.file import load_config
+from kvloom.config.machine import Machine
+from kvloom.lab.profile.session import QUICK
+from kvloom.lab.profile.staggered import cold_seconds, simulated_first_tokens, staggered_requests
 from kvloom.plan.cost.measured import Measured
 from kvloom.plan.cost.profile import Profile, read_profile
 from kvloom.plan.cost.work import Work
@@ -94,6 +99,17 @@ def test_what_else_the_machine_does_is_measured(profile: Profile) -> None:
     assert {row.over for row in profile.pressed} == {1, 2}
     assert set(profile.cold) == {"one", "two"}
     assert max(profile.cold.values()) < 60.0
+
+
+def test_what_served_prefills_take_longer_is_found_by_first_tokens(config: Path, profile: Profile) -> None:
+    """First tokens are simulated with times that are known, and these are to be found again."""
+    known = {"one": 0.004, "two": 0.009}
+    fleet, still = load_config(config, {}, {}, Machine.here()), replace(profile, cold={})
+    requests = staggered_requests(Measured(profile), ["one", "two"], QUICK)
+    late = simulated_first_tokens(fleet, replace(profile, cold=known), requests)
+    assert cold_seconds(fleet, still, requests, late) == pytest.approx(known, rel=0.2)
+    soon = simulated_first_tokens(fleet, still, requests)
+    assert cold_seconds(fleet, still, requests, soon) == pytest.approx({"one": 0.0, "two": 0.0}, abs=1e-6)
 
 
 def test_the_error_is_told(measured: tuple[Profile, str]) -> None:

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from kvloom.lab.profile.beside import mean_over
+from kvloom.lab.profile.beside import BUSY_PART, mean_over, processes_for
 from kvloom.lab.profile.processes import (
     all_threads_seconds,
     busy_processes,
@@ -105,7 +105,7 @@ def test_busy_processes_rest_and_end_with_their_block() -> None:
         for process in crowd.processes:
             assert os.waitid(os.P_PID, process.pid, os.WCONTINUED) is not None
         while crowd.cpu_seconds < spent + 0.01:
-            pass
+            assert all(process.poll() is None for process in crowd.processes)
     assert not busy & set(descendants(os.getpid()))
 
 
@@ -117,3 +117,12 @@ def test_processes_that_work_for_a_part_of_the_time_want_cores_for_a_part_of_it(
     rng = random.Random(0)
     drawn = [max(0, sum(rng.random() < 0.3 for _ in range(5)) - 2) for _ in range(20_000)]
     assert mean_over(5, 0.3, 2) == pytest.approx(sum(drawn) / len(drawn), rel=0.05)
+
+
+@pytest.mark.parametrize("free", [0, 1, 7, 15])
+def test_so_many_processes_want_what_is_to_be_measured(free: int) -> None:
+    """What a job loses beside them is then hardly scaled, on machines of any size."""
+    for over in (1, 2):
+        count = processes_for(over, free)
+        assert over <= mean_over(count, BUSY_PART, free) < over + 1
+        assert mean_over(count - 1, BUSY_PART, free) < over

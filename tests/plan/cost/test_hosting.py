@@ -71,3 +71,9 @@ def test_a_job_loses_what_it_lost_of_the_loops_time() -> None:
     work = Work.prefill("one", 0.5, [10])
     for seconds, pace in ((0.04, 1.0), (0.03, 1.0), (0.0475, 0.25), (0.05, SLOWEST), (0.09, SLOWEST)):
         assert hosting(stalled(seconds)).pace(work, 2) == pytest.approx(pace)
+
+
+def test_served_prefills_alone_take_longer() -> None:
+    found = Hosting(replace(PROFILE, cold={"one": 0.002}))
+    assert found.cold(Work.prefill("one", 0.5, [10])) == 0.002
+    assert found.cold(Work.decode("one", 0.5, [10])) == found.cold(Work.prefill("two", 0.5, [10])) == 0.0

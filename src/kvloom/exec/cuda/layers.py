@@ -1,5 +1,5 @@
 """A GPU's layers in the place of a model's stock modules: norms, rotary and gates of one launch each, and
-linear layers over weights of 8 or 4 bits, which the device holds as checkpoints' readers give them: codes, and
+linear layers over weights of 8 or 4 bits. Such weights are held as checkpoints' readers give them: codes, and
 scales and offsets of groups or of rows."""
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ STEP: Final = 16
 
 
 class DeviceQuantizedLinear(nn.Module):
-    """Computes x [..., K] · weight [N, K]ᵀ + bias [N] in the number format of x. All that it holds are
-    buffers and parameters, which weights that sleep take along. Inputs are what they are, or rounded to FP8
-    if the weight is (W8A8), with a scale for each row."""
+    """Computes x [..., K] · weight [N, K]ᵀ + bias [N] in the number format of x. Inputs are what they are, or
+    rounded to FP8 if the weight is (W8A8), with a scale for each row."""
 
     codes: Tensor
     scales: Tensor

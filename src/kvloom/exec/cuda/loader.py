@@ -31,6 +31,7 @@ from kvloom.exec.cuda.weights import GpuWeights, SleepingWeights
 from kvloom.exec.loader import LoadedModel, count_blocks, load_models
 from kvloom.exec.parallel.group import RankGroup, Team
 from kvloom.kernels.cuda.flash import find_flash
+from kvloom.kernels.cuda.reference import FP8_CAPABILITY
 from kvloom.kernels.driver import Driver, DriverError
 from kvloom.kv.arena import ArenaMemory, view_blocks
 from kvloom.types.errors import ConfigError, Unavailable
@@ -39,7 +40,6 @@ from kvloom.types.spec import EngineSpec
 
 _log = logging.getLogger(__name__)
 _HALVES: Final = ("bfloat16", "float16")
-FP8_CAPABILITY: Final = (8, 9)
 _FP8: Final[KVDtype] = "float8_e4m3fn"
 
 
@@ -296,6 +296,8 @@ def load_pool(
     the pool, of as many blocks as each rank has. Raises ConfigError, and Unavailable if a rank is gone."""
     device.enter()
     ranks = spec.tensor_parallel
+    if team is not None:  # Ranks would have to agree which of them can use the package.
+        operations = replace(operations, flash=None)
     target = DeviceTarget(device, operations, spec.kv_bytes // ranks, ranks)
     loaded = load_models(spec.models, spec.block_bytes, target, progress, team)
     if spec.kv_bytes:
@@ -384,12 +386,10 @@ def _check_room(
         room = team.group.least(room)
     if room < max(wanted, 1):
         asked = f"the {wanted:,} that it asks for" if wanted else "a pool"
-        raise ConfigError(
-            f"{key}: {left}, {need}, and {max(room, 0):,} are left for {asked}; fewer bytes, {right}"
-        )
-    _log.info(
-        "%s, and %s; of %s that are left the pool gets %s", left, need, f"{room:,}", f"{wanted or room:,}"
-    )
+        fewer = "fewer bytes, " if wanted else ""
+        raise ConfigError(f"{key}: {left}, {need}, and {max(room, 0):,} are left for {asked}; {fewer}{right}")
+    given = f"{'the pool gets' if awake is None else 'weights and pool get'} {wanted or room:,}"
+    _log.info("%s, and %s; of %s that are left %s", left, need, f"{room:,}", given)
     return room, need
 
 

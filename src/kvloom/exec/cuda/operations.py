@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvloom.kernels import mailbox_reference, reference
-from kvloom.kernels.cuda import reference as products
+from kvloom.kernels.cuda import reference as cuda_reference
 from kvloom.kernels.cuda.flash import BlockTables, FlashAttention
 from kvloom.kernels.reference import Activation
 
@@ -61,26 +61,18 @@ def plain_operations() -> Operations:
         reference.prefill_attention,
         reference.copy_pages,
         reference.copy_blocks,
-        _block_tables,
+        cuda_reference.block_tables,
         reference.advance,
         reference.rms_norm,
         rotate,
         reference.gated,
-        products.quantized_product,
-        products.scaled_product,
+        cuda_reference.quantized_product,
+        cuda_reference.scaled_product,
         mailbox_reference.serve,
         mailbox_reference.post,
         mailbox_reference.collect,
         nothing,
     )
-
-
-def _block_tables(out: Tensor, page_map: Tensor, tables: Tensor, lengths: Tensor, page_tokens: int) -> None:
-    """Writes for each sequence the blocks of the pages that it has: out [layers, B, kv_heads, P], from
-    page_map [pages, layers, kv_heads], tables [B, P] and lengths [B]. Other entries are left as they are."""
-    for b, length in enumerate(lengths.tolist()):
-        held = -(-length // page_tokens)
-        out[:, b, :, :held] = page_map[tables[b, :held].long()].permute(1, 2, 0)
 
 
 def triton_operations() -> Operations:

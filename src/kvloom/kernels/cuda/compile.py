@@ -35,6 +35,7 @@ from kvloom.kernels.cuda.offload_ask import collect, post
 from kvloom.kernels.cuda.offload_serve import serve
 from kvloom.kernels.cuda.prefill import prefill_attention
 from kvloom.kernels.cuda.quantized import quantized_launch
+from kvloom.kernels.cuda.reference import FP8_CAPABILITY
 from kvloom.kernels.mailbox import LINE, NOTE, WORDS, BorrowerState, LenderState, LentArena, MailboxTensors
 from kvloom.kernels.reference import Activation, block_view
 
@@ -53,7 +54,6 @@ _MACHINE_ORDERS = {  # the same in the machine's own code
     "_collect": (_LOAD,),
 }
 _WARPGROUP_ROWS = 64  # of the least product of a warpgroup
-FP8_CAPABILITY = 89
 _LEFT = {"_prefill": "ROWS", "_decode": "ROWS", "_quantized": "OUTPUTS"}  # rows of products' left operands
 _POINTERS = {
     torch.bfloat16: "*bf16",
@@ -205,7 +205,7 @@ def served(capability: int = 90) -> Iterator[Named]:
     yield from _products(torch.bfloat16, torch.int8, 16)
     yield from _products(torch.float16, torch.uint8, 4096, offsets=True)
     yield from _products(torch.float32, torch.uint8, 64)
-    if capability >= FP8_CAPABILITY:
+    if (capability // 10, capability % 10) >= FP8_CAPABILITY:
         yield from _eight_bit_floats()
     yield from _others()
     yield from _weaving(torch.bfloat16, 128, group=4)

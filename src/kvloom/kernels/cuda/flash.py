@@ -160,9 +160,9 @@ def find_flash(
     for module, package in packages.items():
         try:
             kernel = importlib.import_module(module).flash_attn_with_kvcache
-        except ModuleNotFoundError:
-            continue
         except (ImportError, OSError, RuntimeError, AttributeError) as error:
+            if isinstance(error, ModuleNotFoundError) and error.name in (module, module.partition(".")[0]):
+                continue
             _log.warning("%s is not used: %s", package, " ".join(str(error).split())[:200])
             continue
         return FlashAttention(f"{package} {_version(package)}".strip(), kernel, multiprocessors)

@@ -1,5 +1,5 @@
-"""Plain torch twins of the products over quantised weights, which GPUs alone have in these forms: they define
-what the kernels compute, in any dtype, at any speed."""
+"""Plain torch twins of kernels that GPUs alone have: products over quantised weights, and the tables of
+FlashAttention. They define what the kernels compute, in any dtype, at any speed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Final
 
 import torch
 from torch import Tensor
+
+FP8_CAPABILITY: Final = 8, 9
+"""The oldest compute capability that multiplies FP8."""
 
 
 def quantized_product(
@@ -49,3 +52,11 @@ def scaled_product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None
     rounded, factors = round_rows(x)
     out = rounded.float() @ codes.float().T * factors * scales.T
     return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+def block_tables(out: Tensor, page_map: Tensor, tables: Tensor, lengths: Tensor, page_tokens: int) -> None:
+    """Writes for each sequence the blocks of the pages that it has: out [layers, B, kv_heads, P], from
+    page_map [pages, layers, kv_heads], tables [B, P] and lengths [B]. Other entries are left as they are."""
+    for b, length in enumerate(lengths.tolist()):
+        held = -(-length // page_tokens)
+        out[:, b, :, :held] = page_map[tables[b, :held].long()].permute(1, 2, 0)

@@ -97,7 +97,8 @@ OVER: Final = (1, 2)  # threads more than there are cores
 BURST: Final = 0.001  # seconds of the loop's work at a time, at most
 ENOUGH: Final = 0.3  # seconds of a job's runs, within its repeats and MOST
 MOST: Final = 300
-LEAST_WORK: Final = 0.05  # the part of the time for which busy processes work, at least
+BUSY_PART: Final = 0.5  # of the time, for which a busy process works if it has a core
+MOST_SCALED: Final = 4  # times that what was lost is multiplied, at most
 
 
 def pressed_settings(model: str, cores: int, limits: Limits, *, quick: bool = False) -> list[Setting]:
@@ -115,15 +116,19 @@ def pressed_settings(model: str, cores: int, limits: Limits, *, quick: bool = Fa
 async def measure_pressed(
     stage: Stage, settings: Sequence[Setting], cores: int, repeats: int
 ) -> list[Pressed]:
-    """Measures each of them beside as many busy processes as want `OVER` threads more than the machine's
-    cores, and alone just before, because the machine's own pace changes.
+    """Measures each of them beside so many busy processes that on average `OVER` threads more want to run
+    than the machine has cores, and alone just before, because the machine's own pace changes.
 
     The processes work in bursts, as a server's do: endless loops would hold a job's thread up for a slice of
     the scheduler's each time, and leave its caches as they are. By the part of the time for which they really
     work, what the job loses is scaled to processes that always do."""
     found = []
-    wanted = sorted(itertools.product(settings, OVER), key=lambda pair: cores - pair[0].cores + pair[1])
-    for busy, group in itertools.groupby(wanted, key=lambda pair: cores - pair[0].cores + pair[1]):
+
+    def busy_beside(pair: tuple[Setting, int]) -> int:
+        return processes_for(pair[1], cores - pair[0].cores)
+
+    wanted = sorted(itertools.product(settings, OVER), key=busy_beside)
+    for busy, group in itertools.groupby(wanted, key=busy_beside):
         with busy_processes(busy) as crowd:
             for setting, over in group:
                 crowd.rest()
@@ -132,10 +137,16 @@ async def measure_pressed(
                 begun, before = time.perf_counter(), crowd.cpu_seconds
                 beside = fmean(await _runs(stage, setting, repeats))
                 work = (crowd.cpu_seconds - before) / (time.perf_counter() - begun) / busy
-                wanted_more = mean_over(busy, min(1.0, max(LEAST_WORK, work)), cores - setting.cores)
-                lost = max(0.0, beside - alone) * over / wanted_more
+                extra = max(over / MOST_SCALED, mean_over(busy, min(1.0, work), cores - setting.cores))
+                lost = max(0.0, beside - alone) * over / extra
                 found.append(Pressed(doing=_doing(setting), over=over, alone=alone, seconds=alone + lost))
     return found
+
+
+def processes_for(over: int, free: int) -> int:
+    """Returns how many processes that work for half of the time want `over` threads more than there are cores
+    on average, if `free` cores have nothing else."""
+    return next(count for count in itertools.count(over) if mean_over(count, BUSY_PART, free) >= over)
 
 
 def mean_over(processes: int, work: float, free: int) -> float:

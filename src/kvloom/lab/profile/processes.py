@@ -18,6 +18,9 @@ from typing import Any, Final
 import msgspec
 import uvloop
 
+from kvloom.types.clock import ending
+from kvloom.types.errors import ConfigError
+
 PROC: Final = Path("/proc")
 NANOSECOND: Final = 1e-9
 
@@ -34,12 +37,12 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 def main_thread_seconds(pid: int) -> float:
-    """CPU time of the thread that a process began with."""
+    """Returns the CPU time of the thread that a process began with."""
     return _seconds(PROC / str(pid) / "task" / str(pid))
 
 
 def all_threads_seconds(pid: int) -> float:
-    """CPU time of the threads that a process has now."""
+    """Returns the CPU time of the threads that a process has now."""
     return sum(_seconds(task) for task in (PROC / str(pid) / "task").iterdir())
 
 
@@ -80,7 +83,7 @@ class Crowd:
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[Crowd]:
-    """So many, at work, until the block ends."""
+    """Yields so many processes that work until the block ends. Raises ConfigError if one cannot start."""
     with ExitStack() as stack:
         running = []
         for _ in range(count):
@@ -90,7 +93,10 @@ def busy_processes(count: int) -> Iterator[Crowd]:
             running.append(process)
         for process in running:
             assert process.stdout is not None
-            process.stdout.readline()
+            if not process.stdout.readline():
+                raise ConfigError(
+                    f"a busy process beside jobs {ending(process.wait())}; more memory may be right"
+                )
         yield Crowd(running)
 
 

@@ -49,13 +49,15 @@ def cold_seconds(
     take as long in the median as the real ones. profile: with what is no job. first: the real medians."""
     found = dict.fromkeys(first, 0.0)
     for _ in range(_ROUNDS):
-        simulated = _first_tokens(config, replace(profile, cold=found), requests)
+        simulated = simulated_first_tokens(config, replace(profile, cold=found), requests)
         found = {model: max(0.0, found[model] + first[model] - simulated[model]) for model in first}
     return found
 
 
-def _first_tokens(config: Config, profile: Profile, requests: Sequence[WorkloadRequest]) -> dict[str, float]:
-    """Returns the medians by model, of requests whose client is on the machine too."""
+def simulated_first_tokens(
+    config: Config, profile: Profile, requests: Sequence[WorkloadRequest]
+) -> dict[str, float]:
+    """Returns the simulated median seconds to first tokens by model, with the client on the machine too."""
     units = measured_units(config, profile)
     results = simulate(
         units,
