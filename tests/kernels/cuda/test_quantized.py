@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from kvloom.kernels.cuda import reference
-from kvloom.kernels.cuda.fp8 import round_rows, scaled_product
-from kvloom.kernels.cuda.quantized import quantized_product
+from kvloom.kernels.cuda.quantized import quantized_product, round_rows, scaled_product
 from tests.kernels.cuda.fp8 import NEEDS_FP8
 
 DTYPES = torch.float32, torch.float16

@@ -81,11 +81,10 @@ def triton_operations() -> Operations:
     from kvloom.kernels.cuda.copy import block_tables, copy_blocks, copy_pages
     from kvloom.kernels.cuda.decode import decode_attention, workspace
     from kvloom.kernels.cuda.elementwise import advance, gated, rms_norm, rotate, write_kv
-    from kvloom.kernels.cuda.fp8 import scaled_product
     from kvloom.kernels.cuda.offload_ask import collect, post
     from kvloom.kernels.cuda.offload_serve import serve
     from kvloom.kernels.cuda.prefill import prefill_attention
-    from kvloom.kernels.cuda.quantized import quantized_product
+    from kvloom.kernels.cuda.quantized import quantized_product, scaled_product
 
     return Operations(
         write_kv,

@@ -29,12 +29,11 @@ from kvloom.kernels.cuda.copy import block_tables, copy_blocks, copy_pages
 from kvloom.kernels.cuda.decode import Workspace, decode_attention
 from kvloom.kernels.cuda.draw import draw_launch
 from kvloom.kernels.cuda.elementwise import advance, gated_launch, norm_launch, rotate, write_kv
-from kvloom.kernels.cuda.fp8 import round_launch
 from kvloom.kernels.cuda.launch import Launch
 from kvloom.kernels.cuda.offload_ask import collect, post
 from kvloom.kernels.cuda.offload_serve import serve
 from kvloom.kernels.cuda.prefill import prefill_attention
-from kvloom.kernels.cuda.quantized import quantized_launch
+from kvloom.kernels.cuda.quantized import quantized_launch, round_launch
 from kvloom.kernels.cuda.reference import FP8_CAPABILITY
 from kvloom.kernels.mailbox import LINE, NOTE, WORDS, BorrowerState, LenderState, LentArena, MailboxTensors
 from kvloom.kernels.reference import Activation, block_view

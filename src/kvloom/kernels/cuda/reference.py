@@ -32,7 +32,7 @@ def quantized_product(
     return (out if bias is None else out + bias.float()).to(x.dtype)
 
 
-MOST: Final = 448.0
+FP8_MAX: Final = 448.0
 """The largest number of float8_e4m3fn."""
 
 
@@ -41,8 +41,8 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     the largest number that the format has. A row with a number that is not finite has some that are none."""
     wide = x.float()
     most = wide.abs().amax(-1, keepdim=True)
-    inverse = torch.where(most > 0, MOST / most, 0.0)
-    return (wide * inverse).to(torch.float8_e4m3fn), most / MOST
+    inverse = torch.where(most > 0, FP8_MAX / most, 0.0)
+    return (wide * inverse).to(torch.float8_e4m3fn), most / FP8_MAX
 
 
 def scaled_product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
