@@ -125,6 +125,14 @@ def test_streams_are_those_without_drafts(paths: Paths, how: str, together: int)
 
 
 @BOTH
+def test_lengths_that_follow_the_times_of_steps_change_no_stream(
+    paths: Paths, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # `even_steps`
+    check_same(paths, how, drawn_bodies(8, examples(20)), 8)
+
+
+@BOTH
 def test_streams_are_the_same_while_sequences_are_preempted(paths: Paths, how: str) -> None:
     bodies = [body("m", [i], max_tokens=120, seed=i, temperature=0.4) for i in range(12)]
 
