@@ -149,6 +149,8 @@ class Clients:
         self.tally = Tally()
         self.events: Counter[str] = Counter()
         """How many have come, by gateway."""
+        self._under_way: dict[int, str] = {}
+        """The gateways of the streams that have begun and not ended."""
         self._urls = urls
         self._right = right
         self._draw = random.Random(seed)
@@ -179,9 +181,17 @@ class Clients:
         answer = await ask(session, asked, self._urls, self._draw, self._hear)
         self.tally.count(asked, answer, self._right[asked])
 
-    def _hear(self, url: str, quiet: float) -> None:
+    def under_way(self, url: str) -> int:
+        """Returns how many streams of this gateway have begun and not ended."""
+        return list(self._under_way.values()).count(url)
+
+    def _hear(self, url: str, quiet: float, answer: Answer) -> None:
         self.events[url] += 1
         self.tally.quiet = max(self.tally.quiet, quiet)
+        if answer.over:
+            self._under_way.pop(id(answer), None)
+        else:
+            self._under_way[id(answer)] = url
 
 
 async def ask(
@@ -189,10 +199,10 @@ async def ask(
     asked: Asked,
     urls: Sequence[str],
     draw: random.Random,
-    hear: Callable[[str, float], None] = lambda *_: None,
+    hear: Callable[[str, float, Answer], None] = lambda *_: None,
 ) -> Answer:
     """Returns what a client gets that resumes its stream whenever that breaks, at any of the gateways. hear:
-    called at each event with its gateway and the seconds since the one before."""
+    called at each event with its gateway, the seconds since the one before, and what the client has."""
     answer, since = Answer(), time.monotonic()
     while not answer.over and not answer.problem:
         before, url = answer.last, draw.choice(urls)
@@ -201,7 +211,7 @@ async def ask(
                 answer.take(data)
                 answer.last = event or answer.last
                 before_it, since = since, time.monotonic()
-                hear(url, since - before_it)
+                hear(url, since - before_it, answer)
             if answer.over or answer.problem:
                 break
         except (aiohttp.ClientError, OSError, TimeoutError) as error:

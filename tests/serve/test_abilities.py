@@ -36,7 +36,15 @@ ALL = UnitAbilities(
     keeps=True,
     speculates=True,
 )
-GPU = replace(ALL, sleeps=False, adapts=False, mixes=False, kv_dtypes=KEPT[:3], keeps=False, speculates=False)
+GPU = replace(
+    ALL,
+    sleeps=False,
+    adapts=False,
+    mixes=False,
+    kv_dtypes=(*KEPT[:3], "float8_e4m3fn"),
+    keeps=False,
+    speculates=False,
+)
 RANKS = replace(GPU, moves=False, shares=False, weaves=False)
 NIXL = pytest.mark.skipif(find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed")
 
