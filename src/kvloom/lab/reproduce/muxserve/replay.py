@@ -147,7 +147,7 @@ def replayed(scale: Scale, tell: Tell) -> Report:
                 pairs += _pairs(name, load, theirs, point)
                 rows += _rows(f"{average:g}, {name}", load, theirs, point)
     grid = Grid(
-        title="Each LLM: measured, and found here",
+        title="Each LLM: found here, and over what was measured",
         heads=("req/s a model, system", "LLM", "GPUs", "req/s", "TTFT", "TPOT", "decode batch"),
         rows=tuple(rows),
     )
@@ -236,11 +236,12 @@ def _rows(row: str, load: Load, theirs: Mapping[str, Measured], point: Point) ->
 
 
 def _beside(one: Measured, throughput: float, times: ModelTimes) -> tuple[str, ...]:
+    """Returns what was found of an LLM, each with how many times the measured it is."""
     return (
-        f"{one.throughput:.2f}, {throughput:.2f}",
-        f"{duration(one.ttft)}, {duration(times.ttft)}",
-        f"{duration(one.tpot)}, {duration(times.tpot)}",
-        f"{one.batch:.0f}, {times.batch:.0f}",
+        f"{throughput:.2f}, {throughput / one.throughput:.2f}×",
+        f"{duration(times.ttft)}, {times.ttft / one.ttft:.2f}×",
+        f"{duration(times.tpot)}, {times.tpot / one.tpot:.2f}×",
+        f"{times.batch:.0f}, {times.batch / one.batch:.2f}×",
     )
 
 
