@@ -32,20 +32,21 @@ def spec(paths: dict[str, Path], kv_bytes: int = 4 << 20) -> EngineSpec:
     return replace(made, device="cuda:0", models=tuple(replace(one, dtype="float32") for one in made.models))
 
 
+async def greedy(path: Path, seed: str) -> list[tuple[list[int], list[int]]]:
+    """Returns drawn prompts, and the tokens that a unit makes of each if all come at once."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in LENGTHS]
+    wanted = spec({"m": path})
+    async with running_executor(wanted, load_gpu_executor(wanted)) as engine:
+        answers = await asyncio.gather(*(ask(engine, body("m", p, max_tokens=COUNT)) for p in prompts))
+    return [(prompt, answer.tokens[0]) for prompt, answer in zip(prompts, answers, strict=True)]
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "gemma2", "gpt_neox", "mixtral"])
 def test_greedy_is_transformers_own(architecture: str, tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, architecture)
-    rng = random.Random(architecture)
-    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in LENGTHS]
-
-    async def serve() -> list[list[int]]:
-        wanted = spec({"m": path})
-        async with running_executor(wanted, load_gpu_executor(wanted)) as engine:
-            answers = await asyncio.gather(*(ask(engine, body("m", p, max_tokens=COUNT)) for p in prompts))
-            return [answer.tokens[0] for answer in answers]
-
     oracle = Oracle(path)
-    for prompt, tokens in zip(prompts, asyncio.run(serve()), strict=True):
+    for prompt, tokens in asyncio.run(greedy(path, architecture)):
         assert len(tokens) == COUNT
         oracle.check(prompt, tokens)
 
@@ -58,17 +59,8 @@ def test_weights_of_few_bits(form: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     path = make_checkpoint(tmp_path / "model", "qwen2")
     quantise(path, FORMATS[form])
-    rng = random.Random(form)
-    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in LENGTHS]
-
-    async def serve() -> list[list[int]]:
-        wanted = spec({"m": path})
-        async with running_executor(wanted, load_gpu_executor(wanted)) as engine:
-            answers = await asyncio.gather(*(ask(engine, body("m", p, max_tokens=COUNT)) for p in prompts))
-            return [answer.tokens[0] for answer in answers]
-
     oracle = Oracle(twin(path))
-    for prompt, tokens in zip(prompts, asyncio.run(serve()), strict=True):
+    for prompt, tokens in asyncio.run(greedy(path, form)):
         oracle.check(prompt, tokens)
 
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 from kvloom.types.address import KVForm
 from kvloom.types.errors import BadRequest, PromptTooLong
+
+MOST_LOGPROBS: Final = 20  # alternatives of a token that a request may ask for
 
 Unit = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
@@ -57,8 +59,8 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True, kw_only=True):
     logit_bias: dict[Int64, float] = {}
     min_tokens: Count = 0  # stop tokens are impossible before
     stop_token_ids: tuple[Int64, ...] = ()  # tokens that end a choice
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # alternatives to report
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None  # alternatives to report
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None
     guide: Guide | None = None
 
     @property

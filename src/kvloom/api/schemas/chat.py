@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvloom.api.schemas.generation import Answer, Body, GenerationBody, TokenIds, Unserved, Usage, wrong
+from kvloom.types.request import MOST_LOGPROBS
 
 MAX_MESSAGES, MAX_TOOLS, MAX_DETOKENIZED = 4096, 128, 1 << 18
 
@@ -115,7 +116,7 @@ class ChatBody(GenerationBody):
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None

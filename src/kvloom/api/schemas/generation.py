@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema, from_json
 
 from kvloom.api.schemas.closing import closed
-from kvloom.types.request import Task
+from kvloom.types.request import MOST_LOGPROBS, Task
 
 MAX_STOPS, MAX_STOP_LENGTH, MAX_BIASES, MAX_CHOICE = 16, 1024, 1024, 1024
 
@@ -330,7 +330,7 @@ class CompletionBody(GenerationBody):
 
     prompt: str | Texts | Ids | ManyIds
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     suffix: str | None = None
 
     @model_validator(mode="after")

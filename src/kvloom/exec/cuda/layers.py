@@ -120,11 +120,14 @@ def quantized_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 def move_quantized(module: nn.Module, device: torch.device) -> None:
     """Brings what `quantized_tensors` yields to a device."""
+
+    def moved(factors: Factors) -> Factors:
+        return factors.to(device) if isinstance(factors, Tensor) else factors
+
     for layer in _layers(module):
         held = layer.quantized
-        codes, scales = held.codes.to(device), held.scales.float().to(device)
-        offsets = None if held.offsets is None else narrowed(held.offsets.float().to(device))
-        layer.quantized = QuantizedWeight(held.bits, codes, narrowed(scales), offsets)
+        offsets = None if held.offsets is None else moved(held.offsets)
+        layer.quantized = QuantizedWeight(held.bits, held.codes.to(device), moved(held.scales), offsets)
 
 
 class DeviceNorm(nn.Module):

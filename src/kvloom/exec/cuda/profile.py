@@ -1,8 +1,9 @@
-"""What jobs need of a device's memory beside weights and pool.
+"""The device memory that jobs need beside weights and pool.
 
-It is measured, as vLLM's `profile_run` does it: the largest jobs run before the pool is taken, and what the
-driver then has less is what they need. So kernels, handles and workspaces of libraries count, of which
-torch's allocator knows nothing.
+It is measured as vLLM's `profile_run` does it: the largest jobs run before the pool is taken. If `kv_memory`
+is `auto`, a unit has the device alone, so all that the driver has less counts: also kernels, handles and
+workspaces of libraries, of which torch's allocator knows nothing. If it has a size, others may be on the
+device, so only what torch has taken counts.
 """
 
 from __future__ import annotations
@@ -15,18 +16,22 @@ import numpy as np
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.types.geometry import I64
 from kvloom.types.job import ForwardPlan, Job, Phase, PromptRow, SampleRow
-from kvloom.types.request import SamplingParams
+from kvloom.types.request import MOST_LOGPROBS, SamplingParams
 
-MOST_TOP: Final = 20  # log-probabilities of a token that a request may ask for
 _BENT: Final = SamplingParams(
-    max_tokens=1, seed=0, temperature=1.0, logit_bias={0: 0.0}, logprobs=MOST_TOP, prompt_logprobs=MOST_TOP
+    max_tokens=1,
+    seed=0,
+    temperature=1.0,
+    logit_bias={0: 0.0},
+    logprobs=MOST_LOGPROBS,
+    prompt_logprobs=MOST_LOGPROBS,
 )
 """The parameters of a draw that takes as much memory as any: the host has a say in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """The bytes that jobs take."""
+    """The bytes that jobs take, and how each model's are run."""
 
     kept: int
     """Bytes that stay taken: inputs, recordings, workspaces of libraries, and kernels."""
@@ -52,7 +57,7 @@ def largest_jobs(name: str, model: DeviceModel, rows: int, chunk: int) -> tuple[
     """Returns a model's jobs that take the most memory: a prefill of `chunk` tokens, of each of which the
     log-probability is wanted, of as many sequences as tables are largest for, and a decode step of `rows`
     sequences. `rows` tokens are drawn after each. They write K and V nowhere."""
-    prompts = tuple(PromptRow(row, 0, MOST_TOP) for row in range(chunk))
+    prompts = tuple(PromptRow(row, 0, MOST_LOGPROBS) for row in range(chunk))
     last = tuple(SampleRow(chunk - 1, key, 0, _BENT) for key in range(rows))
     each = tuple(SampleRow(row, row, 0, _BENT) for row in range(rows))
     # as FlashAttention takes them, they have one more, which is padding

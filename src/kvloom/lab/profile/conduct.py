@@ -94,7 +94,7 @@ def measured_jobs(
 async def measured_hosting(
     config: Config, profile: Profile, effort: Effort, arguments: Sequence[str], console: Console
 ) -> tuple[tuple[HostedSeconds, ...], list[WorkloadRequest], Results]:
-    """Returns what `kvloom serve` does besides jobs, requests that came one by one, and what became of them.
+    """Returns what `kvloom serve` does besides jobs, requests that arrived at random, and their results.
     Raises ConfigError if it does not answer."""
     cost, longest = Measured(profile), min(engine.max_running for engine in config.engines)
     loads = serving_loads(cost, list(profile.shapes), effort, most=longest)

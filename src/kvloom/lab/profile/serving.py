@@ -130,7 +130,7 @@ async def measure_serving(
                 turns = len(models) * load.output
                 cpu["engine"] -= turns * between(load.at_once)
                 found.append(Loaded(asked.requests, asked.output_tokens, turns, cpu))
-            tell(f"{len(staggered)} requests one by one")
+            tell(f"{len(staggered)} requests at random moments")
             came = await _ask(server.url, key, staggered, Path(folder) / "staggered", seed=len(found))
     return parts(found[1:]), came
 

@@ -38,7 +38,7 @@ class Effort:
     """rounds: through all jobs, in another order each time, so that the machine's own swings spread over
     them. repeats: of a job in a round, but for one that takes longer than `patience` seconds, which runs
     once. steps: of the engine. load_seconds: of each load that the server is asked, about; at_once: requests
-    of each model in them. staggered_seconds: of the load whose requests come one by one, about."""
+    of each model in them. staggered_seconds: of the load whose requests arrive at random, about."""
 
     rounds: int = 3
     repeats: int = 3

@@ -1,5 +1,5 @@
-"""Requests that come one by one, answered by the real server and by the simulated one. By what their first
-tokens really take longer, a prefill is slower than one that was repeated."""
+"""Requests that arrive at random at a low load are answered by the real server and by the simulated one. The
+difference of their times to first tokens is what a served prefill takes longer than one that is repeated."""
 
 from __future__ import annotations
 
