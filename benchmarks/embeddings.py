@@ -13,6 +13,7 @@ import asyncio
 import os
 import random
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ async def _shape(
     config = LOGS / "embeddings.yaml"
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_bytes(msgspec.yaml.encode({"models": {"m": {"path": str(path), "dtype": "float32"}}}))
-    argv = [shutil.which("kvloom") or "kvloom", "serve", str(config), "--port", str(port)]
+    argv = [sys.executable, "-m", "kvloom.cli", "serve", str(config), "--port", str(port)]
     url = f"http://127.0.0.1:{port}"
     command = Command("kvloom", [*argv, "--kv-memory", "64MiB"], {}, f"{url}/health", LOGS / "embeddings.log")
     torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -52,10 +52,11 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> Paths:
 @pytest.fixture(autouse=True)
 def even_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of the large model are held to take the same whatever their rows are, and those of the one that
-    drafts a twentieth of it. Otherwise what is drafted would depend on how busy the machine is."""
+    drafts a twentieth of it; both more than they ever take, so that no draft is a loss. Otherwise what is
+    drafted would depend on how busy the machine is."""
 
     def expected(times: StepTimes, least: int, most: int, unseen: float = 1.0) -> list[float]:
-        return [1.0] * (most - least + 1) if most > least else [0.05]
+        return [1000.0] * (most - least + 1) if most > least else [50.0]
 
     monkeypatch.setattr(StepTimes, "expected", expected)
 
@@ -187,6 +188,27 @@ def test_a_guided_request_does_not_draft(paths: Paths, how: str) -> None:
             assert (await engine.load()).models["m"].drafted_tokens_total == 0
 
     asyncio.run(play())
+
+
+@BOTH
+def test_drafts_that_cost_more_than_is_expected_are_few(
+    paths: Paths, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps without drafts are held to take no time, so that each one with drafts is a loss."""
+    bodies = [body("m", [i, i + 1], max_tokens=100, seed=i, temperature=0.3) for i in range(3)]
+
+    async def drafted() -> int:
+        _, engine = await answers(speculating(paths, how), bodies, 1)
+        return (await engine.load()).models["m"].drafted_tokens_total
+
+    many = asyncio.run(drafted())
+
+    def expected(times: StepTimes, least: int, most: int, unseen: float = 1.0) -> list[float]:
+        return [1e-9] * (most - least + 1)
+
+    monkeypatch.setattr(StepTimes, "expected", expected)
+    few = asyncio.run(drafted())
+    assert 0 < few < 100 < many
 
 
 @BOTH

@@ -33,7 +33,7 @@ from kvloom.serve.machine import listen, listen_inside
 from kvloom.serve.processes.identity import serving_context
 from kvloom.serve.processes.lease import HeldLease
 from kvloom.serve.processes.messages import EngineOrder, Ready, StartProgress, keep_cards
-from kvloom.serve.processes.parent import Parent, end_at_once
+from kvloom.serve.processes.parent import Parent, end_at_once, keep_out_of_collections
 from kvloom.serve.processes.sandbox import Limits, Sandbox, grammar_trial
 from kvloom.serve.server import HttpServer
 from kvloom.serve.tls import FixedCertificate, TlsServer
@@ -108,6 +108,7 @@ async def serve(parent: Parent, order: EngineOrder, lease: HeldLease | None = No
                     beside.append(group.create_task(_end_when_over(lease, engine)))
                 if spec.weave is not None:
                     beside.append(group.create_task(_borrow(engine, spec, spec.weave, order, clock)))
+                keep_out_of_collections()
                 await server.serve(listeners)
                 for task in beside:
                     task.cancel()

@@ -60,7 +60,7 @@ from kvloom.serve.processes.messages import (
     keep_cards,
     kept_cards,
 )
-from kvloom.serve.processes.parent import Parent, run_child
+from kvloom.serve.processes.parent import Parent, keep_out_of_collections, run_child
 from kvloom.serve.processes.pulse import PULSE, tell_pulse
 from kvloom.serve.processes.texts import TextProcesses
 from kvloom.serve.server import ClientConnection, HttpServer
@@ -429,6 +429,7 @@ async def serve(parent: Parent, order: GatewayOrder, program: Program, snapshot:
         for news in early:
             heed(news)
         loop.add_signal_handler(signal.SIGTERM, made.end)
+        keep_out_of_collections()
         await made.server.serve(sockets=[socket.socket(fileno=number) for number in order.listeners])
         beating.cancel()
 

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvloom.plan.cost.measured import SLOWEST, Hosting, Upkeep
-from kvloom.plan.cost.profile import HostedSeconds, JobMeasured, Pressed, StalledJob
+from kvloom.plan.cost.profile import HostedSeconds, JobMeasured, Pressed, ServedJobs, StalledJob
 from kvloom.plan.cost.work import Work
 from kvloom.types.job import Phase
 from tests.plan.cost.profiles import make_profile
@@ -73,7 +73,17 @@ def test_a_job_loses_what_it_lost_of_the_loops_time() -> None:
         assert hosting(stalled(seconds)).pace(work, 2) == pytest.approx(pace)
 
 
-def test_served_prefills_alone_take_longer() -> None:
-    found = Hosting(replace(PROFILE, cold={"one": 0.002}))
-    assert found.cold(Work.prefill("one", 0.5, [10])) == 0.002
-    assert found.cold(Work.decode("one", 0.5, [10])) == found.cold(Work.prefill("two", 0.5, [10])) == 0.0
+def test_served_jobs_take_longer_by_their_sequences() -> None:
+    rows = [
+        ServedJobs(model="one", phase=phase, sequences=sequences, seconds=seconds)
+        for phase, sequences, seconds in (
+            (Phase.DECODE, 1, -0.001),
+            (Phase.DECODE, 5, 0.003),
+            (Phase.PREFILL, 1, 0.002),
+        )
+    ]
+    found = Hosting(replace(PROFILE, served=tuple(rows)))
+    assert found.served(Work.prefill("one", 0.5, [10, 20])) == 0.002
+    for sequences, seconds in ((1, -0.001), (2, 0.0), (5, 0.003), (9, 0.003)):
+        assert found.served(Work.decode("one", 0.5, [10] * sequences)) == pytest.approx(seconds)
+    assert found.served(Work.decode("two", 0.5, [10])) == found.served(Work.prefill("two", 0.5, [10])) == 0.0

@@ -21,7 +21,7 @@ from typing import Final
 from kvloom.engine.batching.view import UnitView
 from kvloom.engine.decoding.draft_model import DraftModel, draft_state_of
 from kvloom.engine.drafts.drafting import DraftState
-from kvloom.engine.drafts.lengths import Acceptance, StepTimes, best_lengths
+from kvloom.engine.drafts.lengths import Acceptance, LossBudget, StepTimes, best_lengths
 from kvloom.engine.drafts.ngrams import SIZES, NgramIndex
 from kvloom.engine.inflight import InflightBatch, Proposal
 from kvloom.engine.model_queue import ModelQueue
@@ -79,7 +79,7 @@ class Speculation:
     def note_verified(self, inflight: InflightBatch, valid: Mapping[int, int], result: JobResult) -> None:
         """Learns from a job that has ended. valid: see `InflightBatch.accepted_only`."""
         model = self._models.get(inflight.job.model)
-        if model is not None and inflight.job.phase is Phase.DECODE and inflight.job.steps == 1:
+        if model is not None and inflight.job.phase is Phase.DECODE:
             model.note_verified(inflight, valid, result)
 
     def failed(self, inflight: InflightBatch) -> None:
@@ -97,11 +97,12 @@ class _ModelDrafts:
         self._queue = queue
         self.drafter = drafter
         self._times = StepTimes()
+        self._budget = LossBudget()
         self._rates = [Acceptance() for _ in (SIZES if drafter is None else (1,))]
 
     def drafts(self, ready: Sequence[OneSequence], view: UnitView, free: int) -> Proposal | None:
         queue, rows = self._queue, len(ready)
-        if not 0 < rows < MOST_ROWS or not queue.planner.multi_step:
+        if not 0 < rows < MOST_ROWS or not queue.planner.multi_step or self._budget.spent:
             return None
         found = {sequence: drafted for sequence in ready if (drafted := self._proposed(sequence))}
         if not found or queue.cache.shares_a_tail([sequence.id for sequence in ready]):
@@ -169,6 +170,15 @@ class _ModelDrafts:
         return DraftState(rates, NgramIndex(min(self._queue.card.context_length, most)))
 
     def note_verified(self, inflight: InflightBatch, valid: Mapping[int, int], result: JobResult) -> None:
+        job, rows = inflight.job, len(inflight.batch)
+        if inflight.tokens == rows and job.draft_steps is None:
+            self._budget.earn(job.steps)
+        else:
+            plain = self._times.expected(rows, rows, result.seconds)[0]
+            made = sum(valid.get(sequence.id, 1) for sequence, _ in inflight.batch)
+            self._budget.note(result.seconds / plain if plain else 0.0, made / rows)
+        if job.steps > 1:
+            return
         self._times.note(inflight.tokens, result.seconds - result.draft_seconds)
         for sequence, count in inflight.batch:
             if count > 1 and not sequence.over:
@@ -177,5 +187,5 @@ class _ModelDrafts:
                 self._rates[state.kind].note(right, count - 1)
                 self._queue.stats.drafted_tokens += count - 1
                 self._queue.stats.accepted_tokens += right
-        if self.drafter is not None and inflight.job.draft_steps is not None:
-            self.drafter.ended(inflight.job.draft_steps, inflight.batch, valid, result.draft_seconds)
+        if self.drafter is not None and job.draft_steps is not None:
+            self.drafter.ended(job.draft_steps, inflight.batch, valid, result.draft_seconds)

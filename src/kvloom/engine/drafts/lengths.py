@@ -21,6 +21,8 @@ LEAST_GAIN: Final = 1.03  # the least speed-up for which drafts are taken
 SURE: Final = 0.98  # the highest acceptance rate that is assumed
 _WINDOW: Final = 5  # the last steps of so many rows that count
 _OLD: Final = 256  # steps after which what was seen counts no more
+_MOST_LOST: Final = 0.02  # of the time of a model's decode steps, that drafts may cost
+_RESERVE: Final = 4.0  # steps' time that they may cost at once
 
 
 @dataclass(slots=True)
@@ -76,6 +78,28 @@ class StepTimes:
             near = min(known, key=lambda other: abs(other - rows), default=rows)
             found.append(known.get(near, unseen) * (WEIGHTS + rows) / (WEIGHTS + near))
         return found
+
+
+class LossBudget:
+    """Bounds what drafts cost beyond what they bring, whatever is expected of them: `_MOST_LOST` of the time
+    of the decode steps, counted in steps without drafts."""
+
+    def __init__(self) -> None:
+        self._left = _RESERVE
+
+    @property
+    def spent(self) -> bool:
+        """Whether nothing may be drafted until more steps without drafts have been made."""
+        return self._left <= 0.0
+
+    def earn(self, steps: int) -> None:
+        """Notes steps without drafts."""
+        self._left = min(_RESERVE, self._left + _MOST_LOST * steps)
+
+    def note(self, took: float, made: float) -> None:
+        """Notes a step with drafts. took: its time, as a multiple of a step's without; made: its tokens, as a
+        multiple of such a step's. One step loses one at most, because the machine may have stood still."""
+        self._left = min(_RESERVE, self._left - min(1.0, took - made))
 
 
 def best_lengths(

@@ -19,11 +19,9 @@ from rich.table import Table
 from kvloom.config.config import Config
 from kvloom.exec.huggingface import hide_progress
 from kvloom.lab.profile.jobs import WatchedExecutor
+from kvloom.lab.profile.served import Answered, served_jobs, staggered_requests
 from kvloom.lab.profile.serving import measure_serving, serving_loads
 from kvloom.lab.profile.session import QUICK, Effort, measure, this_computer
-from kvloom.lab.profile.staggered import cold_seconds, first_tokens, staggered_requests
-from kvloom.lab.workload.request import WorkloadRequest
-from kvloom.lab.workload.results import Results
 from kvloom.plan.cost.measured import Measured, cross_validate
 from kvloom.plan.cost.profile import Computer, HostedSeconds, Profile, write_profile
 from kvloom.plan.cost.shapes import CONFIG, ModelShape, itemsize_of, read_shape
@@ -46,13 +44,14 @@ def conduct(
     if computer.load > QUIET:
         console.print(f"this machine is busy (load {computer.load}): jobs will seem too slow", style="yellow")
     profile = measured_jobs(spec, effort, temperature, computer, console)
-    hosted, staggered, came = asyncio.run(measured_hosting(config, profile, effort, arguments, console))
+    hosted, loads = asyncio.run(measured_hosting(config, profile, effort, arguments, console))
     profile = replace(profile, hosted=hosted)
-    profile = replace(profile, cold=cold_seconds(config, profile, staggered, first_tokens(came)))
+    console.print("serving: the same loads are simulated", style="dim")
+    profile = replace(profile, served=served_jobs(config, profile, loads))
     write_profile(profile, output)
     console.print(errors(profile))
     console.print(upkeep(profile))
-    console.print(cold_prefills(profile))
+    console.print(served(profile))
     console.print(f"{output}: {len(profile.jobs)} jobs, {len(profile.crowded)} of them beside another")
     return profile
 
@@ -93,14 +92,14 @@ def measured_jobs(
 
 async def measured_hosting(
     config: Config, profile: Profile, effort: Effort, arguments: Sequence[str], console: Console
-) -> tuple[tuple[HostedSeconds, ...], list[WorkloadRequest], Results]:
-    """Returns what `kvloom serve` does besides jobs, requests that arrived at random, and their results.
-    Raises ConfigError if it does not answer."""
+) -> tuple[tuple[HostedSeconds, ...], list[Answered]]:
+    """Returns what `kvloom serve` does besides jobs, and loads that it has answered. Raises ConfigError if it
+    does not answer."""
     cost, longest = Measured(profile), min(engine.max_running for engine in config.engines)
     loads = serving_loads(cost, list(profile.shapes), effort, most=longest)
     staggered = staggered_requests(cost, list(profile.shapes), effort)
     with _with_key(config, arguments) as (key, given):
-        hosted, came = await measure_serving(
+        return await measure_serving(
             given,
             key,
             list(profile.shapes),
@@ -109,7 +108,6 @@ async def measured_hosting(
             staggered,
             lambda text: console.print(f"serving: {text}", style="dim"),
         )
-    return hosted, staggered, came
 
 
 @contextmanager
@@ -180,10 +178,13 @@ def upkeep(profile: Profile) -> Table:
     return _table("Microseconds of CPU besides jobs", heads, rows)
 
 
-def cold_prefills(profile: Profile) -> Table:
-    """Tells how much longer served prefills take than repeated ones."""
-    rows = [(model, f"{1e3 * seconds:.2f}") for model, seconds in profile.cold.items()]
-    return _table("Milliseconds by which a served prefill takes longer", ("", "ms"), rows)
+def served(profile: Profile) -> Table:
+    """Tells how much longer served jobs take than repeated ones."""
+    rows = [
+        (row.model, row.phase.value, str(row.sequences), f"{1e3 * row.seconds:.2f}") for row in profile.served
+    ]
+    heads = ("", "", "sequences", "ms")
+    return _table("Milliseconds by which served jobs take longer", heads, rows)
 
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:

@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 
 from kvloom.lab.profile.processes import all_threads_seconds, descendants, main_thread_seconds
+from kvloom.lab.profile.served import Answered
 from kvloom.lab.profile.session import Effort
 from kvloom.lab.workload.request import WorkloadRequest
 from kvloom.lab.workload.results import Results, read_results
@@ -110,29 +111,30 @@ async def measure_serving(
     loads: Sequence[Load],
     staggered: Sequence[WorkloadRequest],
     tell: Callable[[str], None],
-) -> tuple[tuple[HostedSeconds, ...], Results]:
+) -> tuple[tuple[HostedSeconds, ...], list[Answered]]:
     """Returns what the server's threads and the client do besides jobs, by `loads`, and what became of
-    `staggered`, a load of its own.
+    `staggered`, a load of its own, and of those of `loads` that are more than a few tokens of one request.
 
     arguments: of `kvloom serve`, which serves these models with them. between: the loop's own work after a
     step of so many sequences. Each load is asked by `kvloom bench serve`, in processes of its own, and the
     first of them once more before, for what is done once. Raises ConfigError if they do not answer."""
-    found = []
+    found, answered = list[Loaded](), list[Answered]()
     with tempfile.TemporaryDirectory(prefix="kvloom-") as folder:
         async with _served(arguments) as server:
             for i, load in enumerate((loads[0], *loads)):
                 tell(f"{load.at_once} requests at once of each model, {load.output} tokens each")
                 before = server.cpu()
-                asked = (
-                    await _ask(server.url, key, load.requests(models), Path(folder) / str(i), seed=i)
-                ).total
+                requests = load.requests(models)
+                results = await _ask(server.url, key, requests, Path(folder) / str(i), seed=i)
                 cpu = {role: after - before[role] for role, after in server.cpu().items()}
                 turns = len(models) * load.output
                 cpu["engine"] -= turns * between(load.at_once)
-                found.append(Loaded(asked.requests, asked.output_tokens, turns, cpu))
+                found.append(Loaded(results.total.requests, results.total.output_tokens, turns, cpu))
+                if i and load.at_once > 1 and load.output >= SHORTEST:
+                    answered.append(Answered.of(requests, load.at_once, results))
             tell(f"{len(staggered)} requests at random moments")
-            came = await _ask(server.url, key, staggered, Path(folder) / "staggered", seed=len(found))
-    return parts(found[1:]), came
+            results = await _ask(server.url, key, staggered, Path(folder) / "staggered", seed=len(found))
+    return parts(found[1:]), [*answered, Answered.of(staggered, None, results)]
 
 
 @asynccontextmanager

@@ -301,8 +301,7 @@ class ModelledExecutor:
             running.seconds = self._cost.seconds(running.work, beside) + self._overhead(running.work.batch)
             running.seconds += sum(self._cost.seconds(work, beside) for work in running.draft_work)
             if self._host is not None:
-                running.seconds *= self._host.slower(running.work, running.job.share)
-                running.seconds += self._host.cold(running.work)
+                running.seconds = self._host.seconds(running.work, running.job.share, running.seconds)
             if self.loans is not None:
                 running.seconds = self.loans.seconds(running.job, running.work, running.seconds)
                 running.exchanges = self.loans.exchanges(running.job)

@@ -189,15 +189,14 @@ class HostedUnit:
         self._jobs = cores
         self._machine.cores.changed()
 
-    def slower(self, work: Work, cores: float) -> float:
-        """Returns how many times longer a job on so many cores takes, as things are."""
+    def seconds(self, work: Work, cores: float, alone: float) -> float:
+        """Returns the seconds of a job on so many cores, as things are. alone: its seconds if nothing else
+        were on the machine, which it takes at least."""
         hosting, busy = self._machine.hosting, self.loop.thread.busy
         slower = hosting.slower(work, cores, self._machine.cores.over - busy)
-        return slower / hosting.pace(work, cores) if busy else slower
-
-    def cold(self, work: Work) -> float:
-        """Returns the seconds by which the job takes longer because others have had the caches before."""
-        return self._machine.hosting.cold(work)
+        if busy:
+            slower /= hosting.pace(work, cores)
+        return max(alone, slower * alone + hosting.served(work))
 
     def landed(self, batch: int, tokens: int, call: Callable[[], None]) -> None:
         """Calls `call` when the engine has seen to the end of a job of `batch` sequences. Then each of so

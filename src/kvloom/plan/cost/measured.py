@@ -315,7 +315,9 @@ class Hosting:
             hosted.role: Upkeep(hosted.request, hosted.token, hosted.turn) for hosted in profile.hosted
         }
         self._slower = _Known((row.doing, (row.over, row.seconds / row.alone)) for row in profile.pressed)
-        self._cold = profile.cold
+        self._served: dict[tuple[str, bool], list[Point]] = defaultdict(list)
+        for row in profile.served:
+            self._served[row.model, row.phase is Phase.DECODE].append((row.sequences, row.seconds))
         self._lost = _Known((row.doing, (1, (row.seconds - row.alone) / row.busy)) for row in profile.stalled)
 
     def upkeep(self, role: Role) -> Upkeep:
@@ -332,10 +334,15 @@ class Hosting:
             return max(1.0, float(np.interp(over, threads, times)))
         return max(1.0, 1.0 + (times[-1] - 1.0) * over / threads[-1])
 
-    def cold(self, work: Work) -> float:
-        """Returns the seconds by which the job takes longer than one that was repeated before: a prefill's,
-        also of one that decodes besides."""
-        return 0.0 if work.phase is Phase.DECODE else self._cold.get(work.model, 0.0)
+    def served(self, work: Work) -> float:
+        """Returns the seconds by which a served job takes longer than one that is repeated, straight between
+        the numbers of sequences that were measured. A job that also has prompts takes what prefills do."""
+        decode = work.phase is Phase.DECODE
+        known = self._served.get((work.model, decode))
+        if not known:
+            return 0.0
+        sequences, seconds = zip(*sorted(known), strict=True)
+        return float(np.interp(work.batch if decode else 1, sequences, seconds))
 
     def pace(self, work: Work, cores: float) -> float:
         """Returns the part of its own pace that a job keeps while its process's loop works."""

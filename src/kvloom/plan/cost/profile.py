@@ -14,7 +14,7 @@ from kvloom.types.errors import ConfigError
 from kvloom.types.files import replacing
 from kvloom.types.job import Phase
 
-PROFILE_VERSION: Final = 2
+PROFILE_VERSION: Final = 3
 
 _Count = Annotated[int, Meta(ge=0, lt=2**53)]
 _Some = Annotated[int, Meta(ge=1, lt=2**31)]
@@ -103,6 +103,18 @@ class StalledJob(Struct, frozen=True, kw_only=True):
     seconds: _Seconds
 
 
+class ServedJobs(Struct, frozen=True, kw_only=True):
+    """How much longer a model's jobs take under the real server than all else in a profile says, as others
+    have had the caches meanwhile, and the server's threads run beside them."""
+
+    model: str
+    phase: Phase
+    sequences: _Some
+    """In a decode step; 1 for prefills."""
+    seconds: float
+    """Negative if they take less."""
+
+
 class HostedSeconds(Struct, frozen=True, kw_only=True):
     """CPU seconds of one thread's work besides jobs: for each request, for each token, and for each time that
     tokens come, however many. engine: its loop's thread, without what `Stepped` has as `between`."""
@@ -142,9 +154,7 @@ class Profile(Struct, frozen=True, kw_only=True):
     pressed: tuple[Pressed, ...] = ()
     stalled: tuple[StalledJob, ...] = ()
     hosted: tuple[HostedSeconds, ...] = ()
-    cold: dict[str, _CpuSeconds] = {}
-    """By model: how much longer a served prefill takes than one that is repeated, because others have had the
-    caches meanwhile, and the server's threads run beside it."""
+    served: tuple[ServedJobs, ...] = ()
 
 
 class _Versioned(Struct):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import select
@@ -115,6 +116,13 @@ def run_child(main: Callable[[Parent], None]) -> NoReturn:
     except Unavailable as error:
         end_at_once(error.message)
     _exit(code)  # all is closed; taking torch's modules apart would cost another second
+
+
+def keep_out_of_collections() -> None:
+    """Keeps all that is imported and loaded by now out of later garbage collections. Each of them would visit
+    hundreds of thousands of objects that stay, and hold up every stream of the process meanwhile."""
+    gc.collect()
+    gc.freeze()
 
 
 def end_at_once(why: str) -> NoReturn:
