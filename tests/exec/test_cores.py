@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from kvloom.exec.cpu import cores as module
 from kvloom.exec.cpu.cores import Cores, Team
-from kvloom.kernels.cpu.parallel import on_each_thread
+from kvloom.kernels.cpu.affinity import bind_team
 
 ALL = frozenset(os.sched_getaffinity(0))
 COUNT = len(ALL)
+TASKS = Path("/proc/self/task")
 
 pytestmark = pytest.mark.skipif(COUNT == 1, reason="a single core leaves nothing to bind")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> None:
+    """Loads the kernel, which begins a thread of its own."""
+    bind_team([ALL])
 
 
 @pytest.fixture
@@ -24,37 +34,51 @@ def thread() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def affinities(threads: int) -> list[frozenset[int]]:
-    """The cores of each thread of the calling one's team."""
-    found: list[frozenset[int]] = []
-    on_each_thread(lambda: found.append(frozenset(os.sched_getaffinity(0))), threads)
-    return found
+def affinities(before: set[int]) -> list[list[int]]:
+    """The cores of each thread that was not there before, and of the calling one."""
+    threads = {int(task.name) for task in TASKS.iterdir()} - before | {threading.get_native_id()}
+    return sorted(sorted(os.sched_getaffinity(one)) for one in threads)
 
 
-def test_threads_of_a_team_are_on_cores_of_their_own(thread: ThreadPoolExecutor) -> None:
-    cores = Cores(COUNT)
-    team = Team(cores)
+def threads_now() -> set[int]:
+    return {int(task.name) for task in TASKS.iterdir()}
 
+
+def test_the_threads_of_a_team_are_bound(thread: ThreadPoolExecutor) -> None:
     def run() -> None:
-        taken = cores.take(COUNT)
-        for _ in range(2):
-            team.begin(COUNT, taken)
-            assert sorted(map(sorted, affinities(COUNT))) == [[core] for core in sorted(ALL)]
-            team.begin(1, ())
-            assert os.sched_getaffinity(0) == ALL
-            team.begin(1, ())
+        before = threads_now()
+        bind_team([[core] for core in sorted(ALL)])
+        assert affinities(before) == [[core] for core in sorted(ALL)]
+        bind_team([ALL] * COUNT)
+        assert affinities(before) == [sorted(ALL)] * COUNT
 
     thread.submit(run).result()
 
 
-def test_a_team_moves_to_the_cores_that_its_job_is_given(thread: ThreadPoolExecutor) -> None:
-    team, (first, second, *_) = Team(Cores(COUNT)), sorted(ALL)
+def test_a_team_is_bound_for_a_job_after_a_pause_alone(
+    thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cores, now = Cores(COUNT), 1000.0
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now)
 
     def run() -> None:
-        for pair in ((first, second), (second, first), (), (first, second)):
-            team.begin(2, pair)
-            bound = [frozenset({core}) for core in pair] or [ALL, ALL]
-            assert sorted(map(sorted, affinities(2))) == sorted(map(sorted, bound))
+        nonlocal now
+        team, taken = Team(cores), cores.take(COUNT)
+        team.begin(1, ())  # torch begins a thread of its own
+        team.end()
+        before = threads_now()
+        own = [[core] for core in sorted(ALL)]
+        for pause, threads, bound in (
+            (10 * module.PAUSE, COUNT, own),
+            (module.PAUSE / 2, COUNT, [sorted(ALL)] * COUNT),
+            (10 * module.PAUSE, COUNT, own),
+            (module.PAUSE / 2, 1, [sorted(ALL)] * COUNT),
+            (10 * module.PAUSE, 1, [sorted(ALL)] * COUNT),
+        ):
+            now += pause
+            team.begin(threads, taken if threads > 1 else ())
+            assert affinities(before) == bound
+            team.end()
 
     thread.submit(run).result()
 

@@ -1,23 +1,28 @@
 """Cores for the threads of jobs.
 
-The threads of an OpenMP team wait for each other after each product, and sleep if that takes long. Linux may
-wake a thread on the core of the one that wakes it, and then leave both there for tens of milliseconds, though
-another core idles: after a pause of 0.1 s, a prefill of 64 tokens of a 100M model took 60 ms instead of 38 on
-two cores. So each thread of a team is bound to a core of its own, if the unit has all the cores that its
-process may use. A unit that has some of them cannot know which ones others use, and a job of one thread needs
-no such care: there the kernel chooses.
+The threads of an OpenMP team wait for each other after each product, and sleep if that takes long. After a
+pause Linux may wake a thread on the core of the one that wakes it, and then leave both there for tens of
+milliseconds, though another core idles: a prefill of 64 tokens of a 100M model took 60 ms instead of 38 on
+two cores. So the threads of a job that begins after a pause are bound to a core each. Those of one that
+follows another are not, because they have their cores already, and a gateway that runs on one of these would
+hold the job up.
+
+This is for a unit that has all the cores that its process may use. One that has some of them cannot know
+which ones others use.
 """
 
 from __future__ import annotations
 
 import os
-import threading
+import time
 from collections.abc import Sequence
-from contextlib import suppress
+from typing import Final
 
 import torch
 
-from kvloom.kernels.cpu.parallel import on_each_thread
+from kvloom.kernels.cpu.affinity import bind_team
+
+PAUSE: Final = 0.02  # seconds without a job after which threads may wake on one core
 
 
 class Cores:
@@ -25,13 +30,13 @@ class Cores:
 
     def __init__(self, threads: int) -> None:
         """threads: that the unit has for its jobs."""
-        allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        allowed = sorted(os.sched_getaffinity(0))
         self.all = tuple(allowed)
         self._free = allowed if threads == len(allowed) else []
 
     def take(self, share: int) -> tuple[int, ...]:
-        """Returns so many cores, which nobody else is given until they are given back; none for a job that is
-        not to be bound."""
+        """Returns so many cores, which no other job is given until they are given back; none for a job that
+        is not to be bound."""
         if share == 1 or share > len(self._free):
             return ()
         self._free.sort()
@@ -47,40 +52,21 @@ class Team:
 
     def __init__(self, cores: Cores) -> None:
         self._all = cores.all
-        self._bound: tuple[int, ...] = ()
-        """The cores of the team's threads; empty if they may use all."""
-        self._own: int | None = None
-        """The core of the thread that runs the jobs, if the team is bound."""
-        self._left = False
-        """The thread that runs the jobs may use all cores at present, although its team is bound."""
+        self._bound = 0
+        """The number of its threads that are bound to a core."""
+        self._ended = 0.0
+        """The time at which the last job ended."""
 
-    def begin(self, threads: int, cores: tuple[int, ...]) -> None:
-        """Prepares a job of so many threads, each on one of `cores`; on any core if they are empty."""
+    def begin(self, threads: int, cores: Sequence[int]) -> None:
+        """Prepares a job of so many threads. cores: those that it was given, if any."""
         torch.set_num_threads(threads)
-        if threads == 1:
-            if self._bound and not self._left:
-                _bind(self._all)
-                self._left = True
-        elif cores != self._bound:
-            self._bind_each(threads, cores)
-        elif self._left and self._own is not None:
-            _bind((self._own,))
-            self._left = False
+        if cores and time.perf_counter() - self._ended > PAUSE:
+            bind_team([(core,) for core in cores])
+            self._bound = threads
+        elif self._bound:
+            bind_team([self._all] * self._bound)
+            self._bound = 0
 
-    def _bind_each(self, threads: int, cores: tuple[int, ...]) -> None:
-        owner, left = threading.get_native_id(), list(cores)
-
-        def bind() -> None:
-            core = left.pop() if left else None
-            _bind(self._all if core is None else (core,))
-            if threading.get_native_id() == owner:
-                self._own = core
-
-        on_each_thread(bind, threads)
-        self._bound, self._left = cores, False
-
-
-def _bind(cores: tuple[int, ...]) -> None:
-    """Lets the calling thread use these cores alone. If they are gone, it stays where it may be."""
-    with suppress(OSError):
-        os.sched_setaffinity(0, cores)
+    def end(self) -> None:
+        """Takes note that the job has ended."""
+        self._ended = time.perf_counter()

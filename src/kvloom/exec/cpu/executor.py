@@ -258,8 +258,15 @@ class TorchExecutor:
     def _run(
         self, slot: int, job: Job, adapters: Mapping[str, PackedAdapter], cores: tuple[int, ...]
     ) -> JobResult:
+        team = self._teams[slot]
+        team.begin(job.share, cores)
+        try:
+            return self._compute(slot, job, adapters)
+        finally:
+            team.end()
+
+    def _compute(self, slot: int, job: Job, adapters: Mapping[str, PackedAdapter]) -> JobResult:
         started = time.perf_counter()
-        self._teams[slot].begin(job.share, cores)
         pooled = self._models[job.model].pooled
         if pooled is not None:
             with torch.inference_mode():

@@ -31,15 +31,6 @@ def _team_entry() -> Any:
     return entry
 
 
-def on_each_thread(call: Callable[[], None], threads: int) -> None:
-    """Calls a Python function on each thread of the calling one's team of so many, one after the other; on
-    none if torch has no team that can be entered."""
-    entry = _team_entry()
-    if entry is not None:
-        body = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: call())
-        entry(ctypes.cast(body, ctypes.c_void_p), None, threads, 0)
-
-
 class Kernel:
     """A function over one argument structure, entered by every thread of a team at once.
 

@@ -16,6 +16,7 @@ from typing import Final
 from llvmlite.binding import get_host_cpu_name
 
 from kvloom.kernels.cpu import (
+    affinity,
     block_copy,
     decode_step,
     draw,
@@ -29,6 +30,7 @@ from kvloom.kernels.cpu.parallel import Kernel
 from kvloom.kernels.cpu.quantized import lookup, panels
 
 MODULES = (
+    affinity,
     block_copy,
     decode,
     prefill,
