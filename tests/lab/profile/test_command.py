@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from kvloom.cli.__main__ import main
 from kvloom.config.file import load_config
 from kvloom.config.machine import Machine
-from kvloom.lab.profile.served import Answered, served_jobs, simulated_answers, staggered_requests
+from kvloom.lab.profile.served import Answered, random_requests, served_jobs, simulated_answers
 from kvloom.lab.profile.session import QUICK
 from kvloom.plan.cost.measured import Measured
 from kvloom.plan.cost.profile import Profile, ServedJobs, read_profile
@@ -98,28 +98,24 @@ def test_what_else_the_machine_does_is_measured(profile: Profile) -> None:
     assert {(row.doing.model, row.doing.phase) for row in profile.stalled} == kinds
     assert {row.over for row in profile.pressed} == {1, 2}
     assert {(row.model, row.phase) for row in profile.served} == kinds
-    assert {row.sequences for row in profile.served} == {1, 4}
     assert max(abs(row.seconds) for row in profile.served) < 60.0
 
 
 def test_what_served_jobs_take_longer_is_found_by_their_answers(config: Path, profile: Profile) -> None:
     """Loads are simulated with times that are known, and these are to be found again."""
     fleet, still = load_config(config, {}, {}, Machine.here()), replace(profile, served=())
-    requests = staggered_requests(Measured(profile), ["one", "two"], QUICK)
-    at_random = simulated_answers(fleet, still, Answered(requests, None, {}, {}))
-    assert {round(row.seconds, 6) for row in served_jobs(fleet, still, [at_random])} == {0.0}
+    requests = random_requests(Measured(profile), ["one", "two"], QUICK)
+    at_random = simulated_answers(fleet, still, Answered(requests, {}, {}))
+    assert {round(row.seconds, 6) for row in served_jobs(fleet, still, at_random)} == {0.0}
     seconds = {
         ("one", Phase.DECODE): 0.002,
         ("one", Phase.PREFILL): 0.004,
         ("two", Phase.DECODE): 0.003,
         ("two", Phase.PREFILL): 0.009,
     }
-    known = [
-        ServedJobs(model=model, phase=phase, sequences=1, seconds=late)
-        for (model, phase), late in seconds.items()
-    ]
+    known = [ServedJobs(model=model, phase=phase, seconds=late) for (model, phase), late in seconds.items()]
     late = simulated_answers(fleet, replace(still, served=tuple(known)), at_random)
-    found = {(row.model, row.phase): row.seconds for row in served_jobs(fleet, still, [late])}
+    found = {(row.model, row.phase): row.seconds for row in served_jobs(fleet, still, late)}
     assert found == pytest.approx(seconds, rel=0.2)
 
 

@@ -73,17 +73,12 @@ def test_a_job_loses_what_it_lost_of_the_loops_time() -> None:
         assert hosting(stalled(seconds)).pace(work, 2) == pytest.approx(pace)
 
 
-def test_served_jobs_take_longer_by_their_sequences() -> None:
+def test_served_jobs_take_longer() -> None:
     rows = [
-        ServedJobs(model="one", phase=phase, sequences=sequences, seconds=seconds)
-        for phase, sequences, seconds in (
-            (Phase.DECODE, 1, -0.001),
-            (Phase.DECODE, 5, 0.003),
-            (Phase.PREFILL, 1, 0.002),
-        )
+        ServedJobs(model="one", phase=phase, seconds=seconds)
+        for phase, seconds in ((Phase.DECODE, -0.001), (Phase.PREFILL, 0.002))
     ]
     found = Hosting(replace(PROFILE, served=tuple(rows)))
     assert found.served(Work.prefill("one", 0.5, [10, 20])) == 0.002
-    for sequences, seconds in ((1, -0.001), (2, 0.0), (5, 0.003), (9, 0.003)):
-        assert found.served(Work.decode("one", 0.5, [10] * sequences)) == pytest.approx(seconds)
+    assert found.served(Work.decode("one", 0.5, [10])) == -0.001
     assert found.served(Work.decode("two", 0.5, [10])) == found.served(Work.prefill("two", 0.5, [10])) == 0.0

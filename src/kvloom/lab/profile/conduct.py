@@ -19,7 +19,7 @@ from rich.table import Table
 from kvloom.config.config import Config
 from kvloom.exec.huggingface import hide_progress
 from kvloom.lab.profile.jobs import WatchedExecutor
-from kvloom.lab.profile.served import Answered, served_jobs, staggered_requests
+from kvloom.lab.profile.served import Answered, random_requests, served_jobs
 from kvloom.lab.profile.serving import measure_serving, serving_loads
 from kvloom.lab.profile.session import QUICK, Effort, measure, this_computer
 from kvloom.plan.cost.measured import Measured, cross_validate
@@ -44,10 +44,10 @@ def conduct(
     if computer.load > QUIET:
         console.print(f"this machine is busy (load {computer.load}): jobs will seem too slow", style="yellow")
     profile = measured_jobs(spec, effort, temperature, computer, console)
-    hosted, loads = asyncio.run(measured_hosting(config, profile, effort, arguments, console))
+    hosted, at_random = asyncio.run(measured_hosting(config, profile, effort, arguments, console))
     profile = replace(profile, hosted=hosted)
-    console.print("serving: the same loads are simulated", style="dim")
-    profile = replace(profile, served=served_jobs(config, profile, loads))
+    console.print("serving: the same requests are simulated", style="dim")
+    profile = replace(profile, served=served_jobs(config, profile, at_random))
     write_profile(profile, output)
     console.print(errors(profile))
     console.print(upkeep(profile))
@@ -92,12 +92,11 @@ def measured_jobs(
 
 async def measured_hosting(
     config: Config, profile: Profile, effort: Effort, arguments: Sequence[str], console: Console
-) -> tuple[tuple[HostedSeconds, ...], list[Answered]]:
-    """Returns what `kvloom serve` does besides jobs, and loads that it has answered. Raises ConfigError if it
-    does not answer."""
+) -> tuple[tuple[HostedSeconds, ...], Answered]:
+    """Returns what `kvloom serve` does besides jobs, and how long requests took that came at random. Raises
+    ConfigError if it does not answer."""
     cost, longest = Measured(profile), min(engine.max_running for engine in config.engines)
     loads = serving_loads(cost, list(profile.shapes), effort, most=longest)
-    staggered = staggered_requests(cost, list(profile.shapes), effort)
     with _with_key(config, arguments) as (key, given):
         return await measure_serving(
             given,
@@ -105,7 +104,7 @@ async def measured_hosting(
             list(profile.shapes),
             cost.between,
             loads,
-            staggered,
+            random_requests(cost, list(profile.shapes), effort),
             lambda text: console.print(f"serving: {text}", style="dim"),
         )
 
@@ -180,11 +179,8 @@ def upkeep(profile: Profile) -> Table:
 
 def served(profile: Profile) -> Table:
     """Tells how much longer served jobs take than repeated ones."""
-    rows = [
-        (row.model, row.phase.value, str(row.sequences), f"{1e3 * row.seconds:.2f}") for row in profile.served
-    ]
-    heads = ("", "", "sequences", "ms")
-    return _table("Milliseconds by which served jobs take longer", heads, rows)
+    rows = [(row.model, row.phase.value, f"{1e3 * row.seconds:.2f}") for row in profile.served]
+    return _table("Milliseconds by which served jobs take longer", ("", "", "ms"), rows)
 
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:

@@ -1,5 +1,5 @@
-"""Loads that the real server and the simulated one both answer. By the difference of their times, a profile
-says how much longer served jobs take than those that are repeated alone."""
+"""Requests that come at random moments are answered by the real server and by the simulated one. By the
+difference of their times, a profile says how much longer served jobs take than those that are repeated."""
 
 from __future__ import annotations
 
@@ -27,39 +27,36 @@ from kvloom.types.job import Phase
 PROMPT, OUTPUT = 64, 24  # tokens
 LOAD: Final = 0.25  # the part of the time for which jobs run, about
 FEWEST, MOST = 8, 200  # requests of each model
-_ROUNDS: Final = 3  # simulations, each with what the ones before have found
+_ROUNDS: Final = 4  # simulations, each with what the ones before have found
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A load and the median seconds of its answers, by model."""
+    """Requests, and the median seconds of their answers by model."""
 
     requests: Sequence[WorkloadRequest]
-    at_once: int | None
-    """Requests of each model that came at once; None if they came at random moments."""
     first: Mapping[str, float]
     """To the first token."""
     per_token: Mapping[str, float]
     """Of each further one."""
 
     @staticmethod
-    def of(requests: Sequence[WorkloadRequest], at_once: int | None, results: Results) -> Answered:
+    def of(requests: Sequence[WorkloadRequest], results: Results) -> Answered:
         tallies = results.models.items()
         return Answered(
             requests,
-            at_once,
             {name: tally.first.p50 for name, tally in tallies if tally.first is not None},
             {name: tally.per_token.p50 for name, tally in tallies if tally.per_token is not None},
         )
 
 
-def staggered_requests(cost: Measured, models: Sequence[str], effort: Effort) -> list[WorkloadRequest]:
+def random_requests(cost: Measured, models: Sequence[str], effort: Effort) -> list[WorkloadRequest]:
     """Returns requests that come at random moments, for each model as many in turn, over about as many
     seconds as `effort` has for them."""
     steps = [cost.seconds(Work.decode(model, 1.0, [PROMPT])) + cost.between(1) for model in models]
     prefills = [cost.seconds(Work.prefill(model, 1.0, [PROMPT])) for model in models]
     gap = (sum(prefills) + (OUTPUT - 1) * sum(steps)) / len(models) / LOAD
-    each = max(FEWEST, min(MOST, round(effort.staggered_seconds / gap / len(models))))
+    each = max(FEWEST, min(MOST, round(effort.random_seconds / gap / len(models))))
     moments = gap * np.cumsum(poisson(np.random.default_rng(0), each * len(models)))
     return [
         WorkloadRequest(at=float(at), model=models[number % len(models)], prompt=PROMPT, output=OUTPUT)
@@ -67,31 +64,26 @@ def staggered_requests(cost: Measured, models: Sequence[str], effort: Effort) ->
     ]
 
 
-def served_jobs(config: Config, profile: Profile, loads: Sequence[Answered]) -> tuple[ServedJobs, ...]:
-    """Returns how much longer than `profile` says the jobs of these loads take, so that simulated answers
-    take as long in the median as the real ones.
-
-    Prefills are found by the first tokens of what came at random, decode steps by the times a token of all.
+def served_jobs(config: Config, profile: Profile, real: Answered) -> tuple[ServedJobs, ...]:
+    """Returns how much longer than `profile` says jobs take, so that simulated answers take as long in the
+    median as the real ones. Prefills are found by first tokens, and decode steps by the times a token.
     profile: with what is no job."""
-    found: dict[tuple[str, Phase, int], float] = {}
+    found: dict[tuple[str, Phase], float] = {}
     for _ in range(_ROUNDS):
-        told = replace(profile, served=_rows(found))
-        for load in loads:
-            simulated = simulated_answers(config, told, load)
-            late = [(Phase.DECODE, load.per_token, simulated.per_token)]
-            if load.at_once is None:
-                late.append((Phase.PREFILL, load.first, simulated.first))
-            for phase, real, ours in late:
-                for model in real:
-                    kind = model, phase, load.at_once or 1
-                    found[kind] = found.get(kind, 0.0) + real[model] - ours[model]
+        ours = simulated_answers(config, replace(profile, served=_rows(found)), real)
+        for phase, wanted, had in (
+            (Phase.DECODE, real.per_token, ours.per_token),
+            (Phase.PREFILL, real.first, ours.first),
+        ):
+            for model in wanted:
+                found[model, phase] = found.get((model, phase), 0.0) + wanted[model] - had[model]
     return _rows(found)
 
 
-def _rows(found: Mapping[tuple[str, Phase, int], float]) -> tuple[ServedJobs, ...]:
+def _rows(found: Mapping[tuple[str, Phase], float]) -> tuple[ServedJobs, ...]:
     return tuple(
-        ServedJobs(model=model, phase=phase, sequences=sequences, seconds=seconds)
-        for (model, phase, sequences), seconds in sorted(found.items())
+        ServedJobs(model=model, phase=phase, seconds=seconds)
+        for (model, phase), seconds in sorted(found.items())
     )
 
 
@@ -109,4 +101,4 @@ def simulated_answers(config: Config, profile: Profile, load: Answered) -> Answe
         client_here=True,
         patience=config.patience,
     )
-    return Answered.of(load.requests, load.at_once, results)
+    return Answered.of(load.requests, results)

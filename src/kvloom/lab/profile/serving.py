@@ -109,32 +109,30 @@ async def measure_serving(
     models: Sequence[str],
     between: Callable[[int], float],
     loads: Sequence[Load],
-    staggered: Sequence[WorkloadRequest],
+    at_random: Sequence[WorkloadRequest],
     tell: Callable[[str], None],
-) -> tuple[tuple[HostedSeconds, ...], list[Answered]]:
+) -> tuple[tuple[HostedSeconds, ...], Answered]:
     """Returns what the server's threads and the client do besides jobs, by `loads`, and what became of
-    `staggered`, a load of its own, and of those of `loads` that are more than a few tokens of one request.
+    requests that came at random.
 
     arguments: of `kvloom serve`, which serves these models with them. between: the loop's own work after a
     step of so many sequences. Each load is asked by `kvloom bench serve`, in processes of its own, and the
     first of them once more before, for what is done once. Raises ConfigError if they do not answer."""
-    found, answered = list[Loaded](), list[Answered]()
+    found = list[Loaded]()
     with tempfile.TemporaryDirectory(prefix="kvloom-") as folder:
         async with _served(arguments) as server:
-            for i, load in enumerate((loads[0], *loads)):
+            asked = _Asked(server.url, key, Path(folder))
+            for load in (loads[0], *loads):
                 tell(f"{load.at_once} requests at once of each model, {load.output} tokens each")
                 before = server.cpu()
-                requests = load.requests(models)
-                results = await _ask(server.url, key, requests, Path(folder) / str(i), seed=i)
+                total = (await asked.ask(load.requests(models))).total
                 cpu = {role: after - before[role] for role, after in server.cpu().items()}
                 turns = len(models) * load.output
                 cpu["engine"] -= turns * between(load.at_once)
-                found.append(Loaded(results.total.requests, results.total.output_tokens, turns, cpu))
-                if i and load.at_once > 1 and load.output >= SHORTEST:
-                    answered.append(Answered.of(requests, load.at_once, results))
-            tell(f"{len(staggered)} requests at random moments")
-            results = await _ask(server.url, key, staggered, Path(folder) / "staggered", seed=len(found))
-    return parts(found[1:]), [*answered, Answered.of(staggered, None, results)]
+                found.append(Loaded(total.requests, total.output_tokens, turns, cpu))
+            tell(f"{len(at_random)} requests at random moments")
+            answered = Answered.of(at_random, await asked.ask(at_random))
+    return parts(found[1:]), answered
 
 
 @asynccontextmanager
@@ -169,27 +167,37 @@ async def _ready(output: asyncio.StreamReader) -> str:
     raise ConfigError(f"`kvloom serve` with this config did not start: {last}; one that it serves is right")
 
 
-async def _ask(
-    url: str, key: str | None, requests: Sequence[WorkloadRequest], place: Path, seed: int
-) -> Results:
-    """Sends each request at its time, and returns what came of them."""
-    models = dict.fromkeys(request.model for request in requests)
-    workload, results = place.with_suffix(".jsonl"), place.with_suffix(".json")
-    write_workload(workload, Header(kvloom_workload=VERSION, seed=seed, models=tuple(models)), requests)
-    client = await _kvloom(
-        {KEY_VARIABLE: key} if key else {},
-        *("bench", "serve", "--url", url, "--workload", str(workload), "--json", str(results)),
-    )
-    try:
-        told, _ = await client.communicate()
-    finally:
-        if client.returncode is None:
-            client.kill()
-    found = read_results(results) if results.exists() else None
-    if found is None or found.total.errors:
-        last = (told.decode(errors="replace").strip().splitlines() or ["no word"])[-1]
-        raise ConfigError(f"the served models did not answer all: {last}; a config that works is right")
-    return found
+@dataclass
+class _Asked:
+    """Asks the server at `url`, by the key if there is one. number: of the workloads before, so that each has
+    prompts of its own."""
+
+    url: str
+    key: str | None
+    folder: Path
+    number: int = 0
+
+    async def ask(self, requests: Sequence[WorkloadRequest]) -> Results:
+        """Sends each request at its time, and returns what came of them."""
+        place, models = self.folder / str(self.number), dict.fromkeys(request.model for request in requests)
+        workload, results = place.with_suffix(".jsonl"), place.with_suffix(".json")
+        header = Header(kvloom_workload=VERSION, seed=self.number, models=tuple(models))
+        self.number += 1
+        write_workload(workload, header, requests)
+        client = await _kvloom(
+            {KEY_VARIABLE: self.key} if self.key else {},
+            *("bench", "serve", "--url", self.url, "--workload", str(workload), "--json", str(results)),
+        )
+        try:
+            told, _ = await client.communicate()
+        finally:
+            if client.returncode is None:
+                client.kill()
+        found = read_results(results) if results.exists() else None
+        if found is None or found.total.errors:
+            last = (told.decode(errors="replace").strip().splitlines() or ["no word"])[-1]
+            raise ConfigError(f"the served models did not answer all: {last}; a config that works is right")
+        return found
 
 
 async def _kvloom(environment: Mapping[str, str], *arguments: str) -> asyncio.subprocess.Process:

@@ -38,7 +38,7 @@ class Effort:
     """rounds: through all jobs, in another order each time, so that the machine's own swings spread over
     them. repeats: of a job in a round, but for one that takes longer than `patience` seconds, which runs
     once. steps: of the engine. load_seconds: of each load that the server is asked, about; at_once: requests
-    of each model in them. staggered_seconds: of the load whose requests arrive at random, about."""
+    of each model in them. random_seconds: of the load whose requests come at random, about."""
 
     rounds: int = 3
     repeats: int = 3
@@ -46,11 +46,11 @@ class Effort:
     steps: int = 40
     quick: bool = False
     load_seconds: float = 3.0
-    staggered_seconds: float = 20.0
+    random_seconds: float = 20.0
     at_once: tuple[int, ...] = (1, 4, 16, 64)
 
 
-QUICK: Final = Effort(1, 2, 0.01, 6, quick=True, load_seconds=0.1, staggered_seconds=0.5, at_once=(4,))
+QUICK: Final = Effort(1, 2, 0.01, 6, quick=True, load_seconds=0.1, random_seconds=0.5, at_once=(4,))
 
 
 async def measure(

@@ -315,9 +315,7 @@ class Hosting:
             hosted.role: Upkeep(hosted.request, hosted.token, hosted.turn) for hosted in profile.hosted
         }
         self._slower = _Known((row.doing, (row.over, row.seconds / row.alone)) for row in profile.pressed)
-        self._served: dict[tuple[str, bool], list[Point]] = defaultdict(list)
-        for row in profile.served:
-            self._served[row.model, row.phase is Phase.DECODE].append((row.sequences, row.seconds))
+        self._served = {(row.model, row.phase is Phase.DECODE): row.seconds for row in profile.served}
         self._lost = _Known((row.doing, (1, (row.seconds - row.alone) / row.busy)) for row in profile.stalled)
 
     def upkeep(self, role: Role) -> Upkeep:
@@ -335,14 +333,9 @@ class Hosting:
         return max(1.0, 1.0 + (times[-1] - 1.0) * over / threads[-1])
 
     def served(self, work: Work) -> float:
-        """Returns the seconds by which a served job takes longer than one that is repeated, straight between
-        the numbers of sequences that were measured. A job that also has prompts takes what prefills do."""
-        decode = work.phase is Phase.DECODE
-        known = self._served.get((work.model, decode))
-        if not known:
-            return 0.0
-        sequences, seconds = zip(*sorted(known), strict=True)
-        return float(np.interp(work.batch if decode else 1, sequences, seconds))
+        """Returns the seconds by which a served job takes longer than one that is repeated. A job that also
+        has prompts takes what prefills do."""
+        return self._served.get((work.model, work.phase is Phase.DECODE), 0.0)
 
     def pace(self, work: Work, cores: float) -> float:
         """Returns the part of its own pace that a job keeps while its process's loop works."""

@@ -109,8 +109,6 @@ class ServedJobs(Struct, frozen=True, kw_only=True):
 
     model: str
     phase: Phase
-    sequences: _Some
-    """In a decode step; 1 for prefills."""
     seconds: float
     """Negative if they take less."""
 
