@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 from tools.gpu_checks.parts import PARTS
-from tools.gpu_checks.report import Run
+from tools.gpu_checks.report import Checks
 
 
 def main(part: str, file: str, seconds: str) -> None:
-    PARTS[part](Run(float(seconds), Path(file)))
+    PARTS[part](Checks(float(seconds), Path(file)))
 
 
 if __name__ == "__main__":

@@ -10,15 +10,15 @@ import tempfile
 from pathlib import Path
 
 import msgspec
-from tools.gpu_checks.report import Report
+from tools.gpu_checks.report import Findings
 from tools.gpu_checks.sessions import Sessions
 
 MODULE = "tools.gpu_checks"
 
 
-def apart(sessions: Sessions, part: str, seconds: float, module: str = MODULE) -> tuple[Report, str]:
-    """What `python -m MODULE PART FILE SECONDS` has found when it ends, or is ended, with all that it has
-    started; and why there may be less than there should, empty where it ended by itself."""
+def apart(sessions: Sessions, part: str, seconds: float, module: str = MODULE) -> Findings:
+    """Returns what `python -m MODULE PART FILE SECONDS` has found when it ends, or is ended, with all that it
+    has started."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
         command = [sys.executable, "-m", module, part, str(file), f"{seconds:.1f}"]
@@ -33,8 +33,8 @@ def apart(sessions: Sessions, part: str, seconds: float, module: str = MODULE) -
         print("\n".join(f"   {line}" for line in lines[-12:]), flush=True)
         if why and lines:
             why = f"{why}: {lines[-1][:200]}"
-        known = msgspec.json.decode(file.read_bytes(), type=Report) if file.exists() else None
-        return known or Report(environment={}), why
+        known = msgspec.json.decode(file.read_bytes(), type=Findings) if file.exists() else Findings()
+        return known.ended(part, why)
 
 
 def ended(code: int) -> str:

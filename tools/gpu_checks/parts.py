@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 import torch
-from tools.gpu_checks.report import Run
+from tools.gpu_checks.report import Checks
 
 KV_BYTES: Final = 24 << 30
 
 
-def executor(run: Run) -> None:
+def executor(run: Checks) -> None:
     """One executor for all that is measured of it."""
     from tools.gpu_checks import beside, ceilings, jobs, mailbox, models, peers, smids, steps  # noqa: PLC0415
 
@@ -34,7 +34,7 @@ def executor(run: Run) -> None:
     made.close()
 
 
-def flash(run: Run) -> None:
+def flash(run: Checks) -> None:
     from tools.gpu_checks import flash, models  # noqa: PLC0415
 
     from kvloom.exec.cuda.device import uncut  # noqa: PLC0415
@@ -42,20 +42,20 @@ def flash(run: Run) -> None:
     run.check("FlashAttention 3", lambda: flash.against_triton(models.cuda_ground(uncut)))
 
 
-def several(run: Run) -> None:
+def several(run: Checks) -> None:
     from tools.gpu_checks import models, several  # noqa: PLC0415
 
     run.check("several models", lambda: several.several(models.cuda_ground()))
 
 
-def moving(run: Run) -> None:
+def moving(run: Checks) -> None:
     """Its engines are processes of their own."""
     from tools.gpu_checks.moving import moving  # noqa: PLC0415
 
     run.check("a request moves", moving)
 
 
-def weaving(run: Run) -> None:
+def weaving(run: Checks) -> None:
     from tools.gpu_checks import models, woven  # noqa: PLC0415
 
     from kvloom.transfer.cuda_ipc import CudaMemory  # noqa: PLC0415
@@ -64,7 +64,7 @@ def weaving(run: Run) -> None:
     run.check("weaving", lambda: woven.weaving(ground, CudaMemory(ground.device.torch)))
 
 
-def transformers(run: Run) -> None:
+def transformers(run: Checks) -> None:
     from tools.gpu_checks import peers  # noqa: PLC0415
 
     theirs = peers.Theirs()
@@ -72,7 +72,7 @@ def transformers(run: Run) -> None:
         run.check(name, lambda graphs=graphs: theirs.measure(graphs))  # type: ignore[misc]
 
 
-def memory(run: Run) -> None:
+def memory(run: Checks) -> None:
     torch.cuda.init()  # type: ignore[no-untyped-call]  # it tells what is wrong before anything else is loaded
     from tools.gpu_checks.ipc import between_processes  # noqa: PLC0415
     from tools.gpu_checks.nixl import over_nixl  # noqa: PLC0415
@@ -81,7 +81,7 @@ def memory(run: Run) -> None:
     run.check("memory over NIXL", lambda: over_nixl(torch.device("cuda", 0)))
 
 
-PARTS: Final[Mapping[str, Callable[[Run], None]]] = {
+PARTS: Final[Mapping[str, Callable[[Checks], None]]] = {
     "executor": executor,
     "flash": flash,
     "several": several,
