@@ -26,10 +26,8 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from tools.gpu_checks.apart import MODULE, apart
-from tools.gpu_checks.pytests import run_tests
+from tools.gpu_checks.processes import MODULE, Sessions, apart, run_tests
 from tools.gpu_checks.report import Findings, Report, environment, reasons, resumed, write
-from tools.gpu_checks.sessions import Sessions
 
 SECONDS: Final = 515.0  # after which no part begins, and each is ended
 END: Final = 530.0  # by when the process has ended, whatever hangs

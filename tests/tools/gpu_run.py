@@ -1,5 +1,5 @@
-"""Runs parts as `make gpu-check` does, with those of `tests.tools.gpu_part` in their place, on what is said to
-be the device: `python -m tests.tools.gpu_run FILE DEVICE PART ...`."""
+"""Runs parts as `make gpu-check` does, with those of `tests.tools.gpu_part` in their place, on what is said
+to be the device: `python -m tests.tools.gpu_run FILE DEVICE PART ...`."""
 
 from __future__ import annotations
 

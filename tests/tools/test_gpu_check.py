@@ -14,15 +14,13 @@ import msgspec
 import pytest
 import torch
 from tools.gpu_check import BOUNDS, LAST, PARTS, SECONDS, TESTS, Run, bound, check, main
-from tools.gpu_checks import beside, mailbox, parts
-from tools.gpu_checks.apart import apart
+from tools.gpu_checks import parts, steps, weaving
 from tools.gpu_checks.flash import Sizes, against_triton
-from tools.gpu_checks.jobs import Jobs
 from tools.gpu_checks.models import executor_of, make_models
 from tools.gpu_checks.peers import OURS, THEIRS, Burst, Theirs, against_transformers, ours
-from tools.gpu_checks.pytests import counted, run_tests
+from tools.gpu_checks.processes import Sessions, apart, counted, run_tests
 from tools.gpu_checks.report import Checks, Figure, Findings, Report
-from tools.gpu_checks.sessions import Sessions
+from tools.gpu_checks.steps import Jobs
 
 from kvloom.exec.cuda.device import host_device
 from kvloom.exec.cuda.loader import load_executor
@@ -54,24 +52,24 @@ def test_its_jobs_run_again_and_again(tmp_path: Path) -> None:
         assert len(jobs.seconds(Phase.DECODE, ids, 1, 2)) == 2
         assert len(jobs.seconds(Phase.DECODE, ids, 1, 1, steps=4)) == 1
         with jobs.sequences(1, 0) as prompt:
-            steps, prefills, _ = asyncio.run(beside.play(jobs, ids, prompt, 2, 2, chunk=8, steps=4))
-    assert len(steps) == 2
+            found, prefills, _ = asyncio.run(steps.play(jobs, ids, prompt, 2, 2, chunk=8, steps=4))
+    assert len(found) == 2
     assert prefills > 0
     jobs.executor.close()
 
 
 def test_tasks_through_a_mailbox_are_looked_at() -> None:
     form = MailboxForm(2, 3, 2, 6, 1, 4, 2, 16)
-    loan = mailbox.Loan(form, "float32", torch.device("cpu"), 9)
-    twins = mailbox.Kernels(mailbox_reference.serve, mailbox_reference.post, mailbox_reference.collect)
+    loan = weaving.Loan(form, "float32", torch.device("cpu"), 9)
+    twins = weaving.Kernels(mailbox_reference.serve, mailbox_reference.post, mailbox_reference.collect)
     lane = host_device(4).partitions.whole
-    mailbox.right(loan, twins, lane, lane, close=1e-6)
-    assert mailbox.idle(loan, twins, lane).unit == "µs"
-    never = mailbox.Kernels(
+    weaving.right(loan, twins, lane, lane, close=1e-6)
+    assert weaving.idle(loan, twins, lane).unit == "µs"
+    never = weaving.Kernels(
         lambda *_: None, mailbox_reference.post, lambda mailbox, borrower_state, out, looks: None
     )
     with pytest.raises(AssertionError):
-        mailbox.right(loan, never, lane, lane, close=1e-6)
+        weaving.right(loan, never, lane, lane, close=1e-6)
 
 
 def test_flash_attention_is_compared() -> None:
