@@ -23,8 +23,8 @@ from typing import Any, Final
 
 import torch
 from tests.exec.cuda.stub.running import ROOT, NoStub, environment
-from tools.gpu_checks.jobs import Jobs
 from tools.gpu_checks.models import LLAMA_8B, Ground, executor_of, make_models
+from tools.gpu_checks.steps import Jobs
 
 from benchmarks.report import Cell, Finding, Report, make_parser, publish, this_machine
 from kvloom.exec import sampler

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from tools.gpu_checks.ceilings import timed
 from tools.gpu_checks.models import BLOCK_BYTES, Ground
 from tools.gpu_checks.report import Figure
+from tools.gpu_checks.steps import timed
 from torch import Tensor
 
 from kvloom.kernels.cuda.flash import PACKAGES, FlashAttention, HeadSequences

@@ -98,6 +98,7 @@ class WeaveSpec(Struct, frozen=True):
     split: Splitting = "auto"  # whether `cold` splits its operators
     waits: float = 0.05  # part of a step of this unit by which tasks are expected to hold it up, at most
     others: tuple[str, ...] = ()  # further units that may lend instead
+    gpus: tuple[str, ...] = ()  # those of all units that may lend, in their order; none of CPU units
 
     @property
     def colds(self) -> tuple[str, ...]:
