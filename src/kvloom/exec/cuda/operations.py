@@ -30,6 +30,7 @@ class Operations:
     copy_blocks: Callable[..., None]
     block_tables: BlockTables
     advance: Callable[..., None]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float, float], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float, float], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     gated: Callable[[Tensor, Activation], Tensor]
@@ -63,6 +64,7 @@ def plain_operations() -> Operations:
         reference.copy_blocks,
         cuda_reference.block_tables,
         reference.advance,
+        cuda_reference.add_rms_norm,
         reference.rms_norm,
         rotate,
         reference.gated,
@@ -80,7 +82,14 @@ def triton_operations() -> Operations:
     imported."""
     from kvloom.kernels.cuda.copy import block_tables, copy_blocks, copy_pages
     from kvloom.kernels.cuda.decode import decode_attention, workspace
-    from kvloom.kernels.cuda.elementwise import advance, gated, rms_norm, rotate, write_kv
+    from kvloom.kernels.cuda.elementwise import (
+        add_rms_norm,
+        advance,
+        gated,
+        rms_norm,
+        rotate,
+        write_kv,
+    )
     from kvloom.kernels.cuda.offload_ask import collect, post
     from kvloom.kernels.cuda.offload_serve import serve
     from kvloom.kernels.cuda.prefill import prefill_attention
@@ -94,6 +103,7 @@ def triton_operations() -> Operations:
         copy_blocks,
         block_tables,
         advance,
+        add_rms_norm,
         rms_norm,
         rotate,
         gated,

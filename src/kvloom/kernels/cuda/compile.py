@@ -113,6 +113,7 @@ def _around(dtype: torch.dtype, head_dim: int) -> Iterator[Named]:
     x, weight = _empty(rows, size, dtype=dtype), _empty(size, dtype=dtype)
     yield f"norm {name} H={size}", norm_launch(x, x, weight, 1e-6)
     yield f"norm {name} H={size} offset", norm_launch(x, x, weight, 1e-6, 1.0)
+    yield f"norm {name} H={size} of a sum", norm_launch(x, x, weight, 1e-6, residual=x)
     yield f"norm {name} of heads", norm_launch(q, q, _empty(head_dim, dtype=dtype), 1e-6)
     activations: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
     for activation in activations:

@@ -1,5 +1,6 @@
-"""Plain torch twins of kernels that GPUs alone have: products over quantised weights, and the tables of
-FlashAttention. They define what the kernels compute, in any dtype, at any speed."""
+"""Plain torch twins of kernels that GPUs alone have: norms of sums, the parts of decode attention, products
+over quantised weights, and the tables of FlashAttention. They define what the kernels compute, in any dtype,
+at any speed."""
 
 from __future__ import annotations
 
@@ -8,8 +9,16 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from kvloom.kernels.reference import rms_norm
+
 FP8_CAPABILITY: Final = 8, 9
 """The oldest compute capability that multiplies FP8."""
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """Adds residual [n, H] to x [n, H] in place, and returns the sum as `rms_norm` normalises it."""
+    x += residual
+    return rms_norm(x, weight, eps, offset)
 
 
 def quantized_product(
