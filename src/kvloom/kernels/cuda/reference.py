@@ -63,6 +63,29 @@ def scaled_product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None
     return (out if bias is None else out + bias.float()).to(x.dtype)
 
 
+def list_parts(work: Tensor, begins: Tensor, lengths: Tensor, window: int, least: int) -> None:
+    """Lists the parts in which decode attention reads sequences of lengths [B], of the last `window` tokens
+    if that is not 0: work [P, 3] gets each part's sequence, first token and end, zeros where there are fewer,
+    and begins [B + 1] each sequence's first part and the number of parts, P at most.
+
+    Parts have the same number of tokens, but the last of each sequence, so long sequences have more of them
+    than short ones: the least multiple of `least` that leaves no more than P."""
+    held = lengths.clamp(max=window) if window else lengths
+    span = least
+    while int((-(-held // span)).sum()) > len(work):
+        span += least
+    begins[0] = 0
+    begins[1:] = (-(-held // span)).cumsum(0)
+    listed = [
+        (sequence, first, min(first + span, length))
+        for sequence, (length, count) in enumerate(zip(lengths.tolist(), held.tolist(), strict=True))
+        for first in range(length - count, length, span)
+    ]
+    work.zero_()
+    if listed:
+        work[: len(listed)] = torch.tensor(listed, dtype=work.dtype, device=work.device)
+
+
 def block_tables(out: Tensor, page_map: Tensor, tables: Tensor, lengths: Tensor, page_tokens: int) -> None:
     """Writes for each sequence the blocks of the pages that it has: out [layers, B, kv_heads, P], from
     page_map [pages, layers, kv_heads], tables [B, P] and lengths [B]. Other entries are left as they are."""
