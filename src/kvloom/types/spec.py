@@ -153,6 +153,18 @@ def unit_abilities(device: str, ranks: int, transport: TransportName = "shm") ->
     )
 
 
+CHUNK_TOKENS: Final = 512
+"""Prompt tokens of a prefill job on cores, unless the config says otherwise."""
+GPU_CHUNK_TOKENS: Final = 2048
+"""The same on a GPU, which is idle in part with fewer. It is MuxServe's most, too."""
+
+
+def default_chunk(device: str) -> int:
+    """Returns the prompt tokens that a prefill job takes at most by default. device: as in
+    `unit_abilities`."""
+    return CHUNK_TOKENS if device == "cpu" else GPU_CHUNK_TOKENS
+
+
 _ON_GPUS: Final[tuple[KVDtype, ...]] = ("auto", "float32", "bfloat16", "float8_e4m3fn")
 
 
