@@ -23,8 +23,8 @@ from typing import Any, Final
 
 import torch
 from tests.exec.cuda.stub.running import ROOT, NoStub, environment
-from tools.gpu_checks.jobs import Jobs
 from tools.gpu_checks.models import LLAMA_8B, Ground, executor_of, make_models
+from tools.gpu_checks.steps import Jobs
 
 from benchmarks.report import Cell, Finding, Report, make_parser, publish, this_machine
 from kvloom.exec import sampler
@@ -38,7 +38,7 @@ from kvloom.exec.cuda.staging import Staging
 from kvloom.kernels.cuda.draw import draw
 from kvloom.types.job import Phase
 
-ROWS, CONTEXT, CHUNK, LONG, STEPS = 32, 1024, 512, 1024, 32
+ROWS, CONTEXT, SHORT, LONG, CHUNK, STEPS = 32, 1024, 512, 1024, 2048, 32
 MULTIPROCESSORS: Final = 132
 MOST_DECODE_MS, MOST_PREFILL_MS = 1.5, 6.0
 POOL: Final = 16 << 30
@@ -139,7 +139,7 @@ def _jobs(layers: int, watch: _Watch | None = None) -> Jobs:
     ground = Ground(GpuDevice(_NOWHERE, MULTIPROCESSORS, Partitions(whole, [])), operations, torch.bfloat16)
     shape = replace(LLAMA_8B, form=LLAMA_8B.form | {"num_hidden_layers": layers})
     executor = executor_of(
-        make_models({"llama": shape}, ground), ground.arena(POOL), ground, most_running=ROWS, chunk=LONG
+        make_models({"llama": shape}, ground), ground.arena(POOL), ground, most_running=ROWS, chunk=CHUNK
     )
     return Jobs(executor, ROWS)
 
@@ -165,7 +165,8 @@ _KINDS: Final = (  # name, phase, sequences, tokens they have, tokens they appen
     ("decode, a job of one step", Phase.DECODE, ROWS, CONTEXT, 1, 1),
     (f"decode, a step of {STEPS}", Phase.DECODE, ROWS, CONTEXT, 1, STEPS),
     (f"prefill, {LONG} tokens, not recorded", Phase.PREFILL, 1, 0, LONG, 1),
-    (f"prefill, {CHUNK} tokens", Phase.PREFILL, 1, 0, CHUNK, 1),
+    (f"prefill, {SHORT} tokens", Phase.PREFILL, 1, 0, SHORT, 1),
+    (f"prefill, {CHUNK} tokens, a whole chunk", Phase.PREFILL, 1, 0, CHUNK, 1),
 )
 
 

@@ -224,13 +224,17 @@ def engine_over(
     quotas: Quotas = "adaptive",
     store: PrefixStore | None = None,
     slos: Mapping[str, Slo] | None = None,
+    share: float | None = None,
 ) -> Engine:
+    """share: the planned one of each model's prefills, and of its decodes."""
     models = tuple(
         ModelSpec(
             name=model,
             path="/nowhere",
             rate=(rates or {}).get(model, 1.0),
             slo=(slos or {}).get(model, Slo()),
+            prefill_share=share,
+            decode_share=share,
         )
         for model in executor.cards
     )

@@ -1,27 +1,33 @@
 """Run on a GPU what CI cannot: `make gpu-check`, or python -m tools.gpu_check [--json FILE] [--no-tests]
-[--only PART ...].
+[--only PART ...] [--anew].
 
 First the tests of exactness on the device; then figures against what the device allows in the same run, and
 against what is wanted of them; at last, in what time is left, the kernels' own tests. Each part is a process
 of its own that is ended when its time is over, and those to come have theirs kept for them. Nothing is
 downloaded; weights are random, of the shapes of Llama-3-8B, Llama-3.2-1B and Qwen3-4B. It ends itself within
-nine minutes. It exits with 0 if all ran, whatever the figures; with 1 if something was wrong or could not
-run; with 2 if there is no CUDA device.
+nine minutes. What a part has found is in the file once it has ended, and the next run of the same code on the
+same device, driver and packages goes on from there: parts that are complete do not run again. It exits with 0
+if all ran, whatever the figures; with 1 if something was wrong or could not run; with 2 if there is no CUDA
+device.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
-
-if TYPE_CHECKING:
-    from tools.gpu_checks.report import Figure, Run
+from tools.gpu_checks.processes import MODULE, Sessions, apart, run_tests
+from tools.gpu_checks.report import Findings, Report, environment, reasons, resumed, write
 
 SECONDS: Final = 515.0  # after which no part begins, and each is ended
 END: Final = 530.0  # by when the process has ended, whatever hangs
@@ -39,7 +45,11 @@ BOUNDS: Final = {
     "weaving": (60, 40),
     LAST: (SECONDS, 20),
 }
+RATIO: Final = "64 requests against transformers"
+RATIO_OF: Final = frozenset({"executor", "transformers"})  # whose figures it takes; nothing else is run
 PARTS: Final = tuple(part for part in BOUNDS if part not in (FIRST, LAST))
+_AT: Final = [*BOUNDS].index("transformers") + 1
+ORDER: Final = (*[*BOUNDS][:_AT], RATIO, *[*BOUNDS][_AT:])  # also of the file
 TESTS: Final = {
     FIRST: (  # the longest contexts first; of the transports' contract the kind between GPUs' processes alone
         "tests/gpu/test_long_contexts.py",
@@ -61,19 +71,24 @@ TESTS: Final = {
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gpu_check", description="Run on a GPU what CI cannot.")
     parser.add_argument(
-        "--json", type=Path, default=Path("build/gpu-check.json"), help="where the figures go"
+        "--json", type=Path, default=Path("build/gpu-check.json"), help="where the figures go, and are kept"
     )
     parser.add_argument("--no-tests", action="store_true", help="figures alone")
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="these parts alone")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="these parts alone, again if they have run")
+    parser.add_argument("--anew", action="store_true", help="keep nothing of the run before")
     given = parser.parse_args(arguments)
     missing = no_device()
     if missing:
         print(f"no CUDA device: {missing}")
         return 2
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # as a unit's process has it
-    tests = not given.no_tests and not given.only
-    wanted = [part for part in BOUNDS if (part in (given.only or PARTS) if part in PARTS else tests)]
-    return _check(given.json, wanted)
+    report, told = Report(environment=environment()), ""
+    if not given.anew:
+        report, told = resumed(given.json, report.environment, ORDER)
+    if told:
+        print(told, flush=True)
+    tests = () if given.no_tests else (FIRST, LAST)
+    return check(Run(SECONDS, given.json, report), left_to_run(report, given.only, (*tests, *PARTS)))
 
 
 def no_device() -> str | None:
@@ -85,18 +100,36 @@ def no_device() -> str | None:
     return None
 
 
-def _check(file: Path, parts: Sequence[str]) -> int:
-    from tools.gpu_checks.peers import against_transformers  # noqa: PLC0415 -- it imports transformers
-    from tools.gpu_checks.report import Run  # noqa: PLC0415
+def left_to_run(report: Report, only: Sequence[str] | None, wanted: Sequence[str]) -> list[str]:
+    """Returns the parts of `only`; without, those of `wanted` that are not complete."""
+    named = only or [part for part in wanted if not report.complete(part)]
+    return [part for part in BOUNDS if part in named]
 
-    run = Run(SECONDS, file)
-    with run.bounded(END):
-        for i, part in enumerate(parts):
-            run_part(run, part, parts[i + 1 :])
-            if part == "transformers" and "executor" in parts:
-                run.check("64 requests against transformers", lambda: against_transformers(run.report))
+
+def check(run: Run, parts: Sequence[str]) -> int:
+    """Runs these parts. Returns the exit status."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is known is printed then, too
+    queue = [part for part in ORDER if part in parts or (part == RATIO and not RATIO_OF.isdisjoint(parts))]
+    try:
+        with run.bounded(END):
+            for part in queue:
+                if part != RATIO:
+                    later = parts[parts.index(part) + 1 :]
+                    run.part(part, partial(found_by, run, part, later), BOUNDS[part][1])
+                elif run.report.parts.keys() >= RATIO_OF:
+                    run.part(part, partial(_ratio, run.report))
+    except KeyboardInterrupt:
+        run.stop("was ended early")
+    finally:
+        signal.signal(signal.SIGTERM, before)
     run.close()
     return 1 if run.report.failures else 0
+
+
+def _ratio(report: Report) -> Findings:
+    from tools.gpu_checks.peers import against_transformers  # noqa: PLC0415 -- it imports transformers
+
+    return Findings(figures=list(against_transformers(report)))
 
 
 def bound(left: float, part: str, later: Sequence[str]) -> float:
@@ -104,21 +137,89 @@ def bound(left: float, part: str, later: Sequence[str]) -> float:
     return min(BOUNDS[part][0], left - sum(BOUNDS[other][1] for other in later))
 
 
-def run_part(run: Run, part: str, later: Sequence[str]) -> None:
-    """In a process of its own. What it finds counts, however it ends. later: parts that are to come."""
-    from tools.gpu_checks.apart import apart  # noqa: PLC0415
-    from tools.gpu_checks.pytests import run_tests  # noqa: PLC0415
+def found_by(run: Run, part: str, later: Sequence[str]) -> Findings:
+    """Returns what a part has found in a process of its own. later: parts that are to come."""
+    seconds = bound(run.left, part, later)
+    if part in TESTS:
+        run_tests(run.sessions, TESTS[part], seconds)
+        return Findings()
+    return apart(run.sessions, part, seconds, run.module)
 
-    def measure() -> list[Figure]:
-        seconds = bound(run.left, part, later)
-        if part in TESTS:
-            run_tests(run.sessions, TESTS[part], seconds)
+
+class Run:
+    """Parts one after the other, none begun after `seconds`. What is known is in `file` at any time."""
+
+    def __init__(self, seconds: float, file: Path, report: Report, module: str = MODULE) -> None:
+        """report: what is known already; it is added to. module: see `apart`."""
+        self._began = time.monotonic()
+        self._before = report.seconds
+        self._seconds = seconds
+        self._file = file
+        self.module = module
+        self.report = report
+        self.sessions = Sessions()
+        """Those that parts have begun, which end with this run."""
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self._seconds - (time.monotonic() - self._began)
+
+    def part(self, name: str, measure: Callable[[], Findings], needs: float = 0.0) -> None:
+        """Takes what `measure` finds in place of what was known of the part; what raises is told of. needs:
+        seconds, without which the part is not begun, and what was known stays."""
+        left = self.left
+        if left < max(needs, 0.0):
+            findings = self.report.parts.setdefault(name, Findings())
+            findings.failures[name] = f"not run: {max(left, 0):.0f} s were left, and it needs {needs:.0f}"
+            findings.complete = False
         else:
-            report, why = apart(run.sessions, part, seconds)
-            run.report.take(report, part, why)
-        return []
+            print(f"-- {name} ({left:.0f} s left)", flush=True)
+            self.report.parts[name] = Findings(under_way=[name])
+            self._write()
+            try:
+                found = measure()
+            except Exception as error:  # noqa: BLE001 -- the others are worth having
+                found = Findings(failures={name: "; ".join(reasons(error))})
+            self.report.parts[name] = found.ended(name, "")
+        self._write()
 
-    run.check(part, measure, BOUNDS[part][1])
+    @contextmanager
+    def bounded(self, seconds: float, end: Callable[[int], object] = os._exit) -> Iterator[None]:
+        """While in it: so many seconds from now the process ends, whatever it waits for."""
+        timer = threading.Timer(seconds, self.give_up, (end,))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def give_up(self, end: Callable[[int], object]) -> None:
+        """Ends the process though a part is under way: a device that hangs cannot be asked to stop."""
+        self.sessions.kill()
+        self.stop("did not end")
+        self.close()
+        end(1)
+
+    def stop(self, why: str) -> None:
+        """Lets what is under way have failed."""
+        for name, part in self.report.parts.items():
+            if part.under_way:
+                self.report.parts[name] = part.ended(name, why)
+
+    def close(self) -> None:
+        """Writes all down, and prints it."""
+        self._write()
+        print(f"\n{self.report.table()}\nwritten to {self._file}")
+        again = [part for part in BOUNDS if not self.report.complete(part)]
+        goes_on = f"run it again for what is not complete: {', '.join(again)}"
+        print(goes_on if again else "all parts are complete; --anew measures them again", flush=True)
+
+    def _write(self) -> None:
+        self.report.parts = {part: self.report.parts[part] for part in ORDER if part in self.report.parts}
+        self.report.seconds = self._before + time.monotonic() - self._began
+        write(self._file, self.report)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,13 @@ def test_auto_takes_gpus_where_there_are_any(folder: Path) -> None:
     assert found(folder, AB + "device: auto", MACHINE) == [("cpu", 1 << 30)]
 
 
+def test_chunks_of_prompts_are_longer_on_a_gpu(folder: Path) -> None:
+    mixed = "units: [{models: [a], device: 'cuda:0'}, {models: [b], device: cpu}]\n"
+    for text, wanted in ((mixed, [2048, 512]), (mixed + "chunk_tokens: 64", [64, 64])):
+        config = load(folder, AB + text, machine=TWO)
+        assert [spec.chunk_tokens for spec in config.engines] == wanted
+
+
 def test_cuda_is_left_to_the_engine_to_find(folder: Path) -> None:
     """It knows why there is none."""
     assert found(folder, AB + "device: cuda", MACHINE) == [("cuda:0", 0)]

@@ -77,7 +77,6 @@ def test_what_cannot_be_is_refused_in_one_line(folder: Path, text: str, words: l
     [
         (RANKS, "unit-1", 0, "unit-1; a unit of one rank, with the transport shm, is right"),
         (ON_GPUS, "unit-1", 1, "unit-1 is on cpu, unit-0 on cuda:0; two CPU units, or two GPU units"),
-        (ON_GPUS, "unit-2", 2, "unit-2 is on cuda:1, unit-0 on cuda:0; two units of one GPU"),
     ],
 )
 def test_units_that_are_too_unlike_cannot_weave(
@@ -88,6 +87,8 @@ def test_units_that_are_too_unlike_cannot_weave(
     assert f"weave.0.cold: {said}" in message
 
 
-def test_two_units_of_one_gpu_can_weave(folder: Path) -> None:
-    found = woven(folder, ON_GPUS + "weave: [{hot: unit-0, cold: unit-2}]", gpus=1)
-    assert found[0] == WeaveSpec("unit-2", 0.45, 0.3)
+@pytest.mark.parametrize(("gpus", "lender"), [(1, "cuda:0"), (2, "cuda:1")])
+def test_two_gpu_units_can_weave(folder: Path, gpus: int, lender: str) -> None:
+    """Whether two GPUs reach each other's memory is asked on the machine, when the hot unit starts."""
+    found = woven(folder, ON_GPUS + "weave: [{hot: unit-0, cold: unit-2}]", gpus=gpus)
+    assert found[0] == WeaveSpec("unit-2", 0.45, 0.3, gpus=(lender,))

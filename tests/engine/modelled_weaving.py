@@ -14,7 +14,7 @@ from kvloom.lab.faults.invariants import EMPTY, InvariantChecker
 from kvloom.offload.planner import OffloadingPlanner
 from kvloom.offload.terms import Borrow, Loan
 from kvloom.types.address import KVAddress, Ticket
-from kvloom.types.geometry import I32, AnyArray
+from kvloom.types.geometry import I32
 from kvloom.types.job import Job, JobResult, OffloadedRows
 from tests.modelled import VOCAB, ModelledExecutor, engine_over
 from tests.plane import Plane
@@ -123,11 +123,6 @@ class ModelledBackend:
     def lend(self, borrow: Borrow, blocks: I32, ended: Callable[[str], None]) -> Loan:
         self.ended = ended
         return loan_of(borrow, blocks)
-
-    returns_parts = False
-
-    def take_back(self, numbers: AnyArray) -> None:
-        raise AssertionError("a part never comes back")
 
     def recall(self) -> bool:
         self.stuck -= self.stuck > 0

@@ -6,14 +6,17 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom.engine.engine import Engine
 from kvloom.types.job import Job, JobResult, Phase
 from kvloom.types.request import StartGenerate
+from kvloom.types.spec import Policy
 from tests.engine.plays import MOST_JOBS, check, order
 from tests.engines import Answer
 from tests.modelled import ModelledExecutor, ask, engine_over, expected, finish, modelled, turns
@@ -237,6 +240,36 @@ def test_steps_go_on_beside_a_prefill() -> None:
     for body, answer in zip(bodies, answers, strict=True):
         check(executor, body, answer, whole=True)
     assert executor.beside > 0
+
+
+@pytest.mark.parametrize("policy", ["adbs", "slack"])
+@pytest.mark.parametrize("waiting", ["tall", "thin", "wide"])
+def test_steps_go_on_beside_a_prefill_while_others_wait(policy: Policy, waiting: str) -> None:
+    """Of any model. Their prompts come next, whatever steps are under way."""
+    bodies = [
+        *(order(f"r{i}", "wide", 5, max_tokens=90) for i in range(6)),
+        order("long", "tall" if waiting != "wide" else "wide", 80, max_tokens=2),
+        *(order(f"next {i}", waiting, 60, max_tokens=2) for i in range(3)),
+    ]
+    executor = AheadExecutor(3000, 32, 0)
+    engine = engine_over(executor, policy=policy, share=0.5)
+
+    async def main() -> tuple[list[Answer], int]:
+        async with modelled(engine, executor):
+            first = [asyncio.create_task(ask(engine, body)) for body in bodies[:6]]
+            await turns(90)
+            before = len(executor.jobs)
+            rest = [asyncio.create_task(ask(engine, body)) for body in bodies[6:]]
+            return list(await asyncio.gather(*first, *rest)), before
+
+    answers, before = asyncio.run(main())
+    for body, answer in zip(bodies, answers, strict=True):
+        check(executor, body, answer, whole=True)
+    later = executor.jobs[before:]
+    prefills = [i for i, job in enumerate(later) if job.phase is Phase.PREFILL]
+    between = [job for job in later[: prefills[-2]] if job.phase is Phase.DECODE]
+    assert max(job.steps for job in between) > 1, "prompts wait all the while"
+    assert max(b - a for a, b in pairwise(prefills)) <= 4, "no prompt waits for many jobs"
 
 
 def test_walls_hold_for_the_blocks_of_steps_to_come() -> None:

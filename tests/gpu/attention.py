@@ -45,8 +45,8 @@ def check_decode(form: Form, operations: Operations, lengths: list[int]) -> None
     p = form.pool(lengths)
     q = p.queries(len(lengths))
     out, truth = torch.full_like(q, torch.nan), torch.empty(q.shape)
-    sizes = len(q), p.heads, p.page_map.shape[2], form.head_dim, MULTIPROCESSORS, max(lengths)
-    room = operations.workspace(*sizes, q.device)
+    sizes = p.page_map.shape[2], MULTIPROCESSORS, max(lengths)
+    room = operations.workspace(q, p.lengths, *sizes, form.window)
     scoring, flash = (form.scale, form.window, form.softcap), operations.flash
     if flash is None:
         operations.decode_attention(out, q, *p.cache, p.lengths, *scoring, workspace=room)

@@ -1,6 +1,6 @@
 """Law 2 where K and V go from one pool on the GPU to another over NIXL.
 
-Both are in one process, where UCX does not take CUDA IPC; `tools/gpu_checks/nixl.py` has two.
+Both are in one process, where UCX does not take CUDA IPC; `tools/gpu_checks/memory.py` has two.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from kvloom.exec.cuda.operations import triton_operations
 
 
 def test_partitions_are_disjoint() -> None:
-    from tools.gpu_checks.smids import disjoint  # noqa: PLC0415 -- it compiles for a GPU
+    from tools.gpu_checks.partitions import disjoint  # noqa: PLC0415 -- it compiles for a GPU
 
     device = cuda_device(0, cut_green, triton_operations())
     assert 4 <= len(device.partitions.pairs) <= 8

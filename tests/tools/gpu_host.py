@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 from tools.gpu_checks.models import Ground, Shape
-from tools.gpu_checks.unit import main
+from tools.gpu_checks.moving import main
 
 from kvloom.exec.cuda.device import host_device
 from kvloom.exec.cuda.operations import Operations, plain_operations

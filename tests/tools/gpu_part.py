@@ -1,4 +1,5 @@
-"""A part of the checks that ends in one way or another: `python -m tests.tools.gpu_part HOW FILE SECONDS`."""
+"""A part of the checks that ends in one way or another: `python -m tests.tools.gpu_part HOW FILE SECONDS`, or
+with the name of one of `make gpu-check`'s parts, as the environment says."""
 
 from __future__ import annotations
 
@@ -8,20 +9,25 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Final
+
+from tools.gpu_check import BOUNDS
+from tools.gpu_checks.report import Figure, Findings, write
+
+HOWS: Final = "GPU_PARTS_END"
+"""The environment's variable with how parts end, as JSON; those that are not in it end well."""
 
 
-def main(how: str, file: str, _: str) -> None:
+def main(part: str, file: str, _: str) -> None:
+    hows = json.loads(os.environ.get(HOWS, "{}"))
+    how = hows.get(part, "ends") if part in BOUNDS else part
     if how == "nothing":
         sys.exit(4)
-    under_way = ["second"] if how in ("dies", "hangs") else []
+    under_way = ["second"] if how in ("dies", "hangs", "stops") else []
     left = subprocess.Popen(["sleep", "300"]).pid if how == "hangs" else 0
-    report = {
-        "environment": {"left": str(left)},
-        "figures": [{"name": "first", "value": 1.0, "unit": "s"}],
-        "failures": {"second": "AssertionError: wrong"} if how == "fails" else {},
-        "under_way": under_way,
-    }
-    Path(file).write_text(json.dumps(report))
+    figures = [Figure(name="first", value=1.0, unit="s", note=str(left))]
+    failures = {"second": "AssertionError: wrong"} if how == "fails" else {}
+    write(Path(file), Findings(figures=figures, failures=failures, under_way=under_way))
     if how in ("ends", "fails"):
         return
     print("a word before", file=sys.stderr, flush=True)

@@ -13,16 +13,14 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from tools.gpu_check import BOUNDS, LAST, PARTS, SECONDS, TESTS, bound, main, run_part
-from tools.gpu_checks import beside, mailbox, parts
-from tools.gpu_checks.apart import apart
+from tools.gpu_check import BOUNDS, LAST, PARTS, SECONDS, TESTS, Run, bound, check, main
+from tools.gpu_checks import parts, steps, weaving
 from tools.gpu_checks.flash import Sizes, against_triton
-from tools.gpu_checks.jobs import Jobs
 from tools.gpu_checks.models import executor_of, make_models
 from tools.gpu_checks.peers import OURS, THEIRS, Burst, Theirs, against_transformers, ours
-from tools.gpu_checks.pytests import counted, run_tests
-from tools.gpu_checks.report import Figure, Report, Run
-from tools.gpu_checks.sessions import Sessions
+from tools.gpu_checks.processes import Sessions, apart, counted, run_tests
+from tools.gpu_checks.report import Checks, Figure, Findings, Report
+from tools.gpu_checks.steps import Jobs
 
 from kvloom.exec.cuda.device import host_device
 from kvloom.exec.cuda.loader import load_executor
@@ -54,24 +52,24 @@ def test_its_jobs_run_again_and_again(tmp_path: Path) -> None:
         assert len(jobs.seconds(Phase.DECODE, ids, 1, 2)) == 2
         assert len(jobs.seconds(Phase.DECODE, ids, 1, 1, steps=4)) == 1
         with jobs.sequences(1, 0) as prompt:
-            steps, prefills, _ = asyncio.run(beside.play(jobs, ids, prompt, 2, 2, chunk=8, steps=4))
-    assert len(steps) == 2
+            found, prefills, _ = asyncio.run(steps.play(jobs, ids, prompt, 2, 2, chunk=8, steps=4))
+    assert len(found) == 2
     assert prefills > 0
     jobs.executor.close()
 
 
 def test_tasks_through_a_mailbox_are_looked_at() -> None:
     form = MailboxForm(2, 3, 2, 6, 1, 4, 2, 16)
-    loan = mailbox.Loan(form, "float32", torch.device("cpu"), 9)
-    twins = mailbox.Kernels(mailbox_reference.serve, mailbox_reference.post, mailbox_reference.collect)
+    loan = weaving.Loan(form, "float32", torch.device("cpu"), 9)
+    twins = weaving.Kernels(mailbox_reference.serve, mailbox_reference.post, mailbox_reference.collect)
     lane = host_device(4).partitions.whole
-    mailbox.right(loan, twins, lane, lane, close=1e-6)
-    assert mailbox.idle(loan, twins, lane).unit == "µs"
-    never = mailbox.Kernels(
+    weaving.right(loan, twins, lane, lane, close=1e-6)
+    assert weaving.idle(loan, twins, lane).unit == "µs"
+    never = weaving.Kernels(
         lambda *_: None, mailbox_reference.post, lambda mailbox, borrower_state, out, looks: None
     )
     with pytest.raises(AssertionError):
-        mailbox.right(loan, never, lane, lane, close=1e-6)
+        weaving.right(loan, never, lane, lane, close=1e-6)
 
 
 def test_flash_attention_is_compared() -> None:
@@ -97,31 +95,37 @@ def test_what_fails_is_told_and_the_rest_runs(tmp_path: Path) -> None:
     def wrong() -> list[Figure]:
         raise AssertionError("both sides run on [3]")
 
-    run, late = Run(60, tmp_path / "figures.json"), Run(-1, tmp_path / "late.json")
-    run.check("partitions", wrong)
-    run.check("ceilings", lambda: [Figure(name="copy", value=3000.0, unit="GB/s")])
+    checks, late = Checks(60, tmp_path / "found.json"), Checks(-1, tmp_path / "late.json")
+    checks.check("partitions", wrong)
+    checks.check("ceilings", lambda: [Figure(name="copy", value=3000.0, unit="GB/s")])
     late.check("ceilings", wrong)
-    read = msgspec.json.decode((tmp_path / "figures.json").read_bytes(), type=Report)
+    read = msgspec.json.decode((tmp_path / "found.json").read_bytes(), type=Findings)
     assert read.failures == {"partitions": "AssertionError: both sides run on [3]"}
     assert [figure.value for figure in read.figures] == [3000.0]
-    assert "NOT RUN, OR WRONG: partitions: AssertionError" in run.report.table()
-    assert late.report.failures == {"ceilings": "not run: 0 s were left, and it needs 0"}
+    report = Report(environment={}, parts={"executor": read})
+    assert "NOT RUN, OR WRONG: executor: partitions: AssertionError" in report.table()
+    assert late.findings.failures == {"ceilings": "not run: no time was left"}
 
 
 def test_why_a_task_of_a_group_failed_is_told(tmp_path: Path) -> None:
     def wrong() -> list[Figure]:
         raise ExceptionGroup("many", [ValueError("a"), ExceptionGroup("more", [KeyError("b"), OSError("c")])])
 
-    run = Run(60, tmp_path / "figures.json")
-    run.check("several", wrong)
-    assert run.report.failures["several"] == "ValueError: a; KeyError: 'b'; OSError: c"
+    checks = Checks(60, tmp_path / "found.json")
+    checks.check("several", wrong)
+    assert checks.findings.failures["several"] == "ValueError: a; KeyError: 'b'; OSError: c"
 
 
 def test_what_has_too_little_time_left_is_not_begun(tmp_path: Path) -> None:
-    run = Run(60, tmp_path / "figures.json")
-    run.check("several", lambda: [Figure(name="in time", value=2.0, unit="×")], needs=70)
-    assert not run.report.figures
-    assert run.report.failures["several"].endswith("s were left, and it needs 70")
+    """And what was known of it before stays."""
+    before = Findings(figures=[Figure(name="in time", value=2.0, unit="×")], failures={"one": "wrong"})
+    run = Run(60, tmp_path / "figures.json", Report(environment={}, parts={"several": before}))
+    run.part("several", Findings, needs=70)
+    run.part("moving", Findings, needs=70)
+    assert [figure.value for figure in run.report.figures] == [2.0]
+    assert run.report.failures["several: one"] == "wrong"
+    for part in ("several", "moving"):
+        assert run.report.failures[part].endswith("s were left, and it needs 70")
 
 
 def test_figures_say_what_was_wanted_and_whether_it_was_reached() -> None:
@@ -129,7 +133,8 @@ def test_figures_say_what_was_wanted_and_whether_it_was_reached() -> None:
     missed = Figure(name="downtime", value=9.0, unit="ms", most=8.0)
     plain = Figure(name="copy", value=3000.0, unit="GB/s", bound=3350.0)
     assert [one.reached for one in (found, missed, plain)] == [True, False, None]
-    table = Report(environment={}, figures=[found, missed, plain]).table().splitlines()
+    parts = {"several": Findings(figures=[found, missed, plain])}
+    table = Report(environment={}, parts=parts).table().splitlines()
     assert table[2].split() == ["in", "time", "1.7", "×", "≥", "1.5", "reached"]
     assert table[3].split() == ["downtime", "9", "ms", "≤", "8", "MISSED"]
     assert "of 2 figures that were measured and of which something is wanted, 1 reach it, 1 do not" in table
@@ -140,10 +145,10 @@ def test_figures_count_as_they_come(tmp_path: Path) -> None:
         yield Figure(name="first", value=1.0, unit="s")
         raise AssertionError("no second")
 
-    run = Run(60, tmp_path / "figures.json")
-    run.check("two", half)
-    assert [figure.name for figure in run.report.figures] == ["first"]
-    assert run.report.failures == {"two": "AssertionError: no second"}
+    checks = Checks(60, tmp_path / "found.json")
+    checks.check("two", half)
+    assert [figure.name for figure in checks.findings.figures] == ["first"]
+    assert checks.findings.failures == {"two": "AssertionError: no second"}
 
 
 @pytest.mark.parametrize(
@@ -152,18 +157,18 @@ def test_figures_count_as_they_come(tmp_path: Path) -> None:
         ("ends", {}),
         ("fails", {"p: second": "AssertionError: wrong"}),
         ("dies", {"p: second": "ended by SIGABRT: a word before"}),
-        ("hangs", {"p: second": "did not end within 2 s: a word before"}),
-        ("exits", {"p: its process": "ended with 3: a word before"}),
-        ("nothing", {"p: its process": "ended with 4"}),
+        ("hangs", {"p: second": "did not end within 4 s: a word before"}),
+        ("exits", {"exits": "ended with 3: a word before"}),
+        ("nothing", {"nothing": "ended with 4"}),
     ],
 )
 def test_a_part_in_a_process_of_its_own(part: str, told: dict[str, str]) -> None:
     """What it has found counts, however it ends."""
-    report, (found, why) = Report(environment={}), apart(Sessions(), part, 2, "tests.tools.gpu_part")
-    report.take(found, "p", why)
+    found = apart(Sessions(), part, 4, "tests.tools.gpu_part")
+    report = Report(environment={}, parts={"p": found})
     assert report.failures == told
     if part == "hangs":
-        assert gone(found.environment["left"])  # what it had started
+        assert gone(found.figures[0].note)  # what it had started
     assert [figure.name for figure in report.figures] == ([] if part == "nothing" else ["first"])
 
 
@@ -203,23 +208,22 @@ def test_all_tests_on_the_device_are_run() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_a_part_without_a_device_says_so(tmp_path: Path) -> None:
-    run = Run(60, tmp_path / "figures.json")
-    run_part(run, "memory", [])
-    [told] = run.report.failures.items()
-    assert told[0] == "memory: its process"
-    assert "CUDA" in told[1]
+    run = Run(60, tmp_path / "figures.json", Report(environment={}))
+    assert check(run, ["memory"]) == 1
+    assert "CUDA" in run.report.failures["memory"]
 
 
 def test_against_transformers_needs_both() -> None:
     """And is against the faster of its ways."""
     mine = Figure(name=OURS, value=900.0, unit="tokens/s")
-    report = Report(environment={}, figures=[mine])
+    report = Report(environment={}, parts={"executor": Findings(figures=[mine])})
     with pytest.raises(LookupError):
         list(against_transformers(report))
-    report.figures.append(Figure(name=THEIRS[None], value=200.0, unit="tokens/s"))
+    theirs = report.parts["transformers"] = Findings()
+    theirs.figures.append(Figure(name=THEIRS[None], value=200.0, unit="tokens/s"))
     [ratio] = against_transformers(report)
     assert (ratio.value, ratio.reached) == (4.5, True)
-    report.figures.append(Figure(name=THEIRS[True], value=450.0, unit="tokens/s"))
+    theirs.figures.append(Figure(name=THEIRS[True], value=450.0, unit="tokens/s"))
     [ratio] = against_transformers(report)
     assert (ratio.value, ratio.reached) == (2.0, False)
 
@@ -241,24 +245,26 @@ def test_both_answer_bursts_warm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_hangs_is_told_and_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, codes = Run(60, tmp_path / "figures.json"), list[int]()
+    file, codes = tmp_path / "figures.json", list[int]()
+    run = Run(60, file, Report(environment={}))
 
-    def hangs() -> list[Figure]:
-        run.check("before", lambda: [Figure(name="copy", value=1.0, unit="GB/s")])
+    def hangs() -> Findings:
         run.give_up(codes.append)
-        return []
+        found.append(msgspec.json.decode(file.read_bytes(), type=Report))
+        return Findings()
 
-    run.check("a mailbox", hangs)
+    found = list[Report]()
+    run.part("memory", lambda: Findings(figures=[Figure(name="copy", value=1.0, unit="GB/s")]))
+    run.part("weaving", hangs)
     assert codes == [1]
-    read = msgspec.json.decode((tmp_path / "figures.json").read_bytes(), type=Report)
-    assert read.failures == {"a mailbox": "did not end"}
-    assert len(read.figures) == 1
-    assert "a mailbox: did not end" in capsys.readouterr().out
+    assert found[0].failures == {"weaving": "did not end"}
+    assert [figure.name for figure in found[0].figures] == ["copy"]
+    assert "weaving: did not end" in capsys.readouterr().out
 
 
 def test_it_ends_in_time_though_it_waits(tmp_path: Path) -> None:
     """And what it has begun, with it."""
-    run, ended = Run(60, tmp_path / "figures.json"), threading.Event()
+    run, ended = Run(60, tmp_path / "figures.json", Report(environment={})), threading.Event()
     with run.sessions.started(["sleep", "300"]) as begun, run.bounded(0.0, lambda _: ended.set()):
         assert ended.wait(DEADLINE)
         assert begun.wait(DEADLINE) == -signal.SIGKILL

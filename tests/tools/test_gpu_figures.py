@@ -15,14 +15,13 @@ import torch
 from benchmarks.downtime import Found
 from hypothesis import given
 from hypothesis import strategies as st
-from tools.gpu_checks import moving, several, systems, woven
-from tools.gpu_checks.judging import Judge, Played, ratios
-from tools.gpu_checks.lanes import divided, shared_out
+from tools.gpu_checks import moving, several, systems, weaving
+from tools.gpu_checks.memory import over_nixl
 from tools.gpu_checks.models import Shape, executor_of, make_models, running, spec_of
-from tools.gpu_checks.nixl import over_nixl
+from tools.gpu_checks.moving import MODEL, units
 from tools.gpu_checks.report import Figure
-from tools.gpu_checks.systems import MULTIPLEXING, SPATIAL, TEMPORAL, Apart, Stage
-from tools.gpu_checks.unit import MODEL, units
+from tools.gpu_checks.several import Judge, Played, ratios
+from tools.gpu_checks.systems import MULTIPLEXING, SPATIAL, TEMPORAL, Apart, Stage, divided, shared_out
 
 from kvloom.kernels.driver import DriverError
 from kvloom.lab.workload.request import Alone, RequestResult, WorkloadRequest
@@ -54,7 +53,7 @@ MOVING = moving.Effort(
     most_running=4,
     chunk=64,
 )
-WEAVING = woven.Effort(
+WEAVING = weaving.Effort(
     hot=3,
     cold=1,
     pages=40,
@@ -232,19 +231,19 @@ def test_a_unit_that_does_not_start_is_not_waited_for(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("often")
 def test_a_hot_unit_is_measured_with_and_without_its_loan() -> None:
-    found = list(woven.weaving(ground(twins()), SharedMemory(), (TINY, SMALLER), WEAVING))
+    found = list(weaving.weaving(ground(twins()), SharedMemory(), (TINY, SMALLER), WEAVING))
     home, kernels, host, ratio = found
     assert "; 0% of the tokens are away" in home.note
     for figure in (kernels, host):
         assert figure.value > 0
         assert "; 0% of the tokens" not in figure.note
-    assert (ratio.value, ratio.least) == (kernels.value / host.value, woven.WANTED)
+    assert (ratio.value, ratio.least) == (kernels.value / host.value, weaving.WANTED)
 
 
 def test_what_a_loan_lacks_is_told() -> None:
     """After what has been measured without it."""
     short, found = replace(WEAVING, pages=4000), list[Figure]()
-    figures = woven.weaving(ground(twins()), SharedMemory(), (TINY, SMALLER), short)
+    figures = weaving.weaving(ground(twins()), SharedMemory(), (TINY, SMALLER), short)
 
     def all_of_them() -> None:
         for figure in figures:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from tools.gpu_checks.ceilings import timed
 from tools.gpu_checks.models import BLOCK_BYTES, Ground
 from tools.gpu_checks.report import Figure
+from tools.gpu_checks.steps import timed
 from torch import Tensor
 
 from kvloom.kernels.cuda.flash import PACKAGES, FlashAttention, HeadSequences
@@ -81,10 +81,9 @@ class Batch:
         operations, pool = ground.operations, (self.arena, self.page_map, 0, self.tables)
         if len(self.q) > len(self.starts):
             return lambda: operations.prefill_attention(out, self.q, *pool, self.starts, self.begins, scale)
-        (batch, heads, head_dim), kv_heads = self.q.shape, self.page_map.shape[2]
-        sizes = batch, heads, kv_heads, head_dim, ground.device.compute
-        room = operations.workspace(*sizes, self.tables.shape[1] * self.arena.shape[2], self.q.device)
-        lengths = self.starts + 1
+        lengths, longest = self.starts + 1, self.tables.shape[1] * self.arena.shape[2]
+        sizes = self.page_map.shape[2], ground.device.compute, longest
+        room = operations.workspace(self.q, lengths, *sizes, 0)
         return lambda: operations.decode_attention(out, self.q, *pool, lengths, scale, workspace=room)
 
 

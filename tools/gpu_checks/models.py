@@ -1,13 +1,16 @@
-"""Models of real shapes with random weights, made on the device, and executors and engines over them."""
+"""Models of real shapes with random weights, made on the device; executors and engines over them; and
+requests to these engines, with how late the loop is that all of them share."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import msgspec
+import numpy as np
 import torch
 import transformers
 
@@ -21,11 +24,13 @@ from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.operations import Operations
 from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import Arena, ArenaMemory
+from kvloom.lab.workload.request import Prompts, RequestResult, WorkloadRequest
 from kvloom.offload.terms import OffloadBackend
 from kvloom.transfer.shared_memory import ShmTransport
-from kvloom.types.clock import WallClock
+from kvloom.types.clock import Clock, WallClock
+from kvloom.types.errors import KvloomError
 from kvloom.types.geometry import Geometry
-from kvloom.types.request import ModelCard
+from kvloom.types.request import EndEvent, ModelCard, SamplingParams, StartGenerate, TokenEvent
 from kvloom.types.spec import EngineSpec, ModelSpec, Policy
 from kvloom.types.transfer import Transport
 
@@ -205,3 +210,110 @@ def _card(name: str, config: Any, module: torch.nn.Module, dtype: torch.dtype) -
         parameters=sum(one.numel() for one in module.parameters()),
         dtype=str(dtype).removeprefix("torch."),
     )
+
+
+_INTERVAL = 8  # tokens of a frame: this process reads them all
+
+
+class Failed(Exception):
+    """A request that was let in has ended with an error."""
+
+
+async def answered(engine: Engine, body: StartGenerate, token: Callable[[], None] = lambda: None) -> int:
+    """How many tokens came; `token` is called for each. Raises Failed, or
+    KvloomError where it is not let in."""
+    count = 0
+    async with aclosing(engine.start_generate(body)) as frames:
+        async for frame in frames:
+            for event in frame:
+                if isinstance(event, TokenEvent):
+                    count += 1
+                    token()
+                elif isinstance(event, EndEvent) and event.reason == "error":
+                    raise Failed(event.message)
+    return count
+
+
+class InProcess:
+    """Satisfies the `Asked` of `lab/bench/run.py`. engines: by model. tokens: that have come, of all."""
+
+    def __init__(self, engines: Mapping[str, Engine], prompts: Prompts, clock: Clock) -> None:
+        self.tokens = 0
+        self._engines = engines
+        self._prompts = prompts
+        self._clock = clock
+
+    def body(self, number: int, ask: WorkloadRequest) -> bytes:
+        params = SamplingParams(max_tokens=ask.output, seed=0)
+        prompt = self._prompts(number, ask)
+        made = StartGenerate(
+            model=ask.model, request=str(number), prompt=prompt, sampling=params, interval=_INTERVAL
+        )
+        return msgspec.msgpack.encode(made)
+
+    async def ask(self, ask: WorkloadRequest, body: bytes, due: float) -> RequestResult:
+        asked = msgspec.msgpack.decode(body, type=StartGenerate)
+        first: float | None = None
+        count = 0
+
+        def came() -> None:
+            nonlocal first, count
+            first = self._clock.now() - due if first is None else first
+            count += 1
+            self.tokens += 1
+
+        try:
+            await answered(self._engines[ask.model], asked, came)
+        except (KvloomError, Failed) as error:
+            said = f"{type(error).__name__}: {error}"
+            return RequestResult(request=ask, first=first, end=None, tokens=count, error=said)
+        return RequestResult(request=ask, first=first, end=self._clock.now() - due, tokens=count)
+
+
+async def many(count: int, engine: Engine, make: Callable[[int, int], StartGenerate]) -> None:
+    """So many requests at any time, for ever: `make(number, turn)` is followed by its next turn."""
+
+    async def again(number: int) -> None:
+        turn = 0
+        while True:
+            await answered(engine, make(number, turn))
+            turn += 1
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(count):
+            group.create_task(again(number))
+
+
+_EVERY: Final = 0.01  # seconds
+
+
+class Lag:
+    """Of a loop while it is `watched`: seconds by which each of many timers was late."""
+
+    def __init__(self) -> None:
+        self.late: list[float] = []
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """On the loop's own thread."""
+        loop = asyncio.get_running_loop()
+
+        def again() -> asyncio.TimerHandle:
+            due = loop.time() + _EVERY
+            return loop.call_at(due, look, due)
+
+        def look(due: float) -> None:
+            self.late.append(loop.time() - due)
+            timers[:] = [again()]
+
+        timers = [again()]
+        try:
+            yield
+        finally:
+            timers[0].cancel()
+
+    def told(self) -> str:
+        if not self.late:
+            return "the loop's timers never ran"
+        typical, worst = (float(np.percentile(self.late, part)) * 1e3 for part in (50, 99))
+        return f"timers late by {typical:.1f} ms (median), {worst:.1f} ms (P99)"

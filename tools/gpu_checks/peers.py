@@ -16,8 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from tools.gpu_checks.asking import answered
-from tools.gpu_checks.models import LLAMA_8B, Shape, make_module, running, spec_of
+from tools.gpu_checks.models import LLAMA_8B, Shape, answered, make_module, running, spec_of
 from tools.gpu_checks.report import Figure, Report
 from transformers import ContinuousBatchingConfig, GenerationConfig
 

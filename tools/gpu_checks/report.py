@@ -1,23 +1,26 @@
-"""Figures as a table and as one JSON file, with what was wanted of them and with what could not be run."""
+"""Figures as a table and as one JSON file, with what was wanted of them and with what could not be run. A run
+that was ended early is gone on with from its file."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
-import threading
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import torch
 from msgspec import Struct
-from tools.gpu_checks.sessions import Sessions
 
-_PACKAGES = (
+VERSION: Final = 2
+_ROOT: Final = Path(__file__).parents[2]
+_CODE: Final = ("src", "tools", "tests", "benchmarks")
+_PACKAGES: Final = (
     "torch",
     "triton",
     "transformers",
@@ -62,30 +65,50 @@ class Figure(Struct, frozen=True, kw_only=True):
         return f"{self.name:<66}{value:>20}{bound:>12}{self.wanted:>12}  {verdict:<9}{self.note}".rstrip()
 
 
-class Report(Struct, kw_only=True):
-    """failures: by check, why it could not run or what was wrong. under_way: checks that have begun and not
-    ended."""
+class Findings(Struct, kw_only=True):
+    """What one part has found."""
 
-    environment: dict[str, str]
     figures: list[Figure] = []
     failures: dict[str, str] = {}
+    """By check, why it could not run or what was wrong."""
     under_way: list[str] = []
+    """Checks that have begun and not ended."""
+    complete: bool = False
+    """Whether the part has ended and nothing was wrong, so that it need not run again."""
+
+    def ended(self, part: str, why: str) -> Findings:
+        """Returns what counts once nothing is under way any more. why: how the part's process ended, empty if
+        all is well; what was under way has failed."""
+        failures = self.failures | dict.fromkeys(self.under_way, why or "did not end")
+        if why and not self.under_way:
+            failures[part] = why
+        return Findings(figures=self.figures, failures=failures, complete=not failures)
+
+
+class Report(Struct, kw_only=True):
+    """What all parts have found, in one run or in several that agree in their environment."""
+
+    version: int = VERSION
+    environment: dict[str, str]
+    parts: dict[str, Findings] = {}
     seconds: float = 0.0
+    """Those of all runs together."""
 
-    def write(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.part")
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2))
-        part.replace(path)
+    @property
+    def figures(self) -> list[Figure]:
+        return [figure for part in self.parts.values() for figure in part.figures]
 
-    def take(self, other: Report, name: str, why: str) -> None:
-        """What another process has found of the part `name`. why: how that process ended, empty where all is
-        well; what it was at then has failed."""
-        self.figures += other.figures
-        failures = other.failures | dict.fromkeys(other.under_way, why or "did not end")
-        if why and not other.under_way:
-            failures["its process"] = why
-        self.failures |= {f"{name}: {check}": told for check, told in failures.items()}
+    @property
+    def failures(self) -> dict[str, str]:
+        """By part and check."""
+        return {
+            check if check == name else f"{name}: {check}": why
+            for name, part in self.parts.items()
+            for check, why in part.failures.items()
+        }
+
+    def complete(self, part: str) -> bool:
+        return part in self.parts and self.parts[part].complete
 
     def figure(self, name: str) -> Figure | None:
         return next((figure for figure in self.figures if figure.name == name), None)
@@ -103,70 +126,82 @@ class Report(Struct, kw_only=True):
         return f"{told}, {sum(verdicts)} reach it, {len(verdicts) - sum(verdicts)} do not"
 
 
-class Run:
-    """Checks one after the other, none begun after `seconds`. What is known is in `file` at any time.
-    sessions: that the checks have begun, which end with it."""
+def resumed(file: Path, found: dict[str, str], parts: Iterable[str]) -> tuple[Report, str]:
+    """Returns the report of `file` if it is of the environment `found`, with its parts in the order of
+    `parts`; an empty one otherwise. Returns one line beside it that says why, empty if there is no file."""
+    fresh = Report(environment=found)
+    if not file.exists():
+        return fresh, ""
+    try:
+        content = file.read_bytes()
+        version = msgspec.json.decode(content, type=_Versioned).version
+        if version != VERSION:
+            return fresh, f"{file} is in format {version}, not {VERSION}: all is measured anew"
+        known = msgspec.json.decode(content, type=Report)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return fresh, f"{file} cannot be read ({error}): all is measured anew"
+    names = known.environment | found  # in this order
+    other = [name for name in names if known.environment.get(name) != found.get(name)]
+    if other:
+        told = "; ".join(f"{name} {known.environment.get(name)}, now {found.get(name)}" for name in other)
+        return fresh, f"{file} is of something else ({told}): all is measured anew"
+    fresh.seconds = known.seconds
+    fresh.parts = {
+        part: known.parts[part].ended(part, "was ended early" if known.parts[part].under_way else "")
+        for part in parts
+        if part in known.parts
+    }
+    kept = [part for part in fresh.parts if fresh.complete(part)]
+    return fresh, f"{file} has of this commit and device: {', '.join(kept) or 'no complete part'}"
+
+
+class _Versioned(Struct):
+    version: int = 1  # the first format did not say
+
+
+class Checks:
+    """The checks of one part, one after the other, none begun after `seconds`. What is known is in `file` at
+    any time."""
 
     def __init__(self, seconds: float, file: Path) -> None:
         self._began = time.monotonic()
         self._seconds = seconds
         self._file = file
-        self.sessions = Sessions()
-        self.report = Report(environment=environment())
+        self.findings = Findings()
 
     @property
     def left(self) -> float:
         """Seconds."""
         return self._seconds - (time.monotonic() - self._began)
 
-    @contextmanager
-    def bounded(self, seconds: float, end: Callable[[int], object] = os._exit) -> Iterator[None]:
-        """While in it: so many seconds from now the process ends, whatever it waits for."""
-        timer = threading.Timer(seconds, self.give_up, (end,))
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-    def give_up(self, end: Callable[[int], object]) -> None:
-        """What is under way does not end: a device that hangs cannot be asked to stop."""
-        self.sessions.kill()
-        for name in self.report.under_way:
-            self.report.failures[name] = "did not end"
-        self.report.under_way = []
-        self.close()
-        end(1)
-
-    def close(self) -> None:
-        """Write all down, and print it."""
-        self._write()
-        print(f"\n{self.report.table()}\nwritten to {self._file}", flush=True)
-
-    def check(self, name: str, measure: Callable[[], Iterable[Figure]], needs: float = 0.0) -> None:
-        """Figures count as they come. What raises is told of, and the others run. needs: seconds, without
-        which it is not begun."""
-        left = self.left
-        if left < max(needs, 0.0):
-            self.report.failures[name] = f"not run: {max(left, 0):.0f} s were left, and it needs {needs:.0f}"
-            self._write()
+    def check(self, name: str, measure: Callable[[], Iterable[Figure]]) -> None:
+        """Figures count as they come. What raises is told of, and the others run."""
+        if self.left < 0:
+            self.findings.failures[name] = "not run: no time was left"
+            write(self._file, self.findings)
             return
-        print(f"-- {name} ({left:.0f} s left)", flush=True)
-        self.report.under_way.append(name)
-        self._write()
+        print(f"-- {name} ({self.left:.0f} s left)", flush=True)
+        self.findings.under_way.append(name)
+        write(self._file, self.findings)
         try:
             for figure in measure():
-                self.report.figures.append(figure)
-                self._write()
+                self.findings.figures.append(figure)
+                write(self._file, self.findings)
         except Exception as error:  # noqa: BLE001 -- the others are worth having
-            self.report.failures[name] = "; ".join(reasons(error))
-        self.report.under_way = [other for other in self.report.under_way if other != name]
-        self._write()
+            self.findings.failures[name] = "; ".join(reasons(error))
+        self.findings.under_way.remove(name)
+        write(self._file, self.findings)
 
-    def _write(self) -> None:
-        self.report.seconds = time.monotonic() - self._began
-        self.report.write(self._file)
+
+def write(file: Path, content: Struct) -> None:
+    """Writes the whole of it or, if the machine ends meanwhile, nothing."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_name(f"{file.name}.part")
+    with beside.open("wb") as out:
+        out.write(msgspec.json.format(msgspec.json.encode(content), indent=2))
+        out.flush()
+        os.fsync(out.fileno())
+    beside.replace(file)
 
 
 def reasons(error: BaseException) -> Iterator[str]:
@@ -179,10 +214,13 @@ def reasons(error: BaseException) -> Iterator[str]:
 
 
 def environment() -> dict[str, str]:
-    found: dict[str, Any] = {"machine": platform.platform(), "python": platform.python_version()}
+    """Returns what figures depend on. Those of another one are not comparable."""
+    found: dict[str, Any] = {"commit": _commit(), "code": _code()}
+    found |= {"machine": platform.platform(), "python": platform.python_version()}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         found["device"] = f"{properties.name}, {properties.multi_processor_count} multiprocessors"
+        found["UUID"] = properties.uuid
         found["memory"] = f"{properties.total_memory:,} bytes"
         found["driver"] = _driver()
         found["CUDA of torch"] = torch.version.cuda
@@ -197,3 +235,26 @@ def environment() -> dict[str, str]:
 def _driver() -> str:
     file = Path("/proc/driver/nvidia/version")
     return " ".join(file.read_text().splitlines()[0].split()) if file.is_file() else "unknown"
+
+
+def _commit() -> str:
+    """Returns the checkout's, where there is one, and whether the code is as it was committed."""
+    try:
+        commit = _git("rev-parse", "HEAD")
+        return f"{commit}, changed" if _git("status", "--porcelain", "--", *_CODE) else commit
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(_ROOT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _code() -> str:
+    """Returns a digest of all code, committed or not."""
+    digest = hashlib.sha256()
+    for file in sorted(path for folder in _CODE for path in (_ROOT / folder).rglob("*.py")):
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(_ROOT)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:16]

@@ -35,7 +35,7 @@ CONFIG.yaml, with the defaults:
   policy: slack          # or adbs, fcfs, round-robin, partitioned
   max_running: 256       # sequences a model decodes together
   max_waiting: 1024      # requests that may queue for a model
-  chunk_tokens: 512      # prompt tokens a prefill job takes
+  chunk_tokens: 512      # prompt tokens a prefill job takes; 2048 on GPUs
   threads: auto          # cores to use
   device: cpu            # or cuda, auto: no GPU has run it yet
   transport: auto        # or shm, nixl, tcp: how engines exchange K and V

@@ -88,6 +88,7 @@ from kvloom.types.spec import (
     SchedulerSpec,
     TransportName,
     WeaveSpec,
+    default_chunk,
     unit_abilities,
 )
 
@@ -121,7 +122,7 @@ class Config(ConfigSection):
     policy: Policy = DEFAULT_POLICY
     max_running: Count = 256
     max_waiting: Count = 1024
-    chunk_tokens: Count = 512
+    chunk_tokens: Annotated[Count | None, NoNull] = None
     threads: Threads = "auto"
     device: Device = "cpu"
     transport: TransportName = "auto"
@@ -333,7 +334,7 @@ class Config(ConfigSection):
             policy=unit.policy or self.policy,
             max_running=self.max_running,
             max_waiting=self.max_waiting,
-            chunk_tokens=self.chunk_tokens,
+            chunk_tokens=self.chunk_tokens or default_chunk(device),
             threads=threads,
             priorities=self.priorities,
             lease=self.lease,

@@ -316,11 +316,12 @@ class WeaveConfig(ConfigSection):
         """Returns the key and the unit of all that take part."""
         return (("hot", self.hot), *(("cold", cold) for cold in self.colds))
 
-    def spec(self) -> WeaveSpec:
-        """Returns the relation as the engine of `hot` knows it."""
+    def spec(self, devices: Mapping[str, str]) -> WeaveSpec:
+        """Returns the relation as the engine of `hot` knows it. devices: of all units."""
         first, *others = self.colds
         rest = self.model_dump(exclude={"hot", "cold"})
-        return WeaveSpec(cold=first, others=tuple(others), **rest)
+        gpus = tuple(devices[cold] for cold in self.colds if devices[cold] != CPU)
+        return WeaveSpec(cold=first, others=tuple(others), gpus=gpus, **rest)
 
 
 class PairedUnit(NamedTuple):
@@ -349,7 +350,7 @@ def weave_units(relations: Sequence[WeaveConfig], units: Mapping[str, PairedUnit
             raise ValueError(
                 f"weave.{i}.hot: {one.hot} has {units[one.hot].models} models; a unit of one is right"
             )
-    return {one.hot: one.spec() for one in relations}
+    return {one.hot: one.spec({name: unit.device for name, unit in units.items()}) for one in relations}
 
 
 def _check_pair(where: str, hot: str, cold: str, units: Mapping[str, PairedUnit]) -> None:
@@ -357,10 +358,8 @@ def _check_pair(where: str, hot: str, cold: str, units: Mapping[str, PairedUnit]
     if hot == cold:
         raise ValueError(f"{where}: {cold} would lend to itself; another unit is right")
     kinds = [units[name].device for name in (hot, cold)]
-    if kinds[0] != kinds[1]:
-        right = "two units of one GPU are right (units go round the GPUs in their order)"
-        if CPU in kinds:
-            right = "two CPU units, or two GPU units, are right"
+    if kinds[0] != kinds[1] and CPU in kinds:
+        right = "two CPU units, or two GPU units, are right"
         raise ValueError(f"{where}: {cold} is on {kinds[1]}, {hot} on {kinds[0]}; {right}")
 
 

@@ -150,8 +150,9 @@ class Scheduler:
         drafts = self._speculation.drafts(queue, ready, view, view.free(own) - self._multistep.claimed)
         tried = drafts.tokens if drafts else {}
         batch = [(sequence, 1 + len(tried.get(sequence.id, ()))) for sequence in ready]
-        # time lets more in
-        single = drafts or self._settling or watched or (self._by_deadlines and queue.waiting)
+        # time lets more in, unless a prefill runs
+        timed = self._by_deadlines and queue.waiting and not view.prefill_runs
+        single = drafts or self._settling or watched or timed
         steps = 1 if single else self._multistep.steps(view, action, batch)
         steps = self._speculation.take_steps(queue, steps)
         return self._start(queue, Phase.DECODE, action.share, batch, steps, drafts)

@@ -1,5 +1,7 @@
-"""Lends and borrows between two units of one GPU: a server attends for another unit between the operators of
-this unit's own forwards (Weaver, section 4.1), and a backend puts mailboxes, server and executor together."""
+"""Lends and borrows between two units of one GPU, or of two of which one reaches the other's memory. A server
+attends for another unit between the operators of this unit's own forwards (Weaver, section 4.1). A backend
+puts mailboxes, server and executor together. Before anything is lent, a hot unit finds out whether its
+machine is fit for that."""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from typing import Final, Protocol
 
 import torch
 
+from kvloom.kernels.driver import Driver, DriverError
 from kvloom.kernels.mailbox import End, LenderState, LentArena, MailboxTensors, Trouble
 from kvloom.kv.arena import ArenaMemory
 from kvloom.offload.memory.device import BorrowedDeviceBlocks, DeviceLending
@@ -22,8 +25,8 @@ from kvloom.offload.memory.mailbox import START
 from kvloom.offload.terms import Borrow, Loan, on_this_loop, one_number, watched
 from kvloom.transfer.cuda_ipc import CudaIpcTransport
 from kvloom.types.clock import has_ended
-from kvloom.types.errors import Conflict, Unavailable
-from kvloom.types.geometry import I32, AnyArray
+from kvloom.types.errors import ConfigError, Conflict, Unavailable
+from kvloom.types.geometry import I32
 from kvloom.types.load import Waits
 
 LOOKS: Final = 20_000_000  # of a `collect`, some ten seconds: a lender's first task finds its kernel compiled
@@ -325,11 +328,6 @@ class CudaOffloadBackend:
         """Returns None: tasks are over before a host could look."""
         return None
 
-    returns_parts = False  # what a device has been told of its blocks stays there until the loan ends
-
-    def take_back(self, numbers: AnyArray) -> None:
-        raise NotImplementedError
-
     def recall(self) -> bool:
         if self._service is None:
             return True
@@ -356,3 +354,59 @@ def _room(what: str) -> Iterator[None]:
         raise Unavailable(
             f"{what}: the device has no memory for a mailbox beside the pool; less kv_memory is right"
         ) from error
+
+
+# -- what two units of GPUs need of the machine ----------------------------------------------------------
+
+
+def require_lenders(driver: Driver, device: torch.device, gpus: Sequence[str]) -> None:
+    """Raises ConfigError if a unit of `device` cannot borrow from units of these GPUs: on its own one MPS has
+    to run, and another one's memory has to be within its reach."""
+    for index in dict.fromkeys(map(index_of, gpus)):
+        if index == (device.index or 0):
+            require_mps(driver, device)
+        else:
+            require_peers(driver, device, index)
+
+
+def require_peers(driver: Driver, device: torch.device, other: int) -> None:
+    """Raises ConfigError unless kernels of `device` load and store in the memory of GPU `other`, where a
+    lender's arena and mailbox lie, and atomics reach it: the mailbox' words are loaded and stored by them."""
+    try:
+        numbers = [driver("cuDeviceGet", one) for one in (device.index or 0, other)]
+        reached = bool(int(driver("cuDeviceCanAccessPeer", *numbers)))
+        kind = driver.api.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+        atomic = reached and bool(int(driver("cuDeviceGetP2PAttribute", kind, *numbers)))
+    except DriverError as error:
+        raise ConfigError(
+            f"weave: whether {device} reaches the memory of cuda:{other} cannot be told: {error}"
+        ) from error
+    if not atomic:
+        lack = "reaches it without atomics" if reached else "has no peer access to it"
+        raise ConfigError(
+            f"weave: the mailbox would lie in the memory of cuda:{other}, and {device} {lack}; two GPUs that "
+            "NVLink joins (nvidia-smi topo -m), or both units on one GPU with MPS, are right"
+        )
+
+
+def require_mps(driver: Driver, device: torch.device) -> None:
+    """Raises ConfigError unless MPS runs kernels of several processes on the GPU side by side: by turns of
+    the GPU, who waits for another process' attention spins through its own turn, and that in each layer."""
+    index = device.index or 0
+    try:
+        driver.enter(index)
+        number = driver("cuDeviceGet", index)
+        attribute = driver.api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
+        if int(driver("cuDeviceGetAttribute", attribute, number)):
+            return
+    except DriverError as error:
+        raise ConfigError(f"weave: whether MPS runs on {device} cannot be told: {error}") from error
+    raise ConfigError(
+        f"weave: two units on {device} without MPS have it by turns, and wait for each other through them; "
+        "MPS before the fleet starts (nvidia-cuda-mps-control -d), or no `weave`, is right"
+    )
+
+
+def index_of(name: str) -> int:
+    """Returns the number of a GPU by its name, as `cuda:1`."""
+    return int(name.partition(":")[2] or 0)

@@ -17,7 +17,7 @@ from kvloom.kv.cache import ModelCache
 from kvloom.kv.pool import Pool
 from kvloom.offload.planner import DecodePlanner, OffloadingPlanner
 from kvloom.offload.policy import S
-from kvloom.offload.terms import Borrow, HandBack, Loan, OffloadBackend
+from kvloom.offload.terms import Borrow, HandBack, Loan, OffloadBackend, ReturnsParts
 from kvloom.types.address import KVForm
 from kvloom.types.clock import Clock
 from kvloom.types.errors import BadRequest, Conflict, OutOfBlocks
@@ -131,10 +131,11 @@ class Lender(Generic[S]):
     def _enough(self, lacks: Lacks) -> int:
         """Returns how many blocks of the loan would be enough for now, in quarters of it; 0 if only all of
         them are, or the device can only have all of them back."""
-        backend = _able(self._backend)
+        if not isinstance(self._backend, ReturnsParts):
+            return 0
         quarter = -(-self._promises.lent // _QUARTERS)
         parts = (n * quarter for n in range(1, _QUARTERS) if n * quarter < self._promises.lent)
-        return next(filter(lacks, parts), 0) if backend.returns_parts else 0
+        return next(filter(lacks, parts), 0)
 
     def give_way(self) -> None:
         """Has lent blocks back if own models are short of them: they have waited, or nothing runs for whose
@@ -188,8 +189,8 @@ class Lender(Generic[S]):
             raise Conflict("take_back: this loan is over")
         if self._retry is not None:
             raise Conflict("take_back: all of this loan is on its way back")
-        backend = _able(self._backend)
-        if not backend.returns_parts:
+        backend = self._backend
+        if not isinstance(backend, ReturnsParts):
             raise Conflict("take_back: this unit's device takes a loan back as a whole")
         numbers = np.unique(np.array(body.blocks, np.int64))
         if numbers.size and not 0 <= numbers[0] <= numbers[-1] < len(self._lent):

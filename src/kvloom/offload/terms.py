@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Final, Protocol
+from typing import Annotated, Final, Protocol, runtime_checkable
 
 from msgspec import Meta, Struct
 
@@ -91,17 +91,19 @@ class OffloadBackend(Protocol):
     def waits(self) -> Waits | None:
         """Returns how long tasks of the other unit have waited; None if this unit lends nothing."""
 
-    @property
-    def returns_parts(self) -> bool:
-        """Whether blocks may come back before the loan ends."""
-
-    def take_back(self, numbers: AnyArray) -> None:
-        """Lets no task name these blocks of the loan to the other unit any more; that unit does not use them.
-        Called only if `returns_parts`. Some others are left."""
-
     def recall(self) -> bool:
         """Ends the loan to the other unit. Returns True once nobody uses its blocks any more; False means
         that the caller has to ask again, in milliseconds."""
+
+
+@runtime_checkable
+class ReturnsParts(Protocol):
+    """A backend whose blocks may come back before the loan ends. A GPU's is none: what the device has been
+    told of its blocks stays there until then."""
+
+    def take_back(self, numbers: AnyArray) -> None:
+        """Lets no task name these blocks of the loan to the other unit any more; that unit does not use them.
+        Some others are left."""
 
 
 # -- what backends of all devices do alike ----------------------------------------------------------------

@@ -17,9 +17,9 @@ from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.speculation import seconds_per_token
 from kvloom.plan.cost.work import CostModel, Work
 from kvloom.plan.growth import AMPLE, BATCHES, BEYOND, Bound, Growth, ModelShare, grow
-from kvloom.plan.plan import CHUNK_TOKENS, LEAST_RATE, pool_bytes, request_bytes, usable_bytes
+from kvloom.plan.plan import LEAST_RATE, pool_bytes, request_bytes, usable_bytes
 from kvloom.plan.residency import UnitResidency, unit_residency
-from kvloom.types.spec import Slo
+from kvloom.types.spec import GPU_CHUNK_TOKENS, Slo
 
 NEAR: Final = 1.05  # a prefill this close to the fastest is as good; it leads to MuxServe's 80 % for a 7B
 _DECODE_MOST: Final = 0.9  # a decode leaves something for the prefill beside it
@@ -113,7 +113,7 @@ class CandidateCatalog:
         found = self._prefills.get((kind, demand.name))
         if found is None:
             cost, prompt = self._model(kind), max(1, round(demand.prompt))
-            name, full = demand.name, max(1, CHUNK_TOKENS // prompt)
+            name, full = demand.name, max(1, GPU_CHUNK_TOKENS // prompt)
             times = [cost.seconds(Work.prefill(name, share, [prompt] * full)) for share in kind.shares]
             share = next(s for s, t in zip(kind.shares, times, strict=True) if t <= NEAR * min(times))
             jobs = {n: cost.seconds(Work.prefill(name, share, [prompt] * n)) for n in range(1, full + 1)}

@@ -16,6 +16,7 @@ from kvloom.plan.cost.shapes import ModelShape, read_shape
 from kvloom.plan.growth import MAX_BATCH
 from kvloom.types.errors import ConfigError
 from kvloom.types.spec import (
+    GPU_CHUNK_TOKENS,
     RESERVE,
     Dtype,
     ModelSpec,
@@ -235,7 +236,6 @@ def write_plan(file: Path, plan: PlacementPlan) -> None:
 
 
 USABLE: Final = 0.95  # of a device's memory; the driver, the runtime and the allocator's gaps take the rest
-CHUNK_TOKENS: Final = 2048  # of a prefill job; MuxServe's most
 _LOGIT_BYTES: Final = 4
 
 
@@ -286,7 +286,7 @@ def activation_bytes(shape: ModelShape, kind: MeshKind) -> int:
     copies = 1 if kind.device == CPU else kind.gpus
     attention = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     mlp = shape.ffn * (2 if shape.gated else 1)
-    numbers = CHUNK_TOKENS * (2 * shape.hidden * copies + attention + mlp)
+    numbers = GPU_CHUNK_TOKENS * (2 * shape.hidden * copies + attention + mlp)
     return numbers * shape.itemsize + MAX_BATCH * shape.vocab * _LOGIT_BYTES
 
 

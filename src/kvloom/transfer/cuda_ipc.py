@@ -127,16 +127,31 @@ class CudaMemory:
         except DriverError as error:
             raise Unavailable(f"the peer's KV arena cannot be mapped: {error}") from error
         foreign = _Foreign(self._driver, self._device.index, base, told.offset, told.size)
+        self._refuse_unreached(base)
         try:
-            mapped = torch.as_tensor(foreign)  # on the pointer's own device; one that is given is believed
+            mapped = torch.as_tensor(foreign, device=self._device)  # a device that is given is believed
         except RuntimeError as error:
             raise Unavailable(f"the peer's memory cannot be taken as a tensor: {error}") from error
         if mapped.device != self._device or mapped.data_ptr() != base + told.offset:
-            raise BadRequest(
-                f"peer: its memory is {mapped.device}'s, which {self._device} cannot map as its own; units "
-                "of one GPU are right"
-            )
+            raise Unavailable(f"the peer's memory has become a copy on {mapped.device}; torch 2.11 is right")
         return mapped
+
+    def _refuse_unreached(self, address: int) -> None:
+        """Raises BadRequest if memory that is mapped is another GPU's and kernels of this one do not reach
+        it. Mapping it has enabled peer access, if there is any."""
+        api: Any = self._driver.api
+        kind = api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+        try:
+            owner = int(self._driver("cuPointerGetAttribute", kind, address))
+            numbers = [self._driver("cuDeviceGet", one) for one in (self._device.index, owner)]
+            reached = owner == self._device.index or int(self._driver("cuDeviceCanAccessPeer", *numbers))
+        except DriverError as error:
+            raise Unavailable(f"which GPU's the peer's memory is cannot be told: {error}") from error
+        if not reached:
+            raise BadRequest(
+                f"peer: its memory is cuda:{owner}'s, to which {self._device} has no peer access; units of "
+                "one GPU, or of two that NVLink joins, are right"
+            )
 
     def mark(self) -> DeviceEvent:
         with torch.cuda.device(self._device):

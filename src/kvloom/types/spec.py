@@ -98,6 +98,7 @@ class WeaveSpec(Struct, frozen=True):
     split: Splitting = "auto"  # whether `cold` splits its operators
     waits: float = 0.05  # part of a step of this unit by which tasks are expected to hold it up, at most
     others: tuple[str, ...] = ()  # further units that may lend instead
+    gpus: tuple[str, ...] = ()  # those of all units that may lend, in their order; none of CPU units
 
     @property
     def colds(self) -> tuple[str, ...]:
@@ -150,6 +151,18 @@ def unit_abilities(device: str, ranks: int, transport: TransportName = "shm") ->
         keeps=device == "cpu",
         speculates=device == "cpu",
     )
+
+
+CHUNK_TOKENS: Final = 512
+"""Prompt tokens of a prefill job on cores, unless the config says otherwise."""
+GPU_CHUNK_TOKENS: Final = 2048
+"""The same on a GPU, which is idle in part with fewer. It is MuxServe's most, too."""
+
+
+def default_chunk(device: str) -> int:
+    """Returns the prompt tokens that a prefill job takes at most by default. device: as in
+    `unit_abilities`."""
+    return CHUNK_TOKENS if device == "cpu" else GPU_CHUNK_TOKENS
 
 
 _ON_GPUS: Final[tuple[KVDtype, ...]] = ("auto", "float32", "bfloat16", "float8_e4m3fn")

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from kvloom.exec.cuda import graphs
 from kvloom.exec.cuda.device import GpuDevice, HostStream, Recording
 from kvloom.exec.cuda.executor import GpuExecutor
+from kvloom.exec.cuda.graphs import prefill_sizes
 from kvloom.types.job import Job
 from kvloom.types.request import StartGenerate
 from kvloom.types.spec import EngineSpec
@@ -160,6 +162,40 @@ def test_short_prefills_are_recorded_and_others_are_not(paths: dict[str, Path]) 
     chunks = [-(-len(one.prompt) // 16) for one in requests.values()]
     assert counts == [chunks[0], chunks[1], 1, chunks[3]]  # the last 3 of 35 tokens have few logits
     assert tokens(answers) == tokens(asyncio.run(on_the_cpu()))
+
+
+def test_sizes_of_recorded_prefills_follow_from_a_layers_size() -> None:
+    """A large layer keeps the device busy while the host asks for it. A whole chunk is recorded always."""
+    assert prefill_sizes(2048, 8_030_000_000, 32) == (2048, 512, 384, 256, 192, 128, 64, 32, 16)
+    assert prefill_sizes(2048, 1_240_000_000, 16)[:4] == (2048, 1536, 1024, 768)
+    assert prefill_sizes(100, 1_000_000, 2) == (100, 64, 32, 16)
+    assert prefill_sizes(512, 10**15, 2) == (512,)
+
+
+def test_a_recording_of_a_whole_chunk_takes_little_padding(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model for which nothing shorter is recorded."""
+    monkeypatch.setattr(graphs, "WORK", 0)
+    prompts = [[(5 * i + j) % 250 for j in range(size)] for i, size in enumerate((5, 13, 14, 16))]
+
+    async def run() -> tuple[list[Answer], list[int]]:
+        stream, found, counts = _Counting(), [], []
+        spec = spec_of({"a": paths["a"]}, max_running=4, chunk_tokens=16)
+        async with running_on_device(spec, one_lane(stream)) as (engine, _):
+            for prompt in prompts:
+                before = stream.replays
+                found.append(await ask(engine, body("a", prompt, max_tokens=1)))
+                counts.append(stream.replays - before)
+        return found, counts
+
+    async def on_the_cpu() -> list[Answer]:
+        async with running(spec_of({"a": paths["a"]})) as engine:
+            return [await ask(engine, body("a", prompt, max_tokens=1)) for prompt in prompts]
+
+    found, counts = asyncio.run(run())
+    assert counts == [0, 0, 1, 1]
+    assert tokens(found) == tokens(asyncio.run(on_the_cpu()))
 
 
 def test_out_of_memory_fails_the_job_and_nothing_else(paths: dict[str, Path]) -> None:

@@ -51,15 +51,42 @@ def test_partitions_are_made_and_tried_or_plain_streams_take_their_place(age: Ag
 
 
 @pytest.mark.parametrize("age", AGES)
-def test_memory_is_shared_by_handles_and_mps_is_seen(age: Age) -> None:
+def test_memory_is_shared_by_handles(age: Age) -> None:
+    """A peer's is this device's to torch, whichever GPU's it is, if this one reaches it."""
     found = run("memory", bindings(age))
-    assert found["notes"] == [f"{what} {found['base']}" for what in ("export", "map", "unmap")]
-    assert found["MPS"] == ""
-    assert found["no MPS"].endswith(
-        "MPS before the fleet starts (nvidia-cuda-mps-control -d), or no `weave`, is right"
+    assert found["taken"] == ["cpu:0"] * 2
+    assert found["notes"] == [f"{what} {found['base']}" for what in ("export", *("map", "unmap") * 4)]
+    for name in ("own", "another's"):
+        assert found[name] == "the peer's memory cannot be taken as a tensor: no CUDA"
+    assert found["out of reach"] == (
+        "peer: its memory is cuda:1's, to which cpu:0 has no peer access; units of one GPU, or of two that "
+        "NVLink joins, are right"
     )
-    assert found["unknown"].startswith("weave: whether MPS runs on ")
+    assert found["unknown"].startswith(
+        "which GPU's the peer's memory is cannot be told: cuPointerGetAttribute"
+    )
     assert found["another thread"] == "cuMemGetAddressRange: CUDA_ERROR_INVALID_CONTEXT"
+
+
+@pytest.mark.parametrize("age", AGES)
+def test_who_cannot_be_borrowed_from_is_told_before(age: Age) -> None:
+    told = run("lenders", bindings(age))
+    assert [name for name, why in told.items() if not why] == ["peers", "peers and MPS"]
+    mps = "MPS before the fleet starts (nvidia-cuda-mps-control -d), or no `weave`, is right"
+    words = {
+        "without MPS": mps,
+        "peers and no MPS": mps,
+        "MPS unknown": "weave: whether MPS runs on cpu:0 cannot be told: cuDeviceGetAttribute: ",
+        "no access": "memory of cuda:1, and cpu:0 has no peer access to it; two GPUs that NVLink joins",
+        "no atomics": "memory of cuda:1, and cpu:0 reaches it without atomics; two GPUs that NVLink joins",
+        "access unknown": "reaches the memory of cuda:1 cannot be told: cuDeviceCanAccessPeer: ",
+        "atomics unknown": "memory of cuda:1 cannot be told: cuDeviceGetP2PAttribute: CUDA_ERROR",
+        "no such GPU": "memory of cuda:7 cannot be told: cuDeviceGet: CUDA_ERROR_INVALID_DEVICE",
+    }
+    for name, wanted in words.items():
+        assert wanted in told[name]
+        assert told[name].startswith("weave: ")
+        assert "\n" not in told[name]
 
 
 def test_no_kernel_is_compiled_after_the_rehearsal() -> None:

@@ -26,10 +26,11 @@ from kvloom.exec.sampler import prompt_logprobs, sample
 from kvloom.kernels.cuda.flash import FlashAttention
 from kvloom.types.job import PromptRow, SampleRow
 from kvloom.types.request import SamplingParams
+from kvloom.types.spec import GPU_CHUNK_TOKENS
 from tests.exec.cuda.counted import CountedDevice, MemoryCount, counted_device
 from tests.exec.cuda.devices import COMPUTE
 
-ROWS, CHUNK = (Config.model_fields[name].default for name in ("max_running", "chunk_tokens"))
+ROWS, CHUNK = Config.model_fields["max_running"].default, GPU_CHUNK_TOKENS
 PAGE_OF_ANY = 8 << 20
 DRAWN = SamplingParams(max_tokens=1, seed=0, temperature=1.0, logprobs=5, logit_bias={1: 1.0})
 TINY = Shape(
@@ -76,7 +77,8 @@ def shapes_alone() -> Operations:
         return x.new_empty(x.shape[0], x.shape[1] // 2)
 
     made: dict[str, Any] = {one.name: nothing for one in fields(Operations)}
-    return Operations(**made | {"rms_norm": norm, "gated": gated, "flash": None})
+    computing = {"rms_norm": norm, "add_rms_norm": norm, "gated": gated}
+    return Operations(**made | computing | {"flash": None})
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from kvloom.kernels import reference
-from kvloom.kernels.cuda.elementwise import advance, gated, rms_norm, rotate, write_kv
+from kvloom.kernels.cuda import reference as cuda_reference
+from kvloom.kernels.cuda.elementwise import add_rms_norm, advance, gated, rms_norm, rotate, write_kv
 from tests.kernels.paged import paged
 
 DTYPES = torch.float32, torch.float16
@@ -26,6 +27,24 @@ def test_norm(rows: int, size: int, offset: float, dtype: torch.dtype) -> None:
     x = (torch.randn(rows, size + 5) * 3).to(dtype)[:, :size]
     weight = torch.randn(size).to(dtype)
     close(rms_norm(x, weight, 1e-5, offset), reference.rms_norm(x, weight, 1e-5, offset))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize(("rows", "size"), [(0, 8), (1, 100), (5, 768), (40, 64), (2, 4100)])
+def test_norm_of_a_sum(rows: int, size: int, offset: float, dtype: torch.dtype) -> None:
+    """The sum is there to the last bit; it is what `rms_norm` would have been given."""
+    torch.manual_seed(rows)
+    wide = (torch.randn(2, rows, size + 5) * 3).to(dtype)
+    residual, weight = wide[1, :, :size], torch.randn(size).to(dtype)
+    before = wide.clone()
+    mine, theirs = wide.clone()[0, :, :size], wide.clone()[0, :, :size]
+    got = add_rms_norm(mine, residual, weight, 1e-5, offset)
+    wanted = cuda_reference.add_rms_norm(theirs, residual, weight, 1e-5, offset)
+    close(got, wanted)
+    assert mine.equal(theirs)
+    assert got.equal(rms_norm(mine, weight, 1e-5, offset))
+    assert wide.equal(before)
 
 
 def test_norm_of_heads_in_wider_rows() -> None:
@@ -125,5 +144,7 @@ def test_what_does_not_fit_is_refused() -> None:
         gated(x, "silu")
     with pytest.raises(ValueError, match="weight: want float32 \\[5\\]"):
         rms_norm(x, torch.ones(4), 1e-6)
+    with pytest.raises(ValueError, match="residual: want float32 \\[3, 5\\]"):
+        add_rms_norm(x, torch.ones(3, 4), torch.ones(5), 1e-6)
     with pytest.raises(ValueError, match="even size up to 8"):
         rotate(x[:, None, :].repeat(1, 1, 2)[..., :8], x[:, None, :].repeat(1, 1, 2)[..., :8], x, x)

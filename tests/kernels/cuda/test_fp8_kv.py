@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from kvloom.kernels import reference
-from kvloom.kernels.cuda.decode import Workspace, decode_attention
+from kvloom.kernels.cuda.decode import decode_attention, workspace
 from kvloom.kernels.cuda.elementwise import write_kv
 from kvloom.kernels.cuda.prefill import prefill_attention
 from tests.kernels.cuda.fp8 import NEEDS_FP8
@@ -25,7 +25,7 @@ CLOSE = {torch.float32: 2e-5, torch.float16: 4e-3}
 def test_decode(head_dim: int, group: int, window: int, dtype: torch.dtype) -> None:
     p = paged(head_dim, [0, 1, 40, 150], head_dim=head_dim, kv_heads=2, group=group, dtype=KEPT)
     q = p.queries(4).to(dtype)
-    room = Workspace.make(2, 4, q.shape[1], head_dim, q.device)
+    room = workspace(q, p.lengths, 2, 4, 150, window)
     out, wanted = torch.full_like(q, torch.nan), torch.empty_like(q)
     decode_attention(out, q, *p.cache, p.lengths, 0.1, window, workspace=room)
     reference.decode_attention(wanted, q, *p.cache, p.lengths, 0.1, window)

@@ -34,7 +34,8 @@ class MultiStepDecode:
     sequence ends, no admissible request waits (if the unit has several models, none at all), and every other
     model is idle or running. A caller that comes meanwhile cuts them short, and finds the unit as if they had
     been many jobs. If the executor has lookahead a token of such a job may end a sequence, which cuts it
-    short as well.
+    short as well; and requests may wait while a prefill runs, whose end does too, if the policy would decode
+    again.
     """
 
     def __init__(
@@ -57,10 +58,10 @@ class MultiStepDecode:
         most, queue = self._executor.max_steps, self._queues[action.model]
         if most == 1 or not batch or not queue.planner.multi_step or not self._takes_all(queue, len(batch)):
             return 1
-        others = (self._queues[model.name] for model in view.models if model.name != action.model)
+        others = [self._queues[model.name] for model in view.models if model.name != action.model]
         if not all(map(self._settled, others)):
             return 1
-        if queue.waiting and not self._goes_on(view, action):
+        if any(one.waiting for one in (queue, *others)) and not self._goes_on(view, action):
             return 1
         if queue.cache.shares_a_tail([sequence.id for sequence, _ in batch]):
             return 1  # the page that is copied is held until this job has ended
@@ -83,21 +84,22 @@ class MultiStepDecode:
         return count == sum(not sequence.in_job for sequence in queue.running)
 
     def _settled(self, queue: ModelQueue) -> bool:
-        """Returns whether the model has nothing to do, or its jobs run and take all its sequences."""
-        if queue.waiting or (queue.stats.active[Phase.PREFILL] and not self._executor.lookahead):
+        """Returns whether nothing of the model runs, or its jobs take all its sequences that do."""
+        if queue.stats.active[Phase.PREFILL] and not self._executor.lookahead:
             return False
         return all(sequence.in_job for sequence in queue.running)
 
     def _goes_on(self, view: UnitView, action: Decode) -> bool:
-        """Returns whether the policy would decode again. With one model, a request that does not fit now fits
-        less and less."""
-        if view.served > 1:
+        """Returns whether the policy would decode again while requests wait. With one model, a request that
+        does not fit now fits less and less. With several, that is so for as long as a prefill runs."""
+        if view.served > 1 and not (view.prefill_runs and self._executor.lookahead):
             return False
         jobs = view.jobs + 1
-        model = structs.replace(view.models[0], last_decode=jobs)
-        return (
-            self._policy(structs.replace(view, models=(model,), last_was_prefill=False, jobs=jobs)) == action
+        models = tuple(
+            structs.replace(model, last_decode=jobs) if model.name == action.model else model
+            for model in view.models
         )
+        return self._policy(structs.replace(view, models=models, last_was_prefill=False, jobs=jobs)) == action
 
     def started(self, inflight: InflightBatch) -> int:
         """Notes that a job begins. If it has a single step, running jobs are cut short. Returns what `cut`

@@ -184,13 +184,14 @@ class GpuExecutor:
         """Returns what records a model's prefills of up to `chunk` tokens on a lane, which take the most
         memory, the largest first, and its decode steps for batches of `_sizes`. chunk: 0 if prefills may have
         to wait for weights."""
-        given = self._models[name], lane, self._buffers[lane]
+        model = self._models[name]
+        given = model, lane, self._buffers[lane]
         prefills = self._prefills[name, lane] = PrefillSteps(*given)
         steps = self._steps[name, lane] = DecodeSteps(*given)
-        sizes = prefill_sizes(chunk) if chunk else ()
+        sizes = prefill_sizes(chunk, model.card.parameters, model.geometry.layers) if chunk else ()
         return (
             [partial(prefills.record, size) for size in sizes],
-            [partial(steps.record, size) for size in _sizes(self._models[name], most)],
+            [partial(steps.record, size) for size in _sizes(model, most)],
         )
 
     def _record(self, name: str, records: Iterable[_Record], agree: Callable[[bool], bool]) -> None:

@@ -32,15 +32,28 @@ def buckets_up_to(most: int) -> tuple[int, ...]:
     return tuple(reversed(sizes))
 
 
-PROMPT_TOKENS: Final = (16, 32, 64, 128, 192, 256, 384, 512)
-"""Of prefills that are recorded. By estimate, with more of them the device takes longer than the host."""
+PROMPT_TOKENS: Final = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536)
+"""The tokens of prefills that are recorded, as far as `WORK` allows."""
 PROMPTS: Final = 8
 """Sequences of a recorded prefill."""
+WORK: Final = 1 << 37
+"""The tokens of a prefill times the parameters of a layer, by estimate, for which the device takes as long as
+the host does to ask for that layer. If there are more, padding costs more than a recording spares."""
+PADDING: Final = 1 / 8
+"""The part of a whole chunk that may be padding, if it is recorded for the sake of those that have none."""
 
 
-def prefill_sizes(chunk: int) -> tuple[int, ...]:
-    """Returns the tokens of the prefills to record if no job has more than `chunk`, the largest first."""
-    return tuple(sorted({min(size, chunk) for size in PROMPT_TOKENS}, reverse=True))
+def most_padded(parameters: int, layers: int) -> int:
+    """Returns the tokens up to which prefills run by the next larger recording, whatever the padding."""
+    most = WORK * layers // max(1, parameters)
+    return max((size for size in PROMPT_TOKENS if size <= most), default=0)
+
+
+def prefill_sizes(chunk: int, parameters: int, layers: int) -> tuple[int, ...]:
+    """Returns the tokens of the prefills to record for a model, the largest first: `chunk`, of which no job
+    has more, and others up to `most_padded`."""
+    most = most_padded(parameters, layers)
+    return tuple(sorted({chunk, *(size for size in PROMPT_TOKENS if size <= min(most, chunk))}, reverse=True))
 
 
 def fitting(most: int, rows: int) -> int:
@@ -55,7 +68,7 @@ class Buffers:
         """rows: sequences of the largest batch. chunk: tokens of the largest prefill."""
         self.rows = rows
         self.prompts = min(rows, PROMPTS)
-        sizes = Layout(_arrays(rows)).size, Layout(_prompt_arrays(prefill_sizes(chunk)[0], self.prompts)).size
+        sizes = Layout(_arrays(rows)).size, Layout(_prompt_arrays(chunk, self.prompts)).size
         self.inputs = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
         self.tables = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         self._logits = torch.empty(0, dtype=torch.uint8, device=device)
@@ -207,14 +220,16 @@ class DecodeSteps:
 
 
 class PrefillSteps:
-    """Runs prefills of few tokens and sequences by the smallest recording that holds them: the host takes
-    longer to ask for these than the device to do them."""
+    """Runs prefills of few sequences by the smallest recording that holds them, if they have few tokens, so
+    that the host takes longer to ask for them than the device to do them, or nearly as many as the
+    recording."""
 
     def __init__(self, model: DeviceModel, lane: PartitionLane, buffers: Buffers) -> None:
         self._model = model
         self._lane = lane
         self._buffers = buffers
         self._tables = buffers.tables[: buffers.prompts, : model.widest(buffers.prompts + 1)]
+        self._padded = most_padded(model.card.parameters, model.geometry.layers)
         self._steps: list[_Step] = []  # the smallest first
 
     def record(self, tokens: int, unasked: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
@@ -231,6 +246,8 @@ class PrefillSteps:
         kept, most = job.kept, self._buffers.prompts
         sequences, pages = job.plan.tables.shape
         if step is None or max(sequences, kept.size) > most or pages > step.pages:
+            return None
+        if step.rows > self._padded and step.rows - job.tokens.size > PADDING * step.rows:
             return None
         found, rows = prefill_inputs(job), step.rows
         for name, size, fill in (

@@ -1,12 +1,15 @@
-"""A GPU's layers in the place of a model's stock modules: norms, rotary and gates of one launch each, and
-linear layers over weights of 8 or 4 bits. Such weights are held as checkpoints' readers give them: codes, and
-scales and offsets of groups or of rows."""
+"""A GPU's layers in the place of a model's stock modules: norms, rotary and gates of one launch each, decoder
+layers whose norms add the residual, and linear layers over weights of 8 or 4 bits. Such weights are held as
+checkpoints' readers give them: codes, and scales and offsets of groups or of rows."""
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Final, Self
+from itertools import pairwise
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +18,7 @@ from kvloom.exec.cuda.operations import Operations
 from kvloom.exec.fuse import MergedLinearPart, Replacements, fuse, fuse_quantized, join
 from kvloom.exec.gguf.blocks import MappedEmbedding
 from kvloom.exec.huggingface import children
+from kvloom.exec.parallel.slicing import Summed
 from kvloom.exec.quantized import Factors, QuantizedLinear, QuantizedWeight, joined, narrowed
 from kvloom.kernels.reference import Activation
 
@@ -130,16 +134,39 @@ def move_quantized(module: nn.Module, device: torch.device) -> None:
         layer.quantized = QuantizedWeight(held.bits, held.codes.to(device), moved(held.scales), offsets)
 
 
+class _Ready(threading.local):
+    """The sum that the calling thread has normalised already, until the norm is asked for it."""
+
+    total: Tensor | None = None
+    normal: Tensor | None = None
+
+
 class DeviceNorm(nn.Module):
-    """Computes x / rms(x) · (offset + weight) in one launch."""
+    """Computes x / rms(x) · (offset + weight) in one launch, in which a residual may be added to x before."""
 
     def __init__(self, operations: Operations, weight: Tensor, eps: float, offset: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight.detach(), requires_grad=False)
         self._operations = operations
         self._form = eps, offset
+        self._ready = _Ready()
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Adds the residual to x [1, N, H], in place if x is contiguous, and returns the sum. This thread's
+        next call with that tensor finds it normalised."""
+        total = x.contiguous()
+        size = x.shape[-1]
+        normal = self._operations.add_rms_norm(
+            total.view(-1, size), residual.reshape(-1, size), self.weight, *self._form
+        )
+        self._ready.total, self._ready.normal = total, normal.view(x.shape)
+        return total
 
     def forward(self, x: Tensor) -> Tensor:
+        ready = self._ready
+        if ready.normal is not None and ready.total is x:
+            normal, ready.total, ready.normal = ready.normal, None, None
+            return normal
         heads = x.dim() == 4 and len(x) == 1  # [1, N, heads, D], perhaps a part of a merged product's columns
         rows = x[0] if heads else x.reshape(-1, x.shape[-1])
         return self._operations.rms_norm(rows, self.weight, *self._form).view(x.shape)
@@ -162,6 +189,106 @@ class DeviceGatedMLP(nn.Module):
         rows = self._operations.gated(inner.view(-1, inner.shape[-1]), self.activation)
         out: Tensor = self.down(rows.view(*inner.shape[:-1], -1))
         return out
+
+
+_PARTS: Final = {"self_attn", "mlp"}
+_NORMS: Final = (  # before attention, after it, before the MLP, after it; "" for none
+    ("input_layernorm", "", "post_attention_layernorm", ""),
+    (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+)
+
+
+class ResidualLayer:
+    """The forward of a decoder layer, in which each sum is done by the norm that reads it: that before the
+    MLP, and `following`, which is the next layer's or the model's last."""
+
+    def __init__(self, layer: nn.Module, names: Sequence[str], following: DeviceNorm) -> None:
+        """names: of the layer's norms, as in `_NORMS`."""
+        norms: list[Any] = [getattr(layer, name) if name else nn.Identity() for name in names]
+        self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = norms
+        self._attention: Any = layer.self_attn
+        self._mlp: Any = layer.mlp
+        self._following = following
+
+    def __call__(self, hidden_states: Tensor, **arguments: Any) -> Tensor:
+        """arguments: for attention alone."""
+        out, _ = self._attention(hidden_states=self._before_attention(hidden_states), **arguments)
+        total = self._before_mlp.add(self._after_attention(out), hidden_states)
+        out = self._mlp(self._before_mlp(total))
+        return self._following.add(self._after_mlp(out), total)
+
+
+def add_in_norms(model: nn.Module, operations: Operations) -> None:
+    """Lets norms add residuals in those decoder layers, fused already, that are put together as a
+    `ResidualLayer` is, which stand-ins for their parts show."""
+    for backbone in model.modules():
+        parts = list(backbone.children())
+        lists = [part for part in parts if isinstance(part, nn.ModuleList)]
+        last = [part for part in parts if isinstance(part, DeviceNorm)]
+        if len(lists) != 1 or len(last) != 1:
+            continue
+        firsts = [getattr(layer, "input_layernorm", None) for layer in lists[0]]
+        for layer, (_, following) in zip(lists[0], pairwise([*firsts, last[0]]), strict=True):
+            names = _norms_of(layer)
+            if names and isinstance(following, DeviceNorm) and _adds_alike(layer, names, operations):
+                layer.forward = ResidualLayer(layer, names, following)
+
+
+def _norms_of(layer: nn.Module) -> Sequence[str]:
+    """Returns the names of a decoder layer's norms, as in `_NORMS`; nothing if it has other parts. Attention
+    and a gated MLP give tensors that nobody else reads, so sums may be done in them."""
+    if vars(layer)["_parameters"] or vars(layer)["_buffers"]:
+        return ()
+    parts = dict(layer.named_children())
+    for names in _NORMS:
+        norms = {name for name in names if name}
+        if parts.keys() == norms | _PARTS and all(isinstance(parts[name], DeviceNorm) for name in norms):
+            mlp = parts["mlp"]
+            gated = isinstance(mlp.inner if isinstance(mlp, Summed) else mlp, DeviceGatedMLP)
+            return names if gated else ()
+    return ()
+
+
+def _adds_alike(layer: nn.Module, names: Sequence[str], operations: Operations) -> bool:
+    """Returns whether the layer's own forward and a `ResidualLayer` give the same, and call attention with
+    the same, if simple functions stand in for attention, MLP and norms: they differ if there are factors, or
+    sums elsewhere."""
+    device, size, asked = next(layer.parameters()).device, 16, list[dict[str, Any]]()
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    def attend(hidden_states: Tensor, **arguments: Any) -> tuple[Tensor, None]:
+        asked.append(arguments)
+        return 0.5 * hidden_states.flip(-1), None
+
+    generator = torch.Generator().manual_seed(0)
+    parts: dict[str, Any] = {name: DeviceNorm(operations, random(size), 1e-6, 0.0) for name in names if name}
+    parts |= {"self_attn": attend, "mlp": lambda x: 0.7 * x.roll(1, -1)}
+    stock = copy.copy(layer)
+    vars(stock)["_modules"] = vars(layer)["_modules"] | parts
+    ours = ResidualLayer(stock, names, DeviceNorm(operations, random(size), 1e-6, 0.0))
+    x, marks = random(1, 5, size), dict.fromkeys(("attention_mask", "position_ids"))
+    given: dict[str, Any] = marks | {
+        "position_embeddings": (random(1, 5, 8), random(1, 5, 8)),
+        "kv": object(),
+    }
+    with torch.inference_mode():
+        try:
+            expected = stock(x.clone(), **given)
+        except (TypeError, ValueError, RuntimeError, AttributeError):
+            return False  # it wants to be called otherwise
+        found = ours(x.clone(), **given)
+    return (
+        isinstance(expected, Tensor)
+        and all(asked[0].get(name) is value for name, value in given.items())
+        and torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+    )
 
 
 def fuse_on_device(model: nn.Module, operations: Operations) -> None:
@@ -197,3 +324,4 @@ def fuse_on_device(model: nn.Module, operations: Operations) -> None:
         rotate=rotate_both,
     )
     fuse(model, ours)
+    add_in_norms(model, operations)

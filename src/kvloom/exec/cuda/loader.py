@@ -34,6 +34,7 @@ from kvloom.kernels.cuda.flash import find_flash
 from kvloom.kernels.cuda.reference import FP8_CAPABILITY
 from kvloom.kernels.driver import Driver, DriverError
 from kvloom.kv.arena import ArenaMemory, view_blocks
+from kvloom.offload.cuda import index_of, require_lenders
 from kvloom.types.errors import ConfigError, Unavailable
 from kvloom.types.geometry import Geometry, KVDtype
 from kvloom.types.spec import EngineSpec
@@ -177,7 +178,7 @@ def load_gpu_executor(spec: EngineSpec, progress: Callable[[str], None] = lambda
     progress(f"opening {spec.device}")
     device, operations = open_gpu(spec.device, cut=cut_green)
     if spec.weave is not None:
-        refuse_slices(_open_driver("weave"), device.torch)
+        require_lenders(_open_driver("weave"), device.torch, spec.weave.gpus)
     if spec.sleep_dir:
         return load_within_budget(spec, device, operations, _open_driver("memory"), progress)
     return load_executor(spec, device, operations, progress)
@@ -188,24 +189,6 @@ def _open_driver(what: str) -> Driver:
         return Driver()
     except DriverError as error:
         raise ConfigError(f"{what}: {error}; pip install '.[gpu]' in kvloom's checkout is right") from error
-
-
-def refuse_slices(driver: DriverCalls, device: torch.device) -> None:
-    """Raises ConfigError unless MPS runs kernels of several processes on the GPU side by side: by turns of
-    the GPU, who waits for another process' attention spins through its own turn, and that in each layer."""
-    index = device.index or 0
-    try:
-        driver.enter(index)
-        number = driver("cuDeviceGet", index)
-        attribute = driver.api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
-        if int(driver("cuDeviceGetAttribute", attribute, number)):
-            return
-    except DriverError as error:
-        raise ConfigError(f"weave: whether MPS runs on {device} cannot be told: {error}") from error
-    raise ConfigError(
-        f"weave: two units on {device} without MPS have it by turns, and wait for each other through them; "
-        "MPS before the fleet starts (nvidia-cuda-mps-control -d), or no `weave`, is right"
-    )
 
 
 def open_gpu(name: str, cut: Cut, rank: int = 0) -> tuple[GpuDevice, Operations]:
@@ -220,7 +203,7 @@ def open_gpu(name: str, cut: Cut, rank: int = 0) -> tuple[GpuDevice, Operations]
             f"device: Triton cannot be used here ({error}); pip install '.[gpu]' in kvloom's checkout, "
             "or `device: cpu`, is right"
         ) from error
-    device = cuda_device(int(name.partition(":")[2] or 0) + rank, cut, operations)
+    device = cuda_device(index_of(name) + rank, cut, operations)
     flash = find_flash(torch.cuda.get_device_capability(device.torch), device.compute)
     return device, replace(operations, flash=flash)
 

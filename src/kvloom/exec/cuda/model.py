@@ -109,21 +109,20 @@ class DecodeState(_DeviceState):
     ) -> None:
         super().__init__(operations, places, multiprocessors, lambda layer: None, poll, len(lengths))
         self._lengths = lengths
-        self._workspace: Any = None
+        self._workspaces: dict[int, Any] = {}  # of all layers with such a window, one after the other
 
     def _over_pages(
         self, out: Tensor, layer: int, q: Tensor, scale: float, window: int, softcap: float
     ) -> None:
         places = self._places
-        if self._workspace is None:  # of all layers, one after the other
-            (batch, heads, head_dim), kv_heads = q.shape, places.page_map.shape[2]
+        if window not in self._workspaces:
             longest = places.tables.shape[1] * places.arena.shape[2]
-            self._workspace = self._operations.workspace(
-                batch, heads, kv_heads, head_dim, self._multiprocessors, longest, q.device
+            self._workspaces[window] = self._operations.workspace(
+                q, self._lengths, places.page_map.shape[2], self._multiprocessors, longest, window
             )
         self._operations.decode_attention(
             out, q, places.arena, places.page_map, layer, places.tables, self._lengths,
-            scale, window, softcap, workspace=self._workspace,
+            scale, window, softcap, workspace=self._workspaces[window],
         )  # fmt: skip
 
     def _head_sequences(self, rows: int) -> HeadSequences:

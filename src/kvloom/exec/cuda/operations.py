@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvloom.kernels import mailbox_reference, reference
@@ -19,8 +18,8 @@ from kvloom.kernels.reference import Activation
 class Operations:
     """The operations that the twins in `kernels/reference.py`, `kernels/mailbox_reference.py` and
     `kernels/cuda/reference.py` define.
-    workspace: (batch, heads, kv_heads, head_dim, multiprocessors, longest, device) → what a decode step's
-    attention is to split its work in, or None for no splitting. flash: attends instead of both attentions if
+    workspace: (q, lengths, kv_heads, multiprocessors, longest, window) → the parts in which a decode step's
+    attention does its work, or None for whole sequences. flash: attends instead of both attentions if
     it is there and has room."""
 
     write_kv: Callable[..., None]
@@ -31,6 +30,7 @@ class Operations:
     block_tables: BlockTables
     advance: Callable[..., None]
     rms_norm: Callable[[Tensor, Tensor, float, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float, float], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     gated: Callable[[Tensor, Activation], Tensor]
     quantized_product: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
@@ -38,7 +38,7 @@ class Operations:
     serve: Callable[..., None]
     post: Callable[..., None]
     collect: Callable[..., None]
-    workspace: Callable[[int, int, int, int, int, int, torch.device], Any]
+    workspace: Callable[[Tensor, Tensor, int, int, int, int], Any]
     flash: FlashAttention | None = None
 
 
@@ -64,6 +64,7 @@ def plain_operations() -> Operations:
         cuda_reference.block_tables,
         reference.advance,
         reference.rms_norm,
+        cuda_reference.add_rms_norm,
         rotate,
         reference.gated,
         cuda_reference.quantized_product,
@@ -80,7 +81,14 @@ def triton_operations() -> Operations:
     imported."""
     from kvloom.kernels.cuda.copy import block_tables, copy_blocks, copy_pages
     from kvloom.kernels.cuda.decode import decode_attention, workspace
-    from kvloom.kernels.cuda.elementwise import advance, gated, rms_norm, rotate, write_kv
+    from kvloom.kernels.cuda.elementwise import (
+        add_rms_norm,
+        advance,
+        gated,
+        rms_norm,
+        rotate,
+        write_kv,
+    )
     from kvloom.kernels.cuda.offload_ask import collect, post
     from kvloom.kernels.cuda.offload_serve import serve
     from kvloom.kernels.cuda.prefill import prefill_attention
@@ -95,6 +103,7 @@ def triton_operations() -> Operations:
         block_tables,
         advance,
         rms_norm,
+        add_rms_norm,
         rotate,
         gated,
         quantized_product,

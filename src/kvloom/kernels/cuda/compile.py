@@ -26,7 +26,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from kvloom.kernels.cuda.copy import block_tables, copy_blocks, copy_pages
-from kvloom.kernels.cuda.decode import Workspace, decode_attention
+from kvloom.kernels.cuda.decode import Workspace, decode_attention, list_parts
 from kvloom.kernels.cuda.draw import draw_launch
 from kvloom.kernels.cuda.elementwise import advance, gated_launch, norm_launch, rotate, write_kv
 from kvloom.kernels.cuda.launch import Launch
@@ -78,11 +78,11 @@ def _attention(
     group: int,
     window: int = 0,
     softcap: float = 0.0,
-    splits: int = 8,
+    split: bool = True,
     kept: torch.dtype | None = None,
 ) -> Iterator[Named]:
-    """Yields decode, split and not, and prefill of a model of 4 KV heads and 8 layers. kept: the format of K
-    and V, if it is another."""
+    """Yields decode, in parts or not, and prefill of a model of 4 KV heads and 8 layers. kept: the format of
+    K and V, if it is another."""
     kv_heads, batch, rows = 4, 16, 512
     arena = block_view(_empty(1 << 33, dtype=torch.uint8), _BLOCK, head_dim, kept or dtype)
     cache = arena, _empty(1024, 8, kv_heads), 3, _empty(batch, 64)
@@ -90,11 +90,11 @@ def _attention(
     name = f"{str(dtype).removeprefix('torch.')} D={head_dim} group={group}"
     name += f"{' window' if window else ''}{' softcap' if softcap else ''}{' FP8' if kept else ''}"
     q = _empty(batch, kv_heads * group, head_dim, dtype=dtype)
-    room = Workspace.make(splits, batch, kv_heads * group, head_dim, torch.device("meta"))
+    room = Workspace.make(64, batch, kv_heads * group, head_dim, torch.device("meta")) if split else None
     launch = decode_attention.launch(q, q, *cache, _empty(batch), *form, workspace=room)
-    yield f"decode {name} splits={splits}", launch
+    yield f"decode {name}{' in parts' if split else ''}", launch
     if launch.then is not None:
-        yield f"merge {name} splits={splits}", launch.then
+        yield f"merge {name}", launch.then
     q = _empty(rows, kv_heads * group, head_dim, dtype=dtype)
     yield f"prefill {name}", prefill_attention.launch(q, q, *cache, _empty(batch), _empty(batch + 1), *form)
 
@@ -113,6 +113,7 @@ def _around(dtype: torch.dtype, head_dim: int) -> Iterator[Named]:
     x, weight = _empty(rows, size, dtype=dtype), _empty(size, dtype=dtype)
     yield f"norm {name} H={size}", norm_launch(x, x, weight, 1e-6)
     yield f"norm {name} H={size} offset", norm_launch(x, x, weight, 1e-6, 1.0)
+    yield f"norm {name} H={size} of a sum", norm_launch(x, x, weight, 1e-6, residual=x)
     yield f"norm {name} of heads", norm_launch(q, q, _empty(head_dim, dtype=dtype), 1e-6)
     activations: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
     for activation in activations:
@@ -155,6 +156,7 @@ def _others() -> Iterator[Named]:
         yield f"copy {name}", copy_blocks.launch(memory, memory, ids, ids, ids, ids, **layout)
         yield f"copy pages {name}", copy_pages.launch(memory, _empty(1024, 8, 4), ids, ids, ids, **layout)
     out = _empty(32, 16, 8, 256)
+    yield "list of parts", list_parts.launch(_empty(64, 3), _empty(17), _empty(16), 0, 64)
     yield "tables", block_tables.launch(out, _empty(1024, 32, 8), _empty(16, 256), _empty(16), 32)
     wide = _empty(256, dtype=torch.int64)
     scale = _empty(256, dtype=torch.float64)
@@ -192,7 +194,7 @@ def served(capability: int = 90) -> Iterator[Named]:
     GPUs of this compute capability have them."""
     for head_dim in (64, 80, 96, 128, 256):
         yield from _attention(torch.bfloat16, head_dim, group=4)
-    yield from _attention(torch.bfloat16, 128, group=1, splits=1)
+    yield from _attention(torch.bfloat16, 128, group=1, split=False)
     yield from _attention(torch.bfloat16, 256, group=2, window=1024, softcap=50.0)
     yield from _attention(torch.float16, 128, group=7)
     yield from _attention(torch.float32, 64, group=4)

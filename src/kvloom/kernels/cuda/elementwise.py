@@ -1,4 +1,4 @@
-"""The kernels of a layer around its matrix products on a GPU: K and V are written into pages, rows are
+"""The kernels of a layer around its matrix products on a GPU: K and V are written into pages, rows are added,
 normalised and rotated, and gated between a gated MLP's two products (Shazeer, 2020). One more brings a step's
 inputs to the next token."""
 
@@ -140,25 +140,34 @@ _NORM_VALUES = 2048  # a program, if rows are shorter
 def _norm(  # type: ignore[no-untyped-def]
     out,
     x,
+    residual,  # or None
     weight,
     rows,
     eps,
     offset,
     x_row,
     x_head,
+    residual_row,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_PADDED: tl.constexpr,
     OFFSET: tl.constexpr,
+    ADDS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """A program is ROWS rows; row r is head r % HEADS of token r // HEADS."""
+    """A program is ROWS rows; row r is head r % HEADS of token r // HEADS. With ADDS the residual is added to
+    x in place first."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = tl.arange(0, SIZE_PADDED)
     valid = (row < rows)[:, None] & (at < SIZE)[None, :]
     kind = out.dtype.element_ty
     x_at = x + (row // HEADS * x_row + row % HEADS * x_head)[:, None] + at[None, :]
     values = tl.load(x_at, mask=valid, other=0.0).to(tl.float32)
+    if ADDS:
+        added = tl.load(residual + (row * residual_row)[:, None] + at[None, :], mask=valid, other=0.0)
+        total = (values + added.to(tl.float32)).to(kind)
+        tl.store(x_at, total, mask=valid)
+        values = total.to(tl.float32)
     inverse = 1 / tl.sqrt(tl.sum(values * values, 1) / SIZE + eps)
     normal = values * inverse[:, None]
     scales = tl.load(weight + at, mask=at < SIZE, other=0.0).to(tl.float32)[None, :]
@@ -166,17 +175,23 @@ def _norm(  # type: ignore[no-untyped-def]
     tl.store(out + (row * SIZE)[:, None] + at[None, :], normal.to(kind), mask=valid)
 
 
-def norm_launch(out: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Launch:
-    """Returns how `rms_norm` is launched for its output, of x's shape."""
+def norm_launch(
+    out: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, residual: Tensor | None = None
+) -> Launch:
+    """Returns how `rms_norm`, or with a residual `add_rms_norm`, is launched for its output, of x's shape."""
     size = x.shape[-1]
+    if residual is not None:
+        check("residual", residual, x.shape[0], size, dtypes=(x.dtype,))
     flat = x if x.dim() == 3 else x.reshape(-1, 1, size)
     check("x", flat, -1, -1, size)
     check("weight", weight, size, dtypes=(x.dtype,))
     rows, padded = flat.shape[0] * flat.shape[1], power_of_two(size)
     tile = max(1, _NORM_VALUES // padded)
     arguments = {
-        **{"out": out, "x": flat, "weight": weight, "rows": rows, "eps": eps, "offset": offset},
+        **{"out": out, "x": flat, "residual": residual, "weight": weight},
+        **{"rows": rows, "eps": eps, "offset": offset},
         **{"x_row": flat.stride(0), "x_head": _head_stride(flat), "HEADS": flat.shape[1]},
+        **{"residual_row": 0 if residual is None else residual.stride(0), "ADDS": residual is not None},
         **{"SIZE": size, "SIZE_PADDED": padded, "OFFSET": offset != 0, "ROWS": tile},
     }
     warps = max(4, min(16, padded // 512))
@@ -188,6 +203,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     2019); Gemma's offset is 1. x [n, heads, H] may be a part of wider rows."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     norm_launch(out, x, weight, eps, offset).run()
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """Adds residual [n, H] to x [n, H] in place, and returns the sum as `rms_norm` normalises it."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    norm_launch(out, x, weight, eps, offset, residual).run()
     return out
 
 

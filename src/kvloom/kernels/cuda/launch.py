@@ -45,7 +45,7 @@ class Launcher(Generic[Given]):
 
 # Of these a launch differs from the next: a kernel that looked at their alignment would be compiled again.
 CHANGING = (
-    *("layer", "window", "batch", "rows", "table_row", "out_split", "part_split", "lse_split"),
+    *("layer", "window", "batch", "rows", "table_row", "most"),
     *("tables", "lengths", "starts", "begins", "slot_page", "slot_offset", "keys", "indices"),
     *("own", "peer", "offsets", "counts", "sources", "targets"),
 )

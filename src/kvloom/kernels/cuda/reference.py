@@ -1,5 +1,6 @@
-"""Plain torch twins of kernels that GPUs alone have: products over quantised weights, and the tables of
-FlashAttention. They define what the kernels compute, in any dtype, at any speed."""
+"""Plain torch twins of kernels that GPUs alone have: norms of sums, the parts of decode attention, products
+over quantised weights, and the tables of FlashAttention. They define what the kernels compute, in any dtype,
+at any speed."""
 
 from __future__ import annotations
 
@@ -8,8 +9,16 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from kvloom.kernels.reference import rms_norm
+
 FP8_CAPABILITY: Final = 8, 9
 """The oldest compute capability that multiplies FP8."""
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """Adds residual [n, H] to x [n, H] in place, and returns the sum as `rms_norm` normalises it."""
+    x += residual
+    return rms_norm(x, weight, eps, offset)
 
 
 def quantized_product(
@@ -52,6 +61,29 @@ def scaled_product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None
     rounded, factors = round_rows(x)
     out = rounded.float() @ codes.float().T * factors * scales.T
     return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+def list_parts(work: Tensor, begins: Tensor, lengths: Tensor, window: int, least: int) -> None:
+    """Lists the parts in which decode attention reads sequences of lengths [B], of the last `window` tokens
+    if that is not 0: work [P, 3] gets each part's sequence, first token and end, zeros where there are fewer,
+    and begins [B + 1] each sequence's first part and the number of parts, P at most.
+
+    Parts have the same number of tokens, but the last of each sequence, so long sequences have more of them
+    than short ones: the least multiple of `least` that leaves no more than P."""
+    held = lengths.clamp(max=window) if window else lengths
+    span = least
+    while int((-(-held // span)).sum()) > len(work):
+        span += least
+    begins[0] = 0
+    begins[1:] = (-(-held // span)).cumsum(0)
+    listed = [
+        (sequence, first, min(first + span, length))
+        for sequence, (length, count) in enumerate(zip(lengths.tolist(), held.tolist(), strict=True))
+        for first in range(length - count, length, span)
+    ]
+    work.zero_()
+    if listed:
+        work[: len(listed)] = torch.tensor(listed, dtype=work.dtype, device=work.device)
 
 
 def block_tables(out: Tensor, page_map: Tensor, tables: Tensor, lengths: Tensor, page_tokens: int) -> None:

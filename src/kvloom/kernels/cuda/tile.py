@@ -167,4 +167,11 @@ class AttentionForm:
     @property
     def token_bytes(self) -> int:
         """The bytes of K and V of a token of one head, as they lie in shared memory."""
-        return 2 * int(self.arguments["DIMS"]) * (4 if self.arguments["PRECISION"] == "ieee" else 2)
+        dtype = torch.float32 if self.arguments["PRECISION"] == "ieee" else torch.bfloat16
+        return token_bytes(self.arguments["HEAD_DIM"], dtype)
+
+
+def token_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    """Returns the bytes of K and V of a token of one head, as they lie in shared memory beside q of
+    `dtype`."""
+    return 2 * max(16, power_of_two(head_dim)) * dtype.itemsize

@@ -150,8 +150,6 @@ class SimulatedOffloadBackend:
         self.lent = SimulatedLoan(borrow, self, made, ended, blocks.copy())
         return made.loan
 
-    returns_parts = True
-
     def take_back(self, numbers: AnyArray) -> None:
         assert self.lent is not None
         lent = self.lent.numbers

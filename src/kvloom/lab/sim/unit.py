@@ -31,6 +31,7 @@ from kvloom.types.spec import (
     EngineSpec,
     ModelSpec,
     Policy,
+    default_chunk,
     shared_bytes,
     unit_abilities,
 )
@@ -141,14 +142,11 @@ def simulated_card(name: str, shape: ModelShape, context: int) -> ModelCard:
 BLOCK_BYTES: Final = 16 << 10
 PARTS: Final = 10  # that a GPU's compute is shared out in, as MuxServe does
 OVERLOAD: Final = 0.2  # by which shares that run together may exceed the whole; MuxServe's
-CHUNK_TOKENS: Final = 2048  # of a prefill job; MuxServe's most
 MAX_RUNNING: Final = 256
 MAX_WAITING: Final = 1 << 20  # nobody is turned away
 
 
 SLEEPING: Final = "simulated"  # the `sleep_dir` of units whose weights sleep; nothing is written to it
-CPU_CHUNK_TOKENS: Final = 512
-"""Of a prefill job on cores, as `kvloom serve` has it by default."""
 
 
 def planned_units(
@@ -185,7 +183,7 @@ def _planned(
         policy=policy,
         max_running=MAX_RUNNING,
         max_waiting=MAX_WAITING,
-        chunk_tokens=CPU_CHUNK_TOKENS if unit.device == CPU else CHUNK_TOKENS,
+        chunk_tokens=default_chunk(unit.device),
         threads=unit.gpus if unit.device == CPU else PARTS,
         unit=unit.name,
         overload=0.0 if unit.device == CPU else OVERLOAD,

@@ -242,8 +242,6 @@ class CpuOffloadBackend:
         server = self._executor.loans.server
         return None if server is None else server.waits()
 
-    returns_parts = True
-
     def take_back(self, numbers: AnyArray) -> None:
         server = self._executor.loans.server
         assert server is not None

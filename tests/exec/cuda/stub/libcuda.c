@@ -2,7 +2,9 @@
  * compiled against the declarations that Triton brings, notes what it is asked for, and refuses what the real one
  * refuses: work without a current context, streams and graphs that are none. Kernels do nothing.
  *
- * STUB_FAIL="name ..." lets functions fail; STUB_MPS=1 says that MPS runs. */
+ * STUB_FAIL="name ..." lets functions fail; STUB_MPS=1 says that MPS runs. There are two GPUs, of which the first works:
+ * STUB_PEERS=1 says that they reach each other's memory, STUB_PEERS=2 by atomics, too; STUB_OWNER=1 that all memory is
+ * the second's. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdarg.h>
@@ -16,6 +18,7 @@
 #define MOST 4096
 #define CONTEXT 0x100000
 #define MULTIPROCESSORS 132
+#define GPUS 2
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static char notes[1 << 22];
@@ -67,11 +70,27 @@ static int stream_of(CUstream stream) { return (int)((uintptr_t)stream & (MOST -
 
 CUresult cuInit(unsigned flags) { MAY_FAIL; return flags ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS; }
 CUresult cuDriverGetVersion(int *version) { *version = 13000; return CUDA_SUCCESS; }
-CUresult cuDeviceGetCount(int *count) { *count = 1; return CUDA_SUCCESS; }
+CUresult cuDeviceGetCount(int *count) { *count = GPUS; return CUDA_SUCCESS; }
 
 CUresult cuDeviceGet(CUdevice *device, int ordinal) {
   *device = ordinal;
-  return ordinal ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS;
+  return ordinal < 0 || ordinal >= GPUS ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS;
+}
+
+static int number_of(const char *name) { return getenv(name) ? atoi(getenv(name)) : 0; }
+
+CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer) {
+  MAY_FAIL;
+  *can = number_of("STUB_PEERS") > 0;
+  return device == peer ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetP2PAttribute(int *value, CUdevice_P2PAttribute attribute, CUdevice source, CUdevice target) {
+  MAY_FAIL;
+  if (attribute != CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED || source || target != 1)
+    return CUDA_ERROR_INVALID_VALUE;
+  *value = number_of("STUB_PEERS") > 1;
+  return CUDA_SUCCESS;
 }
 
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
@@ -168,6 +187,10 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
 
 CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdeviceptr pointer) {
   IN_CONTEXT;
+  if (attribute == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL) {
+    *(int *)data = number_of("STUB_OWNER");
+    return CUDA_SUCCESS;
+  }
   if (attribute != CU_POINTER_ATTRIBUTE_DEVICE_POINTER) return CUDA_ERROR_INVALID_VALUE;
   *(CUdeviceptr *)data = pointer;
   return CUDA_SUCCESS;
@@ -307,7 +330,8 @@ CUresult cuGetProcAddress(const char *, void **, int, cuuint64_t, CUdriverProcAd
 static const struct { const char *name; void *function; } known[] = {
     KNOWN(cuInit), KNOWN(cuDriverGetVersion), KNOWN(cuDeviceGetCount), KNOWN(cuDeviceGet),
     KNOWN(cuDeviceGetAttribute), KNOWN(cuDevicePrimaryCtxRetain), KNOWN(cuCtxSetCurrent), KNOWN(cuCtxGetCurrent),
-    KNOWN(cuGetErrorString), KNOWN(cuDeviceGetDevResource), KNOWN(cuDevSmResourceSplitByCount),
+    KNOWN(cuGetErrorString), KNOWN(cuDeviceCanAccessPeer), KNOWN(cuDeviceGetP2PAttribute),
+    KNOWN(cuPointerGetAttribute), KNOWN(cuDeviceGetDevResource), KNOWN(cuDevSmResourceSplitByCount),
     KNOWN(cuDevResourceGenerateDesc), KNOWN(cuGreenCtxCreate), KNOWN(cuGreenCtxStreamCreate),
     KNOWN(cuStreamBeginCapture), KNOWN(cuStreamEndCapture), KNOWN(cuGraphLaunch),
     {"cuGraphInstantiateWithFlags", (void *)cuGraphInstantiate},

@@ -18,7 +18,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,9 +27,10 @@ from typing import Any
 import torch
 
 from kvloom.exec.cuda.device import HostStream, cut_green, refuse_kernels
-from kvloom.exec.cuda.loader import load_executor, refuse_slices
+from kvloom.exec.cuda.loader import load_executor
 from kvloom.exec.cuda.operations import Operations, plain_operations, triton_operations
 from kvloom.kernels.driver import Driver, DriverError
+from kvloom.offload.cuda import require_lenders
 from kvloom.transfer.cuda_ipc import CudaMemory
 from kvloom.types.errors import ConfigError, KvloomError
 
@@ -168,36 +169,36 @@ def partitions() -> dict[str, Any]:
     return found
 
 
-def _refuse(_: Any) -> None:
-    """torch here has no CUDA, says so, and keeps what it was given for ever; this one lets go of it."""
-    raise RuntimeError("no CUDA")
-
-
 def memory() -> dict[str, Any]:
-    """What is asked of the driver to share memory, and to see whether MPS runs."""
+    """What is asked of the driver to share memory; on which device a tensor over a peer's memory would be,
+    and whose memory is refused."""
     take_gpu()
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"taken": []}
+
+    def refuse(_: Any, device: Any) -> None:
+        """torch here has no CUDA, says so, and keeps what it was given for ever; this one lets go of it."""
+        found["taken"].append(str(device))
+        raise RuntimeError("no CUDA")
+
     shared = CudaMemory(HERE)
     bytes_ = torch.zeros(1 << 12, dtype=torch.uint8)
     notes()
     handle = shared.export(bytes_)
-    vars(torch)["as_tensor"] = _refuse
-    with suppress(KvloomError):
-        shared.map(handle)
-    gc.collect()
-    found["notes"], found["base"] = notes(), f"{bytes_.data_ptr() & ~511:x}"
-    driver = Driver()
+    vars(torch)["as_tensor"] = refuse
     for name, change in {
-        "no MPS": {},
-        "MPS": {"STUB_MPS": "1"},
-        "unknown": {"STUB_FAIL": "cuDeviceGetAttribute"},
+        "own": {},
+        "another's": {"STUB_OWNER": "1", "STUB_PEERS": "1"},
+        "out of reach": {"STUB_PEERS": "0"},
+        "unknown": {"STUB_FAIL": "cuPointerGetAttribute"},
     }.items():
         os.environ.update(change)
         try:
-            refuse_slices(driver, HERE)
-            found[name] = ""
-        except ConfigError as error:
+            shared.map(handle)
+        except KvloomError as error:
             found[name] = error.message
+        gc.collect()
+    found["notes"], found["base"] = notes(), f"{bytes_.data_ptr() & ~511:x}"
+    driver = Driver()
 
     def without_context() -> None:
         try:
@@ -209,6 +210,32 @@ def memory() -> dict[str, Any]:
     thread.start()
     thread.join()
     return found
+
+
+def lenders() -> dict[str, str]:
+    """Whether a unit of the first GPU may borrow from units of that one, of the second one, or of both."""
+    take_gpu()
+    driver, told = Driver(), {}
+
+    def ask(name: str, gpus: tuple[str, ...], **environment: str) -> None:
+        os.environ.update({"STUB_FAIL": "", "STUB_PEERS": "0"} | environment)
+        try:
+            require_lenders(driver, HERE, gpus)
+            told[name] = ""
+        except ConfigError as error:
+            told[name] = error.message
+
+    ask("without MPS", ("cuda:0",))
+    ask("MPS unknown", ("cuda",), STUB_FAIL="cuDeviceGetAttribute")
+    ask("no access", ("cuda:1",))
+    ask("no atomics", ("cuda:1",), STUB_PEERS="1")
+    ask("access unknown", ("cuda:1",), STUB_FAIL="cuDeviceCanAccessPeer")
+    ask("atomics unknown", ("cuda:1",), STUB_PEERS="2", STUB_FAIL="cuDeviceGetP2PAttribute")
+    ask("no such GPU", ("cuda:7",), STUB_PEERS="2")
+    ask("peers", ("cuda:1", "cuda:1"), STUB_PEERS="2")
+    ask("peers and no MPS", ("cuda:1", "cuda:0"), STUB_PEERS="2")
+    ask("peers and MPS", ("cuda:1", "cuda:0"), STUB_PEERS="2", STUB_MPS="1")
+    return told
 
 
 def serving() -> dict[str, Any]:

@@ -28,7 +28,6 @@ from kvloom.lab.sim.content import NoContent
 from kvloom.lab.sim.fleet import simulated
 from kvloom.lab.sim.run import play, slept
 from kvloom.lab.sim.unit import (
-    CHUNK_TOKENS,
     CONTEXT,
     MAX_RUNNING,
     MAX_WAITING,
@@ -49,7 +48,7 @@ from kvloom.router.program import load_program
 from kvloom.types.client import Generator
 from kvloom.types.job import Job
 from kvloom.types.request import Event, ModelCard, StartGenerate
-from kvloom.types.spec import EngineSpec, ModelSpec, Slo, shared_bytes
+from kvloom.types.spec import GPU_CHUNK_TOKENS, EngineSpec, ModelSpec, Slo, shared_bytes
 
 DEVICE: Final = "H100"
 """Its sheet is an H800's, but for NVLink, over which nothing goes here."""
@@ -228,7 +227,7 @@ def make_unit(
         policy="adbs",
         max_running=MAX_RUNNING,
         max_waiting=MAX_WAITING,
-        chunk_tokens=CHUNK_TOKENS,
+        chunk_tokens=GPU_CHUNK_TOKENS,
         threads=PARTS,
         overload=OVERLOAD,
         device="cuda:0",

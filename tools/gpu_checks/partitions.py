@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from tools.gpu_checks.lanes import split
 from tools.gpu_checks.report import Figure
+from tools.gpu_checks.systems import split
 
 from kvloom.exec.cuda.device import GpuDevice, PartitionLane
 
