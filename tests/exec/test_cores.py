@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.exec.cpu import cores as module
-from kvloom.exec.cpu.cores import Cores, Team
+from kvloom.exec.cpu.cores import PAUSE, Cores, Team
 from kvloom.kernels.cpu.affinity import bind_team
 
 ALL = frozenset(os.sched_getaffinity(0))
@@ -55,25 +54,22 @@ def test_the_threads_of_a_team_are_bound(thread: ThreadPoolExecutor) -> None:
     thread.submit(run).result()
 
 
-def test_a_team_is_bound_for_a_job_after_a_pause_alone(
-    thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_team_is_bound_for_a_job_after_a_pause_alone(thread: ThreadPoolExecutor) -> None:
     cores, now = Cores(COUNT), 1000.0
-    monkeypatch.setattr(module.time, "perf_counter", lambda: now)
 
     def run() -> None:
         nonlocal now
-        team, taken = Team(cores), cores.take(COUNT)
+        team, taken = Team(cores, lambda: now), cores.take(COUNT)
         team.begin(1, ())  # torch begins a thread of its own
         team.end()
         before = threads_now()
         own = [[core] for core in sorted(ALL)]
         for pause, threads, bound in (
-            (10 * module.PAUSE, COUNT, own),
-            (module.PAUSE / 2, COUNT, [sorted(ALL)] * COUNT),
-            (10 * module.PAUSE, COUNT, own),
-            (module.PAUSE / 2, 1, [sorted(ALL)] * COUNT),
-            (10 * module.PAUSE, 1, [sorted(ALL)] * COUNT),
+            (10 * PAUSE, COUNT, own),
+            (PAUSE / 2, COUNT, [sorted(ALL)] * COUNT),
+            (10 * PAUSE, COUNT, own),
+            (PAUSE / 2, 1, [sorted(ALL)] * COUNT),
+            (10 * PAUSE, 1, [sorted(ALL)] * COUNT),
         ):
             now += pause
             team.begin(threads, taken if threads > 1 else ())

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -50,8 +50,9 @@ class Cores:
 class Team:
     """The OpenMP team of one thread that runs jobs. It is used on that thread alone."""
 
-    def __init__(self, cores: Cores) -> None:
+    def __init__(self, cores: Cores, now: Callable[[], float] = time.perf_counter) -> None:
         self._all = cores.all
+        self._now = now
         self._bound = 0
         """The number of its threads that are bound to a core."""
         self._ended = 0.0
@@ -60,7 +61,7 @@ class Team:
     def begin(self, threads: int, cores: Sequence[int]) -> None:
         """Prepares a job of so many threads. cores: those that it was given, if any."""
         torch.set_num_threads(threads)
-        if cores and time.perf_counter() - self._ended > PAUSE:
+        if cores and self._now() - self._ended > PAUSE:
             bind_team([(core,) for core in cores])
             self._bound = threads
         elif self._bound:
@@ -69,4 +70,4 @@ class Team:
 
     def end(self) -> None:
         """Takes note that the job has ended."""
-        self._ended = time.perf_counter()
+        self._ended = self._now()
