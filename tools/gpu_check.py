@@ -123,7 +123,7 @@ def check(run: Run, parts: Sequence[str]) -> int:
     finally:
         signal.signal(signal.SIGTERM, before)
     run.close()
-    return 1 if run.report.failures else 0
+    return 0 if all(map(run.report.complete, parts)) and not run.report.failures else 1
 
 
 def _ratio(report: Report) -> Findings:
@@ -174,9 +174,9 @@ class Run:
             findings.failures[name] = f"not run: {max(left, 0):.0f} s were left, and it needs {needs:.0f}"
             findings.complete = False
         else:
-            print(f"-- {name} ({left:.0f} s left)", flush=True)
             self.report.parts[name] = Findings(under_way=[name])
             self._write()
+            print(f"-- {name} ({left:.0f} s left)", flush=True)
             try:
                 found = measure()
             except Exception as error:  # noqa: BLE001 -- the others are worth having

@@ -30,6 +30,7 @@ def main(part: str, file: str, _: str) -> None:
     write(Path(file), Findings(figures=figures, failures=failures, under_way=under_way))
     if how in ("ends", "fails"):
         return
+    print(f"{part} {how}", flush=True)
     print("a word before", file=sys.stderr, flush=True)
     if how == "exits":
         sys.exit(3)

@@ -155,9 +155,9 @@ def test_figures_count_as_they_come(tmp_path: Path) -> None:
     ("part", "told"),
     [
         ("ends", {}),
-        ("fails", {"p: second": "AssertionError: wrong"}),
-        ("dies", {"p: second": "ended by SIGABRT: a word before"}),
-        ("hangs", {"p: second": "did not end within 4 s: a word before"}),
+        ("fails", {"fails: second": "AssertionError: wrong"}),
+        ("dies", {"dies: second": "ended by SIGABRT: a word before"}),
+        ("hangs", {"hangs: second": "did not end within 4 s: a word before"}),
         ("exits", {"exits": "ended with 3: a word before"}),
         ("nothing", {"nothing": "ended with 4"}),
     ],
@@ -165,7 +165,7 @@ def test_figures_count_as_they_come(tmp_path: Path) -> None:
 def test_a_part_in_a_process_of_its_own(part: str, told: dict[str, str]) -> None:
     """What it has found counts, however it ends."""
     found = apart(Sessions(), part, 4, "tests.tools.gpu_part")
-    report = Report(environment={}, parts={"p": found})
+    report = Report(environment={}, parts={part: found})
     assert report.failures == told
     if part == "hangs":
         assert gone(found.figures[0].note)  # what it had started

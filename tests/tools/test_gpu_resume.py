@@ -58,15 +58,17 @@ def test_parts_that_are_complete_do_not_run_again(tmp_path: Path) -> None:
     assert read(file).parts == whole.parts
 
 
+@pytest.mark.parametrize("when", ["-- memory", "memory stops"])
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_run_that_is_ended_is_gone_on_with(tmp_path: Path, end: signal.Signals) -> None:
+def test_a_run_that_is_ended_is_gone_on_with(tmp_path: Path, end: signal.Signals, when: str) -> None:
+    """At any time; and the part's process ends with it."""
     file = tmp_path / "check.json"
     process = started(file, memory="stops")
     assert process.stdout is not None
-    while not process.stdout.readline().startswith("-- memory"):
+    while not process.stdout.readline().startswith(when):
         assert process.poll() is None
     process.send_signal(end)
-    told = process.communicate(timeout=DEADLINE)[0]  # ends with the part's process, which has this pipe, too
+    told = process.communicate(timeout=DEADLINE)[0]  # the part's process has this pipe, too
     assert process.returncode == (-end if end is signal.SIGKILL else 1)
     assert ("NOT RUN, OR WRONG: memory: was ended early" in told) == (end is not signal.SIGKILL)
     assert read(file).complete("flash")

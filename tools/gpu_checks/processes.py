@@ -21,7 +21,8 @@ from tools.gpu_checks.report import Findings
 _WITH_PARENT: Final = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which outlives the exec
-os.execvp(sys.argv[1], sys.argv[1:])
+if os.getppid() == int(sys.argv[1]):  # or else the parent has ended before that
+    os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
@@ -38,7 +39,7 @@ class Sessions:
         """Ended with what it has started, at the latest when this is left; by itself when this process is
         gone, or else it would use the device beside the next run."""
         process = subprocess.Popen(
-            [sys.executable, "-c", _WITH_PARENT, *command],
+            [sys.executable, "-c", _WITH_PARENT, str(os.getpid()), *command],
             stdout=out,
             stderr=err,
             start_new_session=True,
