@@ -109,7 +109,8 @@ def left_to_run(report: Report, only: Sequence[str] | None, wanted: Sequence[str
 def check(run: Run, parts: Sequence[str]) -> int:
     """Runs these parts. Returns the exit status."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is known is printed then, too
-    queue = [part for part in ORDER if part in parts or (part == RATIO and not RATIO_OF.isdisjoint(parts))]
+    stale = not RATIO_OF.isdisjoint(parts) or not run.report.complete(RATIO)
+    queue = [part for part in ORDER if part in parts or (part == RATIO and stale)]
     try:
         with run.bounded(END):
             for part in queue:
@@ -170,9 +171,9 @@ class Run:
         seconds, without which the part is not begun, and what was known stays."""
         left = self.left
         if left < max(needs, 0.0):
-            findings = self.report.parts.setdefault(name, Findings())
-            findings.failures[name] = f"not run: {max(left, 0):.0f} s were left, and it needs {needs:.0f}"
-            findings.complete = False
+            if not self.report.complete(name):
+                findings = self.report.parts.setdefault(name, Findings())
+                findings.failures[name] = f"not run: {max(left, 0):.0f} s were left, and it needs {needs:.0f}"
         else:
             self.report.parts[name] = Findings(under_way=[name])
             self._write()
@@ -212,7 +213,7 @@ class Run:
         """Writes all down, and prints it."""
         self._write()
         print(f"\n{self.report.table()}\nwritten to {self._file}")
-        again = [part for part in BOUNDS if not self.report.complete(part)]
+        again = [part for part in ORDER if not self.report.complete(part)]
         goes_on = f"run it again for what is not complete: {', '.join(again)}"
         print(goes_on if again else "all parts are complete; --anew measures them again", flush=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import Iterator
@@ -9,9 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from kvloom.exec.cpu.cores import PAUSE, Cores, Team
+from kvloom.exec.cpu.cores import PAUSE, Team
 from kvloom.kernels.cpu.affinity import bind_team
+from tests.checkpoints import make_checkpoint
+from tests.engines import ask, body, running, spec_of
 
 ALL = frozenset(os.sched_getaffinity(0))
 COUNT = len(ALL)
@@ -54,40 +58,39 @@ def test_the_threads_of_a_team_are_bound(thread: ThreadPoolExecutor) -> None:
     thread.submit(run).result()
 
 
-def test_a_team_is_bound_for_a_job_after_a_pause_alone(thread: ThreadPoolExecutor) -> None:
-    cores, now = Cores(COUNT), 1000.0
+def test_a_team_is_bound_for_a_job_on_all_cores_after_a_pause_alone(thread: ThreadPoolExecutor) -> None:
+    now = 1000.0
 
     def run() -> None:
         nonlocal now
-        team, taken = Team(cores, lambda: now), cores.take(COUNT)
-        team.begin(1, ())  # torch begins a thread of its own
+        team = Team(lambda: now)
+        team.begin(1)  # torch begins a thread of its own
         team.end()
-        before = threads_now()
+        before, free = threads_now(), [sorted(ALL)]
         own = [[core] for core in sorted(ALL)]
         for pause, threads, bound in (
             (10 * PAUSE, COUNT, own),
-            (PAUSE / 2, COUNT, [sorted(ALL)] * COUNT),
+            (PAUSE / 2, COUNT, free * COUNT),
             (10 * PAUSE, COUNT, own),
-            (PAUSE / 2, 1, [sorted(ALL)] * COUNT),
-            (10 * PAUSE, 1, [sorted(ALL)] * COUNT),
+            (PAUSE / 2, 1, free * COUNT),
+            (10 * PAUSE, 1, free * COUNT),
         ):
             now += pause
-            team.begin(threads, taken if threads > 1 else ())
+            team.begin(threads)
             assert affinities(before) == bound
             team.end()
 
     thread.submit(run).result()
 
 
-def test_a_core_is_given_to_one_job_at_a_time() -> None:
-    cores = Cores(COUNT)
-    taken = cores.take(COUNT)
-    assert set(taken) == ALL
-    assert cores.take(2) == ()
-    cores.give_back(taken)
-    assert set(cores.take(COUNT)) == ALL
+def test_a_unit_binds_its_first_job(tmp_path: Path) -> None:
+    """The threads stay bound until the next job begins."""
+    before = threads_now()
 
+    async def ask_once() -> list[list[int]]:
+        async with running(replace(spec_of({"m": make_checkpoint(tmp_path / "m", "llama")}), threads=COUNT)) as engine:
+            await ask(engine, body("m", [1, 2, 3], max_tokens=1))
+            return affinities(before)
 
-def test_a_job_of_one_thread_and_a_unit_with_some_cores_are_not_bound() -> None:
-    assert Cores(COUNT).take(1) == ()
-    assert Cores(COUNT - 1).take(COUNT - 1) == Cores(COUNT + 1).take(2) == ()
+    found = asyncio.run(ask_once())
+    assert all([core] in found for core in sorted(ALL))

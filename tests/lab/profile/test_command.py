@@ -107,12 +107,10 @@ def test_what_served_jobs_take_longer_is_found_by_their_answers(config: Path, pr
     requests = random_requests(Measured(profile), ["one", "two"], QUICK)
     at_random = simulated_answers(fleet, still, Answered(requests, {}, {}))
     assert {round(row.seconds, 6) for row in served_jobs(fleet, still, at_random)} == {0.0}
-    seconds = {
-        ("one", Phase.DECODE): 0.002,
-        ("one", Phase.PREFILL): 0.004,
-        ("two", Phase.DECODE): 0.003,
-        ("two", Phase.PREFILL): 0.009,
-    }
+    cost, seconds = Measured(profile), dict[tuple[str, Phase], float]()
+    for name in ("one", "two"):  # so little that the load stays low
+        seconds[name, Phase.DECODE] = 0.3 * cost.seconds(Work.decode(name, 1.0, [64]))
+        seconds[name, Phase.PREFILL] = cost.seconds(Work.prefill(name, 1.0, [64]))
     known = [ServedJobs(model=model, phase=phase, seconds=late) for (model, phase), late in seconds.items()]
     late = simulated_answers(fleet, replace(still, served=tuple(known)), at_random)
     found = {(row.model, row.phase): row.seconds for row in served_jobs(fleet, still, late)}

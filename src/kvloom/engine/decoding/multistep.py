@@ -33,9 +33,10 @@ class MultiStepDecode:
     Several steps may be one job as long as the policy would decode the same batch again after each: no
     sequence ends, no admissible request waits (if the unit has several models, none at all), and every other
     model is idle or running. A caller that comes meanwhile cuts them short, and finds the unit as if they had
-    been many jobs. If the executor has lookahead a token of such a job may end a sequence, which cuts it
-    short as well; and requests may wait while a prefill runs, whose end does too, if the policy would decode
-    again.
+    been many jobs.
+
+    If the executor has lookahead, two more cases are cut short when they end: a token may end a sequence, and
+    requests of any model may wait while a prefill runs, if the policy would decode again.
     """
 
     def __init__(

@@ -65,7 +65,8 @@ class Speculation:
     def take_steps(self, queue: ModelQueue, steps: int) -> int:
         """Returns how many of the steps a job takes before drafts are looked for again: a few, or as many as
         all its sequences still back off. Counts them as steps for which nothing was looked for."""
-        if queue.card.name not in self._models or steps == 1:
+        model = self._models.get(queue.card.name)
+        if model is None or model.rests or steps == 1:
             return steps
         known = [sequence.draft_state for sequence in queue.running if sequence.draft_state is not None]
         if len(known) == len(queue.running) and all(one.backoff_left for one in known):
@@ -100,9 +101,14 @@ class _ModelDrafts:
         self._budget = LossBudget()
         self._rates = [Acceptance() for _ in (SIZES if drafter is None else (1,))]
 
+    @property
+    def rests(self) -> bool:
+        """Whether nothing is drafted, because drafts have cost too much of late."""
+        return self._budget.spent
+
     def drafts(self, ready: Sequence[OneSequence], view: UnitView, free: int) -> Proposal | None:
         queue, rows = self._queue, len(ready)
-        if not 0 < rows < MOST_ROWS or not queue.planner.multi_step or self._budget.spent:
+        if not 0 < rows < MOST_ROWS or not queue.planner.multi_step or self.rests:
             return None
         found = {sequence: drafted for sequence in ready if (drafted := self._proposed(sequence))}
         if not found or queue.cache.shares_a_tail([sequence.id for sequence in ready]):
@@ -170,16 +176,14 @@ class _ModelDrafts:
         return DraftState(rates, NgramIndex(min(self._queue.card.context_length, most)))
 
     def note_verified(self, inflight: InflightBatch, valid: Mapping[int, int], result: JobResult) -> None:
-        job, rows = inflight.job, len(inflight.batch)
+        job, rows, steps = inflight.job, len(inflight.batch), max(1, inflight.steps(result))
         if inflight.tokens == rows and job.draft_steps is None:
-            self._budget.earn(job.steps)
+            self._budget.earn(steps)
         else:
             plain = self._times.expected(rows, rows, result.seconds)[0]
             made = sum(valid.get(sequence.id, 1) for sequence, _ in inflight.batch)
             self._budget.note(result.seconds / plain if plain else 0.0, made / rows)
-        if job.steps > 1:
-            return
-        self._times.note(inflight.tokens, result.seconds - result.draft_seconds)
+        self._times.note(inflight.tokens, (result.seconds - result.draft_seconds) / steps)
         for sequence, count in inflight.batch:
             if count > 1 and not sequence.over:
                 right, state = valid[sequence.id] - 1, draft_state_of(sequence)

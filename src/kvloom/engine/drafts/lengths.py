@@ -22,7 +22,7 @@ SURE: Final = 0.98  # the highest acceptance rate that is assumed
 _WINDOW: Final = 5  # the last steps of so many rows that count
 _OLD: Final = 256  # steps after which what was seen counts no more
 _MOST_LOST: Final = 0.02  # of the time of a model's decode steps, that drafts may cost
-_RESERVE: Final = 4.0  # steps' time that they may cost at once
+_RESERVE: Final = 4.0  # times a step without drafts, that they may cost at once
 
 
 @dataclass(slots=True)
@@ -98,8 +98,8 @@ class LossBudget:
 
     def note(self, took: float, made: float) -> None:
         """Notes a step with drafts. took: its time, as a multiple of a step's without; made: its tokens, as a
-        multiple of such a step's. One step loses one at most, because the machine may have stood still."""
-        self._left = min(_RESERVE, self._left - min(1.0, took - made))
+        multiple of such a step's. A loss is the reserve at most, because the machine may have stood still."""
+        self._left = min(_RESERVE, self._left - min(_RESERVE, took - made))
 
 
 def best_lengths(

@@ -17,7 +17,7 @@ from kvloom.exec.adapters import LayerName
 from kvloom.exec.attention import Forward, ForwardState, Scoring
 from kvloom.exec.cpu.adapted import PackedAdapter, adapted_rows
 from kvloom.exec.cpu.adapter_memory import CpuAdapters
-from kvloom.exec.cpu.cores import Cores, Team
+from kvloom.exec.cpu.cores import Team
 from kvloom.exec.cpu.decoder import FusedDecoder, fuse_decoder
 from kvloom.exec.cpu.fuse import fuse_on_cpu, round_inputs
 from kvloom.exec.cpu.number_format import choose_format, own_format
@@ -136,8 +136,7 @@ class TorchExecutor:
         self.adapters: CpuAdapters | None = None
         self._slots = [ThreadPoolExecutor(1, f"job-{i}") for i in range(threads)]
         self._free = list(range(threads))
-        self._cores = Cores(threads)
-        self._teams = [Team(self._cores) for _ in range(threads)]
+        self._teams = [Team() for _ in range(threads)]
         self.loans = CpuLoans(arena)
         self.compute = threads
         self.max_steps, self.lookahead = 1, 0
@@ -230,14 +229,9 @@ class TorchExecutor:
         self._free.sort()
         slot = self._free.pop(0)
         adapters = self.adapters.having(job.model, job.adapters) if self.adapters and job.adapters else {}
-        loop, cores = asyncio.get_running_loop(), self._cores.take(job.share)
-        future = loop.run_in_executor(self._slots[slot], self._run, slot, job, adapters, cores)
-
-        def ended(_: object) -> None:
-            self._free.append(slot)
-            self._cores.give_back(cores)
-
-        future.add_done_callback(ended)
+        loop = asyncio.get_running_loop()
+        future = loop.run_in_executor(self._slots[slot], self._run, slot, job, adapters)
+        future.add_done_callback(lambda _: self._free.append(slot))
         return future
 
     def steps_begun(self, job: Job) -> int:
@@ -255,11 +249,9 @@ class TorchExecutor:
         if self.adapters is not None:
             self.adapters.close()
 
-    def _run(
-        self, slot: int, job: Job, adapters: Mapping[str, PackedAdapter], cores: tuple[int, ...]
-    ) -> JobResult:
+    def _run(self, slot: int, job: Job, adapters: Mapping[str, PackedAdapter]) -> JobResult:
         team = self._teams[slot]
-        team.begin(job.share, cores)
+        team.begin(job.share)
         try:
             return self._compute(slot, job, adapters)
         finally:

@@ -45,8 +45,7 @@ PADDING: Final = 1 / 8
 
 def most_padded(parameters: int, layers: int) -> int:
     """Returns the tokens up to which prefills run by the next larger recording, whatever the padding."""
-    most = WORK * layers // max(1, parameters)
-    return max((size for size in PROMPT_TOKENS if size <= most), default=0)
+    return WORK * layers // max(1, parameters)
 
 
 def prefill_sizes(chunk: int, parameters: int, layers: int) -> tuple[int, ...]:

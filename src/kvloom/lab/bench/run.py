@@ -127,13 +127,16 @@ async def drive(
 
 @contextmanager
 def _short_collections() -> Iterator[None]:
-    """Keeps what is imported out of garbage collections meanwhile; their 40 ms would count as a server's."""
+    """Keeps what is imported out of garbage collections meanwhile: each would take some 40 ms, for which the
+    server would seem to stand still."""
+    frozen = gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
 
 
 ALL: Final = ""  # every model of a workload

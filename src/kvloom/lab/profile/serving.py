@@ -121,17 +121,17 @@ async def measure_serving(
     found = list[Loaded]()
     with tempfile.TemporaryDirectory(prefix="kvloom-") as folder:
         async with _served(arguments) as server:
-            asked = _Asked(server.url, key, Path(folder))
+            client = _Client(server.url, key, Path(folder))
             for load in (loads[0], *loads):
                 tell(f"{load.at_once} requests at once of each model, {load.output} tokens each")
                 before = server.cpu()
-                total = (await asked.ask(load.requests(models))).total
+                total = (await client.ask(load.requests(models))).total
                 cpu = {role: after - before[role] for role, after in server.cpu().items()}
                 turns = len(models) * load.output
                 cpu["engine"] -= turns * between(load.at_once)
                 found.append(Loaded(total.requests, total.output_tokens, turns, cpu))
             tell(f"{len(at_random)} requests at random moments")
-            answered = Answered.of(at_random, await asked.ask(at_random))
+            answered = Answered.of(at_random, await client.ask(at_random))
     return parts(found[1:]), answered
 
 
@@ -168,9 +168,9 @@ async def _ready(output: asyncio.StreamReader) -> str:
 
 
 @dataclass
-class _Asked:
-    """Asks the server at `url`, by the key if there is one. number: of the workloads before, so that each has
-    prompts of its own."""
+class _Client:
+    """Sends workloads to the server at `url`, with the key if there is one. number: of the next workload, so
+    that each has prompts of its own."""
 
     url: str
     key: str | None
@@ -184,15 +184,15 @@ class _Asked:
         header = Header(kvloom_workload=VERSION, seed=self.number, models=tuple(models))
         self.number += 1
         write_workload(workload, header, requests)
-        client = await _kvloom(
+        process = await _kvloom(
             {KEY_VARIABLE: self.key} if self.key else {},
             *("bench", "serve", "--url", self.url, "--workload", str(workload), "--json", str(results)),
         )
         try:
-            told, _ = await client.communicate()
+            told, _ = await process.communicate()
         finally:
-            if client.returncode is None:
-                client.kill()
+            if process.returncode is None:
+                process.kill()
         found = read_results(results) if results.exists() else None
         if found is None or found.total.errors:
             last = (told.decode(errors="replace").strip().splitlines() or ["no word"])[-1]
