@@ -88,7 +88,9 @@ def test_a_unit_binds_its_first_job(tmp_path: Path) -> None:
     before = threads_now()
 
     async def ask_once() -> list[list[int]]:
-        async with running(replace(spec_of({"m": make_checkpoint(tmp_path / "m", "llama")}), threads=COUNT)) as engine:
+        async with running(
+            replace(spec_of({"m": make_checkpoint(tmp_path / "m", "llama")}), threads=COUNT)
+        ) as engine:
             await ask(engine, body("m", [1, 2, 3], max_tokens=1))
             return affinities(before)
 
