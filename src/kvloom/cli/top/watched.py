@@ -131,7 +131,7 @@ def _pace(
         tokens=_mean(output, seconds),
         first=first,
         per_token=per_token,
-        hits=_mean(cached, prompt),
+        hits=_mean(cached, cached + prompt),
     )
 
 
