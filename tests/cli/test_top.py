@@ -160,7 +160,7 @@ def test_one_picture_is_printed_where_it_is_asked_for(
     rows = [line.split() for line in lines if line.startswith("chat")]
     assert rows[0][2:] == ["40%", "60%", "3", "2", "1.2s", "7", "awake"]
     assert re.fullmatch("█+▓+·+", rows[0][1])
-    assert rows[1] == ["chat", "100", "100", "ms", "20", "ms", "50%", "10"]
+    assert rows[1] == ["chat", "100", "100", "ms", "20", "ms", "33%", "10"]
     assert lines[-1].endswith("moved       unit-0: chat r-1 unit-1 to unit-0; freeness 12 against 48")
 
 
