@@ -128,7 +128,8 @@ class Report(Struct, kw_only=True):
 
 def resumed(file: Path, found: dict[str, str], parts: Iterable[str]) -> tuple[Report, str]:
     """Returns the report of `file` if it is of the environment `found`, with its parts in the order of
-    `parts`; an empty one otherwise. Returns one line beside it that says why, empty if there is no file."""
+    `parts`; an empty one otherwise. Returns a line for the user beside it: which parts are kept, or why none
+    is. The line is empty if there is no file."""
     fresh = Report(environment=found)
     if not file.exists():
         return fresh, ""

@@ -338,7 +338,7 @@ class CudaOffloadBackend:
         return True
 
     def _gone(self, borrowed: BorrowedDeviceBlocks) -> None:
-        """Lets nobody wait for a lender whose process has ended."""
+        """Fails the tasks of a lender whose process has ended, so that nobody waits for them."""
         asyncio.get_running_loop().remove_reader(borrowed.process)
         self._executor.enter()
         with self._beside.entered():
@@ -390,8 +390,9 @@ def require_peers(driver: Driver, device: torch.device, other: int) -> None:
 
 
 def require_mps(driver: Driver, device: torch.device) -> None:
-    """Raises ConfigError unless MPS runs kernels of several processes on the GPU side by side: by turns of
-    the GPU, who waits for another process' attention spins through its own turn, and that in each layer."""
+    """Raises ConfigError unless MPS runs kernels of several processes on the GPU side by side. Without it
+    processes have the GPU in turns, and a kernel that waits for another process' attention spins through its
+    whole turn, once in each layer."""
     index = device.index or 0
     try:
         driver.enter(index)

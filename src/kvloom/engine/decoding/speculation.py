@@ -177,9 +177,9 @@ class _ModelDrafts:
 
     def note_verified(self, inflight: InflightBatch, valid: Mapping[int, int], result: JobResult) -> None:
         job, rows, steps = inflight.job, len(inflight.batch), max(1, inflight.steps(result))
-        if inflight.tokens == rows and job.draft_steps is None:
+        if inflight.tokens == rows and job.draft_steps is None:  # nothing was drafted
             self._budget.earn(steps)
-        else:
+        else:  # a job that verifies drafts has one step
             plain = self._times.expected(rows, rows, result.seconds)[0]
             made = sum(valid.get(sequence.id, 1) for sequence, _ in inflight.batch)
             self._budget.note(result.seconds / plain if plain else 0.0, made / rows)

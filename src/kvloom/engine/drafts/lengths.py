@@ -21,8 +21,8 @@ LEAST_GAIN: Final = 1.03  # the least speed-up for which drafts are taken
 SURE: Final = 0.98  # the highest acceptance rate that is assumed
 _WINDOW: Final = 5  # the last steps of so many rows that count
 _OLD: Final = 256  # steps after which what was seen counts no more
-_MOST_LOST: Final = 0.02  # of the time of a model's decode steps, that drafts may cost
-_RESERVE: Final = 4.0  # times a step without drafts, that they may cost at once
+_MOST_LOST: Final = 0.02  # the part of the time of steps without drafts that is credited to the budget
+_RESERVE: Final = 4.0  # the most that the budget holds, in steps without drafts
 
 
 @dataclass(slots=True)

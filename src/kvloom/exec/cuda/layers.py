@@ -224,8 +224,9 @@ class ResidualLayer:
 
 
 def add_in_norms(model: nn.Module, operations: Operations) -> None:
-    """Lets norms add residuals in those decoder layers, fused already, that are put together as a
-    `ResidualLayer` is, which stand-ins for their parts show."""
+    """Puts a `ResidualLayer`, whose norms add the residuals, in place of each decoder layer's forward that
+    computes the same. Whether it does is tried with stand-ins for attention, MLP and norms. Layers are fused
+    before."""
     for backbone in model.modules():
         parts = list(backbone.children())
         lists = [part for part in parts if isinstance(part, nn.ModuleList)]

@@ -17,8 +17,8 @@ Wish = Callable[[], float]
 
 
 class Cores:
-    """If more threads want to run than there are cores, they get equal parts of them. What jobs lose is what
-    was measured, and their device's matter."""
+    """If more threads want to run than there are cores, they get equal parts of them. How much slower jobs
+    become was measured, and their device asks for it by itself."""
 
     def __init__(self, count: float) -> None:
         self._count = count
