@@ -373,10 +373,10 @@ def require_peers(driver: Driver, device: torch.device, other: int) -> None:
     """Raises ConfigError unless kernels of `device` load and store in the memory of GPU `other`, where a
     lender's arena and mailbox lie, and atomics reach it: the mailbox' words are loaded and stored by them."""
     try:
-        numbers = [driver("cuDeviceGet", one) for one in (device.index or 0, other)]
-        reached = bool(int(driver("cuDeviceCanAccessPeer", *numbers)))
+        ours, theirs = (driver("cuDeviceGet", one) for one in (device.index or 0, other))
+        reached = bool(int(driver("cuDeviceCanAccessPeer", ours, theirs)))
         kind = driver.api.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
-        atomic = reached and bool(int(driver("cuDeviceGetP2PAttribute", kind, *numbers)))
+        atomic = reached and bool(int(driver("cuDeviceGetP2PAttribute", kind, ours, theirs)))
     except DriverError as error:
         raise ConfigError(
             f"weave: whether {device} reaches the memory of cuda:{other} cannot be told: {error}"

@@ -143,8 +143,8 @@ class CudaMemory:
         kind = api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
         try:
             owner = int(self._driver("cuPointerGetAttribute", kind, address))
-            numbers = [self._driver("cuDeviceGet", one) for one in (self._device.index, owner)]
-            reached = owner == self._device.index or int(self._driver("cuDeviceCanAccessPeer", *numbers))
+            ours, theirs = (self._driver("cuDeviceGet", one) for one in (self._device.index, owner))
+            reached = owner == self._device.index or int(self._driver("cuDeviceCanAccessPeer", ours, theirs))
         except DriverError as error:
             raise Unavailable(f"which GPU's the peer's memory is cannot be told: {error}") from error
         if not reached:

@@ -22,7 +22,8 @@ SURE: Final = 0.98  # the highest acceptance rate that is assumed
 _WINDOW: Final = 5  # the last steps of so many rows that count
 _OLD: Final = 256  # steps after which what was seen counts no more
 _MOST_LOST: Final = 0.02  # the part of the time of steps without drafts that is credited to the budget
-_RESERVE: Final = 4.0  # the most that the budget holds, in steps without drafts
+_FIRST_BUDGET: Final = 8.0  # what the budget holds at first, in steps without drafts
+_MOST_SAVED: Final = 32.0  # the most that it holds, because what drafts bring varies from step to step
 
 
 @dataclass(slots=True)
@@ -85,7 +86,7 @@ class LossBudget:
     of the decode steps, counted in steps without drafts."""
 
     def __init__(self) -> None:
-        self._left = _RESERVE
+        self._left = _FIRST_BUDGET
 
     @property
     def spent(self) -> bool:
@@ -94,12 +95,13 @@ class LossBudget:
 
     def earn(self, steps: int) -> None:
         """Notes steps without drafts."""
-        self._left = min(_RESERVE, self._left + _MOST_LOST * steps)
+        self._left = min(_MOST_SAVED, self._left + _MOST_LOST * steps)
 
     def note(self, took: float, made: float) -> None:
         """Notes a step with drafts. took: its time, as a multiple of a step's without; made: its tokens, as a
-        multiple of such a step's. A loss is the reserve at most, because the machine may have stood still."""
-        self._left = min(_RESERVE, self._left - min(_RESERVE, took - made))
+        multiple of such a step's. A loss counts as `_FIRST_BUDGET` at most, because the machine may have
+        stood still."""
+        self._left = min(_MOST_SAVED, self._left - min(_FIRST_BUDGET, took - made))
 
 
 def best_lengths(
