@@ -75,6 +75,14 @@ class Subject:
     def folder(self) -> Path:
         return TRUTH / self.name
 
+    @property
+    def config_file(self) -> Path:
+        return self.folder / "config.yaml"
+
+    @property
+    def profile(self) -> Path:
+        return self.folder / "profile.json"
+
     def workload(self, rate: float, seed: int, **more: object) -> Settings:
         """seed: another for each, or a later one finds the prompts of an earlier one cached."""
         whole = sum(self.models.values())
@@ -94,7 +102,7 @@ def subject(name: str) -> Subject:
 async def measure(names: Sequence[str], effort: Effort, *, frozen: bool = False) -> Report:
     rows: list[list[Cell]] = []
     refused: list[str] = []
-    ratios: dict[str, list[float]] = {measure: [] for measure in MEASURES}
+    ratios: dict[str, list[float]] = {name: [] for name in MEASURES}
     for name in names:
         one = subject(name)
         for what, real, modelled in await (foretell(one, effort) if frozen else compare(one, effort)):
@@ -102,12 +110,12 @@ async def measure(names: Sequence[str], effort: Effort, *, frozen: bool = False)
             refused += [
                 f"{results.title}: {_refused(results)}" for results in (real, modelled) if results.errors
             ]
-            for measure, ours, theirs in zip(MEASURES, told(modelled), told(real), strict=True):
-                ratios[measure].append(ours / theirs)
+            for column, ours, theirs in zip(MEASURES, told(modelled), told(real), strict=True):
+                ratios[column].append(ours / theirs)
     return Report(
         name="foretold" if frozen else "truth",
         title="Real against simulated, the same workload (real, simulated / real)",
-        columns=["load", *(column for measure in MEASURES for column in (measure, "×"))],
+        columns=["load", *(title for column in MEASURES for title in (column, "×"))],
         rows=rows,
         findings=[
             _within("medians", ratios, MEDIANS, MEDIANS_WITHIN, 0.88),
@@ -122,7 +130,7 @@ def _within(
     what: str, ratios: dict[str, list[float]], measures: Sequence[str], bound: float, wanted: float
 ) -> Finding:
     """Returns how many cells' ratios are within the bound. wanted: the part that ought to be."""
-    cells = [ratio for measure in measures for ratio in ratios[measure]]
+    cells = [ratio for column in measures for ratio in ratios[column]]
     good = sum(abs(ratio - 1.0) <= bound for ratio in cells)
     return Finding(
         what=f"{what} within {bound:.0%}, of {len(cells)}", value=good, least=math.ceil(wanted * len(cells))
@@ -160,8 +168,9 @@ def _cells(real: Results, modelled: Results) -> list[Cell]:
 
 async def compare(subject: Subject, effort: Effort) -> list[Compared]:
     """Returns the results of each load, by a profile that is measured first."""
-    config, profile = write_config(subject), subject.folder / "profile.json"
-    await kvloom("profile", config, "-o", profile, *(["--quick"] if effort.quick else []))
+    write_config(subject)
+    quick = ["--quick"] if effort.quick else []
+    await kvloom("profile", subject.config_file, "-o", subject.profile, *quick)
     most = await answered_at_most(subject, {}, effort)
     return await play(subject, effort, [(f"{load:.0%}", load * most, {}) for load in effort.loads])
 
@@ -169,6 +178,7 @@ async def compare(subject: Subject, effort: Effort) -> list[Compared]:
 async def foretell(subject: Subject, effort: Effort) -> list[Compared]:
     """Returns the results of workloads that are unlike those that a profile is measured by. The profile is
     there already, and what is foretold is written down before anything is asked."""
+    write_config(subject)
     fresh = [
         (what, FRESH_LOAD * await answered_at_most(subject, more, effort), more)
         for what, more in FRESH.items()
@@ -176,11 +186,9 @@ async def foretell(subject: Subject, effort: Effort) -> list[Compared]:
     return await play(subject, effort, fresh, foretold=subject.folder / "foretold.yaml")
 
 
-def write_config(subject: Subject) -> Path:
+def write_config(subject: Subject) -> None:
     subject.folder.mkdir(parents=True, exist_ok=True)
-    config = subject.folder / "config.yaml"
-    config.write_text(yaml.safe_dump(subject.config))
-    return config
+    _write(subject.config_file, subject.config)
 
 
 async def answered_at_most(subject: Subject, more: Settings, effort: Effort) -> float:
@@ -208,7 +216,7 @@ async def play(
     if foretold is not None:
         _write(foretold, {what: told(one) for (what, _, _), one in zip(made, modelled, strict=True)})
     found = []
-    async with served(write_config(subject)) as url:
+    async with served(subject.config_file) as url:
         warm = _write(folder / "warm.yaml", subject.workload(made[0][1], 2, requests=WARM_REQUESTS))
         await asked(url, warm, folder / "warm.json")
         for (what, _, file), ours in zip(made, modelled, strict=True):
@@ -222,9 +230,8 @@ async def asked(url: str, workload: Path, output: Path) -> Results:
 
 
 async def simulated(subject: Subject, workload: Path, output: Path) -> Results:
-    profile = subject.folder / "profile.json"
-    asked = ("--profile", profile, "--workload", workload, "--client-here")
-    await kvloom("simulate", write_config(subject), *asked, "--json", output)
+    given = ("--profile", subject.profile, "--workload", workload, "--client-here")
+    await kvloom("simulate", subject.config_file, *given, "--json", output)
     return read_results(output)
 
 

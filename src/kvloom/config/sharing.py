@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from kvloom.config.fields import Auto, show_size
 from kvloom.config.machine import Machine
 from kvloom.config.units import CPU, CUDA, ConfiguredEngine, Device
+from kvloom.types.spec import gpu_index
 
 
 def check_nodes(engines: Sequence[ConfiguredEngine], machine: Machine) -> None:
@@ -66,7 +67,7 @@ def share_devices(engines: Sequence[ConfiguredEngine], fleets: Device, machine: 
             found.append(CPU)
             continue
         if ":" in wanted:
-            number = int(wanted.partition(":")[2])
+            number = gpu_index(wanted)
             if number + ranks > machine.gpus:
                 last = "" if ranks == 1 else f" to cuda:{number + ranks - 1}"
                 there = f"{machine.gpus or 'no'} GPU{'' if machine.gpus == 1 else 's'}"
@@ -91,7 +92,7 @@ def _gpus(engine: ConfiguredEngine, device: str) -> set[int]:
     """Returns the GPUs of all its ranks."""
     if device == CPU:
         return set()
-    first = int(device.partition(":")[2])
+    first = gpu_index(device)
     return set(range(first, first + engine.unit.tensor_parallel))
 
 

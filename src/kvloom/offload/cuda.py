@@ -28,6 +28,7 @@ from kvloom.types.clock import has_ended
 from kvloom.types.errors import ConfigError, Conflict, Unavailable
 from kvloom.types.geometry import I32
 from kvloom.types.load import Waits
+from kvloom.types.spec import gpu_index
 
 LOOKS: Final = 20_000_000  # of a `collect`, some ten seconds: a lender's first task finds its kernel compiled
 _log = logging.getLogger(__name__)
@@ -362,7 +363,7 @@ def _room(what: str) -> Iterator[None]:
 def require_lenders(driver: Driver, device: torch.device, gpus: Sequence[str]) -> None:
     """Raises ConfigError if a unit of `device` cannot borrow from units of these GPUs: on its own one MPS has
     to run, and another one's memory has to be within its reach."""
-    for index in dict.fromkeys(map(index_of, gpus)):
+    for index in dict.fromkeys(map(gpu_index, gpus)):
         if index == (device.index or 0):
             require_mps(driver, device)
         else:
@@ -406,8 +407,3 @@ def require_mps(driver: Driver, device: torch.device) -> None:
         f"weave: two units on {device} without MPS have it by turns, and wait for each other through them; "
         "MPS before the fleet starts (nvidia-cuda-mps-control -d), or no `weave`, is right"
     )
-
-
-def index_of(name: str) -> int:
-    """Returns the number of a GPU by its name, as `cuda:1`."""
-    return int(name.partition(":")[2] or 0)

@@ -153,6 +153,11 @@ def unit_abilities(device: str, ranks: int, transport: TransportName = "shm") ->
     )
 
 
+def gpu_index(device: str) -> int:
+    """Returns the number of a GPU by its name: 1 for `cuda:1`, 0 for `cuda`."""
+    return int(device.partition(":")[2] or 0)
+
+
 CHUNK_TOKENS: Final = 512
 """Prompt tokens of a prefill job on cores, unless the config says otherwise."""
 GPU_CHUNK_TOKENS: Final = 2048

@@ -34,10 +34,10 @@ from kvloom.kernels.cuda.flash import find_flash
 from kvloom.kernels.cuda.reference import FP8_CAPABILITY
 from kvloom.kernels.driver import Driver, DriverError
 from kvloom.kv.arena import ArenaMemory, view_blocks
-from kvloom.offload.cuda import index_of, require_lenders
+from kvloom.offload.cuda import require_lenders
 from kvloom.types.errors import ConfigError, Unavailable
 from kvloom.types.geometry import Geometry, KVDtype
-from kvloom.types.spec import EngineSpec
+from kvloom.types.spec import EngineSpec, gpu_index
 
 _log = logging.getLogger(__name__)
 _HALVES: Final = ("bfloat16", "float16")
@@ -203,7 +203,7 @@ def open_gpu(name: str, cut: Cut, rank: int = 0) -> tuple[GpuDevice, Operations]
             f"device: Triton cannot be used here ({error}); pip install '.[gpu]' in kvloom's checkout, "
             "or `device: cpu`, is right"
         ) from error
-    device = cuda_device(index_of(name) + rank, cut, operations)
+    device = cuda_device(gpu_index(name) + rank, cut, operations)
     flash = find_flash(torch.cuda.get_device_capability(device.torch), device.compute)
     return device, replace(operations, flash=flash)
 

@@ -37,8 +37,8 @@ def _list(  # type: ignore[no-untyped-def]
     SEQUENCES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One program. All parts have the same number of tokens but each sequence's last: the least that leaves
-    no more parts than `most`."""
+    """Lists all parts in one program. They have the same number of tokens, except each sequence's last: the
+    least number that leaves no more parts than `most`."""
     row = tl.arange(0, SEQUENCES)
     length = tl.load(lengths + row, mask=row < batch, other=0)
     held = tl.where(window > 0, tl.minimum(length, window), length)
@@ -255,9 +255,10 @@ class Workspace:
 
 
 def parts_for(batch: int, kv_heads: int, multiprocessors: int, longest: int, least: int = _LEAST) -> int:
-    """Returns the parts of a batch's sequences for each KV head, if none of them has fewer than `least`
-    tokens: as many as give every multiprocessor of a share its programs at once, and if the sequences alone
-    are nearly as many, half of that for those that are longer than others."""
+    """Returns the number of parts of a batch's sequences, for each KV head. It is one wave: as many as give
+    every multiprocessor of a share its programs at once. If the sequences alone nearly fill the wave, it is
+    half a wave more than they are, so that long ones can still be cut. No part has fewer than `least`
+    tokens."""
     room = multiprocessors * _PROGRAMS // kv_heads
     return min(max(room, batch + room // 2), batch * max(1, -(-longest // least)))
 

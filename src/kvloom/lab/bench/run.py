@@ -27,6 +27,7 @@ from kvloom.lab.workload.request import (
 from kvloom.lab.workload.results import Results
 from kvloom.lab.workload.summary import Histogram, ModelTraffic, Summary, Traffic
 from kvloom.lab.workload.traces import Workload
+from kvloom.serve.processes.parent import keep_out_of_collections
 from kvloom.types.clock import Clock
 from kvloom.types.errors import ConfigError
 
@@ -130,8 +131,7 @@ def _short_collections() -> Iterator[None]:
     """Keeps what is imported out of garbage collections meanwhile: each would take some 40 ms, for which the
     server would seem to stand still."""
     frozen = gc.get_freeze_count()
-    gc.collect()
-    gc.freeze()
+    keep_out_of_collections()
     try:
         yield
     finally:

@@ -190,8 +190,8 @@ class HostedUnit:
         self._machine.cores.changed()
 
     def seconds(self, work: Work, cores: float, alone: float) -> float:
-        """Returns the seconds of a job on so many cores, as things are. alone: its seconds if nothing else
-        were on the machine, which it takes at least."""
+        """Returns the seconds of a job on so many cores, as things are. alone: its seconds if nothing
+        but jobs wanted the cores, which it takes at least."""
         hosting, busy = self._machine.hosting, self.loop.thread.busy
         slower = hosting.slower(work, cores, self._machine.cores.over - busy)
         if busy:
