@@ -285,7 +285,9 @@ def test_what_has_a_name_that_is_markup_is_text(browser: Browser, served: Served
         expect(page.locator("#log li")).to_contain_text(HOSTILE)
         expect(page.locator("#flow-table th span").first).to_have_text(HOSTILE)
         expect(page.locator(".lane-name")).to_contain_text(HOSTILE)
-        page.locator("button.mark").first.focus()
+        mark = page.locator("button.mark").first
+        expect(mark).to_be_visible()
+        mark.focus()
         expect(page.get_by_role("tooltip")).to_contain_text(HOSTILE)
         page.get_by_label("A request's id").fill(HOSTILE)
         page.get_by_role("button", name="Show", exact=True).click()

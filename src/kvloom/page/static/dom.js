@@ -24,8 +24,10 @@ export function setText(node, text) {
 export function keyed(parent, keys, make, update) {
   const old = parent.keyedChildren ?? new Map();
   const now = new Map();
+  const wanted = new Set(keys);
+  for (const [key, child] of old) if (!wanted.has(key)) child.remove(); // first, so that none that stays is moved, for a move costs the focus
   let after = null;
-  for (const key of keys) {
+  for (const key of wanted) {
     const child = old.get(key) ?? make(key);
     now.set(key, child);
     const place = after === null ? parent.firstChild : after.nextSibling;
@@ -33,7 +35,6 @@ export function keyed(parent, keys, make, update) {
     update?.(child, key);
     after = child;
   }
-  for (const [key, child] of old) if (!now.has(key)) child.remove();
   parent.keyedChildren = now;
 }
 
