@@ -18,10 +18,10 @@ from torch import Tensor
 from kvloom.config.config import Config
 from kvloom.exec.cuda.device import HostStream, PartitionLane, Partitions, Recording
 from kvloom.exec.cuda.executor import GpuExecutor
+from kvloom.exec.cuda.memory_need import MemoryNeed
 from kvloom.exec.cuda.model import DecodeState, DeviceModel, Places
 from kvloom.exec.cuda.operations import Operations
 from kvloom.exec.cuda.prefill import run_prefill
-from kvloom.exec.cuda.profile import MemoryNeed
 from kvloom.exec.sampler import prompt_logprobs, sample
 from kvloom.kernels.cuda.flash import FlashAttention
 from kvloom.types.job import PromptRow, SampleRow

@@ -1,11 +1,11 @@
-"""A smaller model of the unit that drafts for a larger one.
+"""The draft model: a smaller model of the unit that drafts for a larger one, the target model.
 
-Its steps are a part of the larger model's decode job (`DraftSteps`), so that policies, quotas and preemption
-know of nothing new. While such a job runs, a sequence of the smaller model's cache, with the id of the larger
-one's, holds the K and V that it reads and writes. Between two jobs these are a cached prefix like any other
+Its steps are a part of the target model's decode job (`DraftSteps`), so that policies, quotas and preemption
+know of nothing new. While such a job runs, a sequence of the draft model's cache, with the id of the target
+model's, holds the K and V that it reads and writes. Between two jobs these are a cached prefix like any other
 that was used last: they give way if somebody wants the blocks and nothing older is left, and nothing is to be
 given back if the sequence ends, is preempted or moves. What has given way, and a prompt at first, is computed
-again beside the larger model's steps, a few tokens at a time.
+again beside the target model's steps, a few tokens at a time.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ _LONGEST_GAP: Final = 64  # new sequences, of which one explores if drafts do no
 
 
 class DraftModel:
-    """The model that drafts for one other."""
+    """A model that drafts for one target model."""
 
     def __init__(self, queue: ModelQueue) -> None:
-        """queue: its own, in which its own requests run."""
+        """queue: the draft model's own, in which its own requests run."""
         self._queue = queue
         self._times = StepTimes()
         self._gap = 1  # one new sequence in so many may compute its whole prompt for a trial
         self._left = 0  # sequences that begin before the next one does
 
     @classmethod
-    def of(cls, queue: ModelQueue, other: ModelCard) -> DraftModel:
-        """Returns the model of `queue` as the one that drafts for another. Raises ConfigError if their tokens
-        are not the same."""
-        card, key = queue.card, f"models.{other.name}.speculation"
+    def of(cls, queue: ModelQueue, target: ModelCard) -> DraftModel:
+        """Returns the model of `queue` as the draft model of `target`. Raises ConfigError if their tokens are
+        not the same."""
+        card, key = queue.card, f"models.{target.name}.speculation"
         if card.task != "generate":
             raise ConfigError(f"{key}: {card.name} makes vectors of texts; a model that generates is right")
-        if card.vocab_size != other.vocab_size:
+        if card.vocab_size != target.vocab_size:
             raise ConfigError(
-                f"{key}: {card.name} has {card.vocab_size} tokens and {other.name} {other.vocab_size}; a "
+                f"{key}: {card.name} has {card.vocab_size} tokens and {target.name} {target.vocab_size}; a "
                 "model with the same vocabulary is right"
             )
-        if card.tokenizer != other.tokenizer and _vocabulary(card) != _vocabulary(other):
+        if card.tokenizer != target.tokenizer and _vocabulary(card) != _vocabulary(target):
             raise ConfigError(
-                f"{key}: {card.name} and {other.name} have unlike tokenizers; a model with the same one is "
+                f"{key}: {card.name} and {target.name} have unlike tokenizers; a model with the same one is "
                 "right"
             )
         return cls(queue)
@@ -60,10 +60,10 @@ class DraftModel:
     def context_length(self) -> int:
         return self._queue.card.context_length
 
-    def seconds(self, sequences: int, step: float, other: ModelQueue) -> float:
+    def seconds(self, sequences: int, step: float, target: ModelQueue) -> float:
         """Returns what a step of so many sequences is expected to take: as was measured, or if none was, by
-        the numbers of parameters and the seconds of a step of the larger model, `other`."""
-        unseen = step * self._queue.card.parameters / max(1, other.card.parameters)
+        the numbers of parameters and the seconds of a step of the target model."""
+        unseen = step * self._queue.card.parameters / max(1, target.card.parameters)
         return self._times.expected(sequences, sequences, unseen)[0]
 
     def cached(self, sequence: OneSequence) -> int:

@@ -10,7 +10,8 @@ have to step ahead, and none that is sent to a peer. No sequence of a model draf
 shares the page of its next token (so that it is copied), while the model borrows from another unit, beside
 prompts in a mixed job, or if blocks for drafts are not free: no sequence is preempted as drafts begin.
 
-Drafts come from the n-grams of a sequence's own text, or from a smaller model of the unit (`DraftModel`).
+Drafts come from the n-grams of a sequence's own text, or from a smaller model of the unit, the draft model
+(`DraftModel`). The model that verifies them is the target model (`_TargetModel`).
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ class Speculation:
         another one."""
         if spec.draft_problem is not None:
             raise ConfigError(spec.draft_problem)
-        self._models = dict[str, _ModelDrafts]()
+        self._targets = dict[str, _TargetModel]()
         for model in spec.models:
             if model.speculation != "none" and queues[model.name].card.task == "generate":
                 queue = queues[model.name]
                 drafter = DraftModel.of(queues[model.draft], queue.card) if model.draft else None
-                self._models[model.name] = _ModelDrafts(queue, drafter)
+                self._targets[model.name] = _TargetModel(queue, drafter)
 
     def drafts(
         self, queue: ModelQueue, ready: Sequence[OneSequence], view: UnitView, free: int
@@ -59,14 +60,14 @@ class Speculation:
         """Returns what is drafted for a decode step of `ready`; None if it does not pay. free: blocks that
         the step may take. If a model drafts, its forward has begun, and ends by `note_verified` or
         `failed`."""
-        model = self._models.get(queue.card.name)
-        return None if model is None else model.drafts(ready, view, free)
+        target = self._targets.get(queue.card.name)
+        return None if target is None else target.drafts(ready, view, free)
 
     def take_steps(self, queue: ModelQueue, steps: int) -> int:
         """Returns how many of the steps a job takes before drafts are looked for again: a few, or as many as
         all its sequences still back off. Counts them as steps for which nothing was looked for."""
-        model = self._models.get(queue.card.name)
-        if model is None or model.rests or steps == 1:
+        target = self._targets.get(queue.card.name)
+        if target is None or target.rests or steps == 1:
             return steps
         known = [sequence.draft_state for sequence in queue.running if sequence.draft_state is not None]
         if len(known) == len(queue.running) and all(one.backoff_left for one in known):
@@ -79,22 +80,22 @@ class Speculation:
 
     def note_verified(self, inflight: InflightBatch, valid: Mapping[int, int], result: JobResult) -> None:
         """Learns from a job that has ended. valid: see `InflightBatch.accepted_only`."""
-        model = self._models.get(inflight.job.model)
-        if model is not None and inflight.job.phase is Phase.DECODE:
-            model.note_verified(inflight, valid, result)
+        target = self._targets.get(inflight.job.model)
+        if target is not None and inflight.job.phase is Phase.DECODE:
+            target.note_verified(inflight, valid, result)
 
     def failed(self, inflight: InflightBatch) -> None:
         """Forgets what was drafted in a job that has failed."""
-        model = self._models.get(inflight.job.model)
-        if model is not None and model.drafter is not None and inflight.job.draft_steps is not None:
-            model.drafter.failed(inflight.job.draft_steps)
+        target = self._targets.get(inflight.job.model)
+        if target is not None and target.drafter is not None and inflight.job.draft_steps is not None:
+            target.drafter.failed(inflight.job.draft_steps)
 
 
-class _ModelDrafts:
-    """The drafts of one model's sequences."""
+class _TargetModel:
+    """A target model: its decode steps verify what is drafted for its sequences."""
 
     def __init__(self, queue: ModelQueue, drafter: DraftModel | None) -> None:
-        """drafter: the model that drafts; None if n-grams do."""
+        """queue: the target model's; drafter: the model that drafts for it; None if n-grams do."""
         self._queue = queue
         self.drafter = drafter
         self._times = StepTimes()

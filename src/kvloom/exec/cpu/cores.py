@@ -25,7 +25,7 @@ from kvloom.kernels.cpu.affinity import bind_team
 PAUSE: Final = 0.02  # seconds without a job after which threads may wake on one core
 
 
-class Team:
+class ThreadTeam:
     """The OpenMP team of one thread that runs jobs. It is used on that thread alone."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:

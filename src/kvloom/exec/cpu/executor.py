@@ -17,7 +17,7 @@ from kvloom.exec.adapters import LayerName
 from kvloom.exec.attention import Forward, ForwardState, Scoring
 from kvloom.exec.cpu.adapted import PackedAdapter, adapted_rows
 from kvloom.exec.cpu.adapter_memory import CpuAdapters
-from kvloom.exec.cpu.cores import Team
+from kvloom.exec.cpu.cores import ThreadTeam
 from kvloom.exec.cpu.decoder import FusedDecoder, fuse_decoder
 from kvloom.exec.cpu.fuse import fuse_on_cpu, round_inputs
 from kvloom.exec.cpu.number_format import choose_format, own_format
@@ -136,7 +136,7 @@ class TorchExecutor:
         self.adapters: CpuAdapters | None = None
         self._slots = [ThreadPoolExecutor(1, f"job-{i}") for i in range(threads)]
         self._free = list(range(threads))
-        self._teams = [Team() for _ in range(threads)]
+        self._teams = [ThreadTeam() for _ in range(threads)]
         self.loans = CpuLoans(arena)
         self.compute = threads
         self.max_steps, self.lookahead = 1, 0

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from kvloom.exec.cuda.device import GpuDevice, PartitionLane, StreamEvent
 from kvloom.exec.cuda.graphs import Buffers, DecodeSteps, PrefillSteps, buckets_up_to, prefill_sizes
+from kvloom.exec.cuda.memory_need import MemoryNeed, largest_jobs
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.offloaded import CudaLoans
 from kvloom.exec.cuda.prefill import Draws, prefill_inputs, prove_flash, rehearse, run_prefill
-from kvloom.exec.cuda.profile import MemoryNeed, largest_jobs
 from kvloom.exec.cuda.staging import SentInputs, Slots, Staging
 from kvloom.exec.cuda.weights import GpuWeights
 from kvloom.exec.sampler import prompt_logprobs

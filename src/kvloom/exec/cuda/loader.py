@@ -24,9 +24,9 @@ from kvloom.exec.cuda.layers import (
     quantized_tensors,
     round_inputs,
 )
+from kvloom.exec.cuda.memory_need import MemoryNeed
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.operations import Operations, triton_operations
-from kvloom.exec.cuda.profile import MemoryNeed
 from kvloom.exec.cuda.weights import GpuWeights, SleepingWeights
 from kvloom.exec.loader import LoadedModel, count_blocks, load_models
 from kvloom.exec.parallel.group import RankGroup, Team
