@@ -48,7 +48,7 @@ class BatchPart:
     sequences: slice
     rows: slice
     """Their new tokens."""
-    begins: Tensor
+    cu_seqlens: Tensor
     """[B + 1] edges of the sequences' rows, from the part's first row on."""
     shared: SharedPrefixes | None
     """What the rows share if each sequence appends one."""
@@ -210,7 +210,7 @@ class ForwardState:
                 )
             else:
                 cpu.prefill_attention(
-                    to, rows, *pool, self.starts[of], part.begins, *form, sinks=sinks, slopes=slopes
+                    to, rows, *pool, self.starts[of], part.cu_seqlens, *form, sinks=sinks, slopes=slopes
                 )
         if wide is not out:
             out.copy_(wide)

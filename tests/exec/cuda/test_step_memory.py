@@ -124,7 +124,7 @@ class Loaded:
 
     def prefill(self, chunk: int, sequences: int = 1, pages: int = 32) -> None:
         """Prompts of `chunk` tokens together, each of whose log-probabilities is asked for."""
-        many, few = self._ints(chunk), {"starts": sequences, "begins": sequences + 1}
+        many, few = self._ints(chunk), {"starts": sequences, "cu_seqlens": sequences + 1}
         arrays = {"tokens": many, "positions": many, "kept": many}
         arrays |= {name: many.int() for name in ("slot_page", "slot_offset")}
         arrays |= {name: self._ints(count).int() for name, count in few.items()}

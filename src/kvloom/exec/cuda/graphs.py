@@ -255,7 +255,7 @@ class PrefillSteps:
             ("slot_page", rows, -1),
             ("slot_offset", rows, 0),
             ("starts", most, 0),
-            ("begins", most + 1, job.tokens.size),
+            ("cu_seqlens", most + 1, job.tokens.size),
             ("kept", most, 0),
         ):
             found[name] = padded(found[name], size, fill)
@@ -292,6 +292,6 @@ def _prompt_arrays(tokens: int, prompts: int) -> dict[str, AnyArray]:
     return {
         **_padding(tokens),
         "starts": np.zeros(prompts, dtype=np.int32),
-        "begins": np.zeros(prompts + 1, dtype=np.int32),
+        "cu_seqlens": np.zeros(prompts + 1, dtype=np.int32),
         "kept": np.zeros(prompts, dtype=np.int64),
     }

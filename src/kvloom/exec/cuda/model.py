@@ -132,35 +132,36 @@ class DecodeState(_DeviceState):
 
 
 class PrefillState(_DeviceState):
-    """Attends for prompts. starts: [B] tokens that each sequence has; begins: [B + 1] rows; both int32."""
+    """Attends for prompts. starts: [B], the tokens that each sequence has cached; cu_seqlens: [B + 1], the
+    edges of the sequences' rows, which the kernels call `begins`; both int32."""
 
     def __init__(
         self,
         operations: Operations,
         places: Places,
         starts: Tensor,
-        begins: Tensor,
+        cu_seqlens: Tensor,
         multiprocessors: int,
         written: Callable[[int], None] = lambda layer: None,
         poll: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(operations, places, multiprocessors, written, poll, len(begins))
+        super().__init__(operations, places, multiprocessors, written, poll, len(cu_seqlens))
         self._starts = starts
-        self._begins = begins
+        self._cu_seqlens = cu_seqlens
 
     def _over_pages(
         self, out: Tensor, layer: int, q: Tensor, scale: float, window: int, softcap: float
     ) -> None:
         places = self._places
         self._operations.prefill_attention(
-            out, q, places.arena, places.page_map, layer, places.tables, self._starts, self._begins,
+            out, q, places.arena, places.page_map, layer, places.tables, self._starts, self._cu_seqlens,
             scale, window, softcap,
         )  # fmt: skip
 
     def _head_sequences(self, rows: int) -> HeadSequences:
         places = self._places
         given = self._operations.block_tables, places.page_map, places.tables
-        return HeadSequences.of_prompts(*given, self._starts, self._begins, rows, places.arena.shape[2])
+        return HeadSequences.of_prompts(*given, self._starts, self._cu_seqlens, rows, places.arena.shape[2])
 
 
 Send = Callable[[Mapping[str, AnyArray]], SentInputs]

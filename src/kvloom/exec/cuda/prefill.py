@@ -90,7 +90,7 @@ def prefill_inputs(job: Job) -> dict[str, AnyArray]:
         "slot_page": plan.slot_page,
         "slot_offset": plan.slot_offset,
         "starts": plan.starts.astype(np.int32),
-        "begins": np.concatenate(([0], np.cumsum(plan.appends))).astype(np.int32),
+        "cu_seqlens": np.concatenate(([0], np.cumsum(plan.appends))).astype(np.int32),
         "kept": job.kept,
         "tables": widened(plan.tables),
     }
@@ -107,7 +107,7 @@ def run_prefill(
     places = Places(
         model.arena, model.page_map.blocks, arrays["tables"], arrays["slot_page"], arrays["slot_offset"]
     )
-    new = arrays["starts"], arrays["begins"]
+    new = arrays["starts"], arrays["cu_seqlens"]
     state = PrefillState(model.operations, places, *new, multiprocessors, written, poll)
     return model.logits(arrays["tokens"], arrays["positions"], state, arrays["kept"])
 
@@ -124,7 +124,7 @@ def rehearse(model: DeviceModel, tokens: int, device: GpuDevice) -> None:
         "slot_offset": none,
         "tables": widened(np.zeros((1, model.geometry.pages(tokens)), dtype=np.int32)),
         "starts": none[:1],
-        "begins": np.asarray([0, tokens], dtype=np.int32),
+        "cu_seqlens": np.asarray([0, tokens], dtype=np.int32),
         "kept": np.asarray([tokens - 1]),
         "lengths": none[:1],
         **draws.arrays,
@@ -192,7 +192,7 @@ def _short_logits(model: DeviceModel, device: GpuDevice) -> Tensor:
                 "slot_page": (positions // size).astype(np.int32),
                 "slot_offset": (positions % size).astype(np.int32),
                 "starts": np.asarray([start], dtype=np.int32),
-                "begins": np.asarray([0, end - start], dtype=np.int32),
+                "cu_seqlens": np.asarray([0, end - start], dtype=np.int32),
                 "lengths": np.asarray([end], dtype=np.int32),
                 "kept": np.asarray([end - start - 1]),
                 "tables": np.pad(np.arange(pages, dtype=np.int32), (0, width - pages))[None],
