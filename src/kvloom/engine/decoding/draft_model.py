@@ -61,8 +61,8 @@ class DraftModel:
         return self._queue.card.context_length
 
     def seconds(self, sequences: int, step: float, target: ModelQueue) -> float:
-        """Returns what a step of so many sequences is expected to take: as was measured, or if none was, by
-        the numbers of parameters and the seconds of a step of the target model."""
+        """Returns the seconds that a draft step of so many sequences is expected to take: as measured, or if
+        none was measured, from the numbers of parameters and the seconds of a step of the target model."""
         unseen = step * self._queue.card.parameters / max(1, target.card.parameters)
         return self._times.expected(sequences, sequences, unseen)[0]
 
@@ -72,13 +72,14 @@ class DraftModel:
         return self._queue.cache.prefixes.length(tokens, len(tokens) - 1, sequence.salt)
 
     def lacking(self, sequence: OneSequence) -> int:
-        """Returns the tokens of a sequence that are to be computed before more can be drafted, as far as is
-        known: what has given way since is not."""
+        """Returns the number of a sequence's tokens that are to be computed before more can be drafted, as
+        far as is known: it is not known which K and V have given way since."""
         return sequence.tokens.length - draft_state_of(sequence).followed
 
     def may_try(self, sequence: OneSequence) -> bool:
-        """Returns whether a trial that does not pay is worth what is to be computed for it first: for a
-        sequence that explores, and later for one that drafts have paid for, if little is."""
+        """Returns whether a trial that does not pay is worth the tokens that are to be computed for it first.
+        It is for a sequence that explores; later it is for one for which drafts have paid, if few tokens are
+        to be computed."""
         state = draft_state_of(sequence)
         return state.explores or (state.has_paid and self.lacking(sequence) <= MOST_ROWS)
 
@@ -97,14 +98,15 @@ class DraftModel:
         self._gap = 1
 
     def room(self, view: UnitView) -> int:
-        """Returns the blocks that drafts may hold during a job: those that nobody wants, and of its own
-        quota if quotas are walls."""
+        """Returns the blocks that drafts may hold during a job: those that nobody wants, and no more than its
+        quota leaves if quotas are walls."""
         own = self._queue.quota - self._queue.cache.used_blocks
         return min(view.unclaimed, own) if view.walls else view.unclaimed
 
     def begin(self, wanted: Mapping[OneSequence, int], room: int) -> DraftSteps | None:
         """Begins the steps that draft so many tokens for each sequence, in `room` blocks; None if they hold
-        nothing. A sequence for which more is to be computed first than there are rows has no drafts yet."""
+        nothing. A sequence has no drafts yet if more tokens are to be computed for it first than there are
+        rows."""
         cache, rows, found = self._queue.cache, MOST_ROWS, list[DraftedSequence]()
         for sequence in sorted(wanted, key=self.lacking):
             count = wanted[sequence]
@@ -137,8 +139,8 @@ class DraftModel:
         valid: Mapping[int, int],
         seconds: float,
     ) -> None:
-        """Caches what the steps of a job have computed, as far as it was right. batch: that of the job;
-        valid: see `InflightBatch.accepted_only`; seconds: of all steps."""
+        """Caches the K and V that the draft steps of a job have computed, as far as the drafts were right.
+        batch: the job's sequences; valid: see `InflightBatch.accepted_only`; seconds: those of all steps."""
         cache = self._queue.cache
         right = {
             one.sequence: min(valid.get(one.sequence, 1), max(1, one.count)) - 1
@@ -166,12 +168,12 @@ class DraftModel:
 
 
 def draft_state_of(sequence: OneSequence) -> DraftState:
-    """Returns what is known of the drafts of a sequence for which some were looked for."""
+    """Returns the draft state of a sequence for which drafts were looked for."""
     assert sequence.draft_state is not None
     return sequence.draft_state
 
 
 def _vocabulary(card: ModelCard) -> object:
-    """Returns what a tokenizer has tokens for."""
+    """Returns the texts for which a tokenizer has tokens."""
     tokenizer = json.loads(card.tokenizer)
     return tokenizer.get("model"), tokenizer.get("added_tokens")

@@ -2,13 +2,14 @@
 
 Each drafted token is a row of the step, after the sequence's own last token and the drafts before it. A draw
 is a function of the seed, the index and the logits, so the draws of these rows are those that single steps
-would have made, as long as the drafts before them were right: the first wrong one is where the sequence goes
-on by the draw that should have stood there. So nothing of a stream tells that tokens were drafted.
+would have made, as long as the drafts before them were right. At the first wrong draft the sequence goes on
+with the draw that should have stood there. So nothing of a stream tells that tokens were drafted.
 
-A sequence drafts only if its next draws read nothing but its tokens: none with a guide, whose grammar would
-have to step ahead, and none that is sent to a peer. No sequence of a model drafts while one of the step
-shares the page of its next token (so that it is copied), while the model borrows from another unit, beside
-prompts in a mixed job, or if blocks for drafts are not free: no sequence is preempted as drafts begin.
+A sequence drafts only if its next draws read nothing but its tokens. So none drafts that has a guide, whose
+grammar would have to step ahead, and none that is sent to a peer. No sequence of a model drafts while one of
+the step shares the page of its next token, which is then copied; while the model borrows from another unit;
+beside prompts in a mixed job; or if blocks for drafts are not free. No sequence is preempted to make room for
+drafts.
 
 Drafts come from the n-grams of a sequence's own text, or from a smaller model of the unit, the draft model
 (`DraftModel`). The model that verifies them is the target model (`_TargetModel`).
@@ -34,17 +35,17 @@ from kvloom.types.spec import MOST_DRAFTED, MOST_ROWS, EngineSpec
 MOST_STEPS_UNLOOKED: Final = 8  # decode steps before drafts are looked for again
 _LARGEST_BACKLOG: Final = 16
 """The most tokens that the draft model may have to compute first, for each token that is left to make. The
-products of so many tokens take about as long as reading the weights, which is what a draft step costs: a
-larger backlog would cost more than to draft all that is left."""
+products of so many tokens take about as long as reading the weights, and that is the cost of a draft step. So
+to compute a larger backlog would cost more than to draft all tokens that are left."""
 
 
 class Speculation:
-    """Decides what is drafted for the models of a unit that are to speculate, and learns from what came of
-    it."""
+    """Decides which tokens are drafted for the models of a unit that are to speculate, and learns from how
+    many of them were right."""
 
     def __init__(self, queues: Mapping[str, ModelQueue], spec: EngineSpec) -> None:
-        """Raises ConfigError if a model is to draft for another one that is not there, or whose vocabulary is
-        another one."""
+        """Raises ConfigError if a draft model is not on the unit, or has another vocabulary than its target
+        model."""
         if spec.draft_problem is not None:
             raise ConfigError(spec.draft_problem)
         self._targets = dict[str, _TargetModel]()
@@ -127,7 +128,8 @@ class _TargetModel:
         return Proposal({one.sequence: tokens[one.sequence] for one in steps.sequences if one.count}, steps)
 
     def _lengths(self, found: Mapping[OneSequence, list[int]], rows: int) -> dict[OneSequence, int]:
-        """Returns how many of the tokens that were found for some of the `rows` sequences are to be tried."""
+        """Returns how many drafted tokens are to be tried for each sequence. found: the tokens that were
+        drafted for some of the `rows` sequences."""
         most = min(MOST_ROWS - rows, sum(map(len, found.values())))
         seconds = self._times.expected(rows, rows + most)
         each = 0.0 if self.drafter is None else self.drafter.seconds(len(found), seconds[0], self._queue)
@@ -148,8 +150,8 @@ class _TargetModel:
         return taken
 
     def _proposed(self, sequence: OneSequence) -> list[int]:
-        """Returns what is drafted for a sequence, as far as it could count: nothing after its end does. If a
-        model is to draft it, as many zeros."""
+        """Returns the tokens that are drafted for a sequence, up to its end, after which none would count. If
+        a model is to draft them, it returns as many zeros."""
         tokens, limit = sequence.tokens, self._queue.card.context_length
         if self.drafter is not None:
             limit = min(limit, self.drafter.context_length)
@@ -168,7 +170,7 @@ class _TargetModel:
         return next((drafted[:i] for i, token in enumerate(drafted) if token in ends), drafted)
 
     def _first_state(self, sequence: OneSequence) -> DraftState:
-        """Returns what is known of a sequence at first."""
+        """Returns the draft state of a sequence for which nothing was drafted yet."""
         rates = [rate.prior() for rate in self._rates]
         if self.drafter is not None:
             cached, explores = self.drafter.cached(sequence), self.drafter.next_explores()
