@@ -24,7 +24,7 @@ AFTER_FAILURE: Final = 10.0  # seconds for which nobody waits for a unit that ha
 
 
 class _Stopping(Unavailable):
-    """The engine answers that it was told to end."""
+    """Says that the engine has answered that it was told to end."""
 
 
 class Unit:
@@ -58,7 +58,7 @@ class Unit:
         self.up = False
         """Whether it takes requests."""
         self.problem: KvloomError | None = None
-        """Why it is down."""
+        """The reason why it is down."""
         self.outlook: Outlook = "starting" if managed else "here"
         self.drained = False
         """Whether it is to get no requests, though it is here."""
@@ -211,7 +211,7 @@ class Unit:
         self._changed(self.replicas)
 
     def _arrive(self, life: object) -> None:
-        """The process that was asked is the one that is here, if it was told of."""
+        """Notes that the process that was asked is the one that is here now, if its coming was told."""
         if life is not None and life == self._come:
             self._come, self._life, self.outlook = None, life, "here"
             self._idle_since = self._clock.now()

@@ -167,7 +167,8 @@ class Supervisor:
         self._clock = clock
         self._store = store
         self._events: asyncio.Queue[Callable[[], Outcome | None]] = asyncio.Queue()
-        """What is still to be shown; who shows it returns why the fleet ends, if it does."""
+        """The lines and events that are still to be shown; the task that shows them returns why the fleet
+        ends, if it does."""
         self._announced = False
         self._refused: set[str] = set()  # Components that could not use their orders.
         self._journal = Journal(clock, epoch=time.time() - clock.now())

@@ -1,5 +1,5 @@
-"""Prefill jobs on a device: the inputs and the forward of one, the draws of any job, and what is run at the
-start to see that a model's forwards work."""
+"""Prefill jobs on a device: their inputs and their forward, the draws of any job, and the forwards that are
+run at the start to see that a model works."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class Draws:
     def take(
         self, logits: Tensor, sent: Mapping[str, Tensor], step: int = 0
     ) -> tuple[Tensor, Sequence[TokenLogprob | None]]:
-        """Takes logits [R, V] of a step and the arrays on the device, and returns ids [R] there, and what was
-        asked for beside, if anything was. It waits for the device only if the host has a say."""
+        """Takes logits [R, V] of a step and the arrays on the device, and returns ids [R] there, and
+        log-probabilities if they were asked for. It waits for the device only if the host has a say."""
         if self.on_device:
             ids = logits.argmax(-1)
             if self.arrays:
@@ -82,7 +82,7 @@ def _simple(row: SampleRow) -> bool:
 
 
 def prefill_inputs(job: Job) -> dict[str, AnyArray]:
-    """Returns what a forward needs on the device; the arrays of a recording come first."""
+    """Returns the arrays that a forward needs on the device; those of a recording come first."""
     plan = job.plan
     return {
         "tokens": job.tokens,
@@ -113,8 +113,8 @@ def run_prefill(
 
 
 def rehearse(model: DeviceModel, tokens: int, device: GpuDevice) -> None:
-    """Runs a prefill of so many tokens that are written nowhere, copies of no tokens, a draw, and what lies
-    between two steps, so that their kernels are compiled."""
+    """Runs a prefill of so many tokens that are written nowhere, copies of no tokens, a draw, and the kernel
+    that leads from one step to the next, so that all of them are compiled."""
     lane, none = device.partitions.whole, np.zeros(tokens, dtype=np.int32)
     draws = Draws.of((SampleRow(0, 0, 0, SamplingParams(max_tokens=1, seed=0, temperature=1.0)),))
     arrays: dict[str, AnyArray] = {
@@ -144,10 +144,10 @@ _CLOSE: Final = {torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 
 
 def prove_flash(model: DeviceModel, device: GpuDevice) -> DeviceModel:
-    """Returns the model with what attends for it from now on, and logs that. FlashAttention stays if the
-    logits of a short prompt, in two parts and a decode step, are those that the kernels here give: a package
-    may be built without a form of attention, or not for this torch. A model of which this is known already
-    stays as it is."""
+    """Returns the model with FlashAttention or without it, and logs which. FlashAttention stays if the logits
+    of a short prompt, in two parts and a decode step, are those that the kernels here give: a package may be
+    built without a form of attention, or not for this torch. A model that has been compared before stays as
+    it is."""
     if model.proved:
         return model
     model, flash = replace(model, proved=True), model.operations.flash

@@ -79,7 +79,7 @@ class ControllerActor:
 
 
 class KeptController:
-    """A controller's process, as the actor sees it."""
+    """The controller's process, as the actor starts and watches it."""
 
     def __init__(self, order: bytes, clock: Clock) -> None:
         self._order = order
@@ -198,7 +198,7 @@ class KeptController:
 
 
 async def _latest(queue: asyncio.Queue[Message]) -> Message:
-    """Returns what was put there last, once something was."""
+    """Waits until something was put there, and returns the latest of it."""
     latest = await queue.get()
     while not queue.empty():
         latest = queue.get_nowait()
