@@ -149,7 +149,7 @@ def ollama_error(error: KvloomError) -> dict[str, Any]:
 
 
 _FORMS: Final = ((MESSAGES_PATH + "/", messages_error), (OLLAMA_PATH + "/", ollama_error))
-"""How errors are written below a path, where that is not as OpenAI writes them."""
+"""How errors are written below a path, if that is not as OpenAI writes them."""
 
 
 def error_response(scope: Scope, error: KvloomError) -> Response:

@@ -48,7 +48,7 @@ class Metrics:
         self.lives = Lives()
         """Of the last requests that were measured."""
         self.traffic = TrafficCounts()
-        """What was asked since it was last written down."""
+        """The requests since the counts were last written down."""
         self._registry = CollectorRegistry()
         by = ["model"]
         self.requests = self._counter("requests", "Requests by model and status.", ["model", "status"])

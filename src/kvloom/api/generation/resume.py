@@ -141,7 +141,7 @@ class Origin:
     digest: bytes | None = None
     """Of the request, if its stream's events are to have ids."""
     told: tuple[Position | None, ...] | None = None
-    """What the client has of each choice; None if the stream begins."""
+    """The part of each choice that the client has; None if the stream begins."""
     done: bool = False
     """Whether the client has all but the stream's end."""
 
