@@ -43,7 +43,7 @@ class UnitEdit(Struct, frozen=True, kw_only=True, omit_defaults=True):
     remove: bool = False
     """Whether it is to be removed, once its process has ended."""
     node: str | UnsetType = UNSET
-    """Another node that it is bound to, where it starts anew; empty for none."""
+    """Another node that it is bound to, and on which it starts anew; empty for none."""
 
 
 class NodeEdit(Struct, frozen=True, kw_only=True, omit_defaults=True):

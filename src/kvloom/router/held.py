@@ -66,7 +66,7 @@ class _Holding(NamedTuple):
     replica: Replica
     what: What
     name: str
-    """The id that the request has there. One that migrates has another where it goes."""
+    """The id that the request has there. A request that migrates has another id at its destination."""
 
 
 class SessionHeld:

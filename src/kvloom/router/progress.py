@@ -125,7 +125,7 @@ class RequestProgress:
 
     def _ends_as_one(self, frame: list[Event], moved: bool, computed: int) -> list[Event]:
         """Returns the frame for a caller who knows nothing of engines: without the ends that a migration
-        brings, and with what the cache spared the request where it began."""
+        brings, and with the number of cached tokens that the request found at its first engine."""
         seen = list[Event]()
         for event in frame:
             if not isinstance(event, EndEvent):

@@ -106,8 +106,8 @@ class ThisHost:
         log: Callable[[str, str], None],
         forks: LaunchedForkServer | None,
     ) -> None:
-        """at: where the gateway is called; folder: the fleet's own, for sockets; log: is called with what the
-        fork server prints."""
+        """at: the sockets at which the gateway is called; folder: the fleet's own, for sockets; log: called
+        with the lines that the fork server prints."""
         self.url = shown_url(config, *at.listener.getsockname()[:2])
         self._roles = Roles(config, at, folder)
         self._clock = clock

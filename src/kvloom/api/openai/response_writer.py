@@ -56,7 +56,7 @@ class _Output:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Returns where the item's text is in the answer."""
+        """Returns the item's fields that tell the place of its text in the answer."""
         place = {"item_id": self.head["id"], "output_index": self.at}
         return place if self.kind is Kind.CALL else place | {"content_index": 0}
 

@@ -96,7 +96,8 @@ class KeptController:
 
     async def keep(self, address: Future[str]) -> None:
         """Starts it, tells it of nodes, and starts it again when it has died, until the fleet is ended.
-        address: is told where it is once it has started first, or why it has not."""
+        address: gets the path of its socket once it has started for the first time, or the reason why it has
+        not."""
         while not self.ended:
             try:
                 path = await self._started()
