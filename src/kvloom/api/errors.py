@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 REQUEST_ID: Final = "x-request-id"
 ID_STATE: Final = "kvloom.id"
-"""Where a request's scope has the id."""
+"""The key under which a request's scope has the id."""
 MSGPACK, JSON = "application/msgpack", "application/json"
 VERBS_PATH: Final = "/verbs"
 MESSAGES_PATH: Final = "/v1/messages"

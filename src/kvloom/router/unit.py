@@ -168,7 +168,7 @@ class Unit:
         return self.outlook == "here" and not self.drained
 
     async def watch(self) -> None:
-        """Asks the unit while it is lost, ever more slowly."""
+        """Asks the unit whether it answers, while it is lost, ever more slowly."""
         while True:
             await self._to_be_asked.wait()
             pause = FIRST_PAUSE
@@ -178,8 +178,8 @@ class Unit:
                 pause = min(2 * pause, LONGEST_PAUSE)
 
     async def ask(self) -> None:
-        """Learns what it serves. It is up if it answers, unless it is withdrawn. What comes of a question
-        does not count once a later one was answered or has failed: another process may have answered it."""
+        """Learns what it serves. It is up if it answers, unless it is withdrawn. An answer does not count
+        once a later question was answered or has failed, because another process may have given it."""
         life = self._come
         self._questions += 1
         question = self._questions

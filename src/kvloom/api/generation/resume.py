@@ -137,9 +137,9 @@ class Origin:
     seed: int = field(default_factory=lambda: randbits(63))
     """The seed of the first prompt, if the body gives none."""
     created: int = field(default_factory=lambda: int(time()))
-    """In seconds since 1970."""
+    """The time at which the answer was created, in seconds since 1970."""
     digest: bytes | None = None
-    """Of the request, if its stream's events are to have ids."""
+    """The digest of the request, if its stream's events are to have ids."""
     told: tuple[Position | None, ...] | None = None
     """The part of each choice that the client has; None if the stream begins."""
     done: bool = False

@@ -19,7 +19,8 @@ from kvloom.types.errors import KvloomError
 
 PREFIX: Final = "resp"
 STREAMED_BYTES: Final = 64
-"""Of a token in an answer that is streamed: its text is kept, as the last event has all of it."""
+"""The bytes of a token in an answer that is streamed: its text is kept, because the last event has all of
+it."""
 
 
 @dataclass(slots=True)
