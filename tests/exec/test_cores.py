@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kvloom.exec.cpu.cores import PAUSE, Team
+from kvloom.exec.cpu.cores import PAUSE, ThreadTeam
 from kvloom.kernels.cpu.affinity import bind_team
 from tests.checkpoints import make_checkpoint
 from tests.engines import ask, body, running, spec_of
@@ -63,7 +63,7 @@ def test_a_team_is_bound_for_a_job_on_all_cores_after_a_pause_alone(thread: Thre
 
     def run() -> None:
         nonlocal now
-        team = Team(lambda: now)
+        team = ThreadTeam(lambda: now)
         team.begin(1)  # torch begins a thread of its own
         team.end()
         before, free = threads_now(), [sorted(ALL)]

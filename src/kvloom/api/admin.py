@@ -54,15 +54,15 @@ class Admin:
     router: Routing
     orders: FleetOrders
     fleet: FleetControl
-    """What the fleet scheduler speaks to."""
+    """The fleet as its scheduler reads and controls it."""
     audit: Audit = field(default_factory=Audit)
     journal: RecordLog = field(default_factory=RecordLog)
-    """A copy of the fleet's."""
+    """A copy of the fleet's specification and status."""
     samples: LiveSamples = field(default_factory=LiveSamples)
     lives: Lives = field(default_factory=Lives)
-    """Of the requests that this gateway was asked."""
+    """The counts of this gateway's requests."""
     traffic: TrafficKeeper | None = None
-    """None if nobody counts."""
+    """The counts of traffic; None if nobody counts."""
     _verbs: dict[str, Router] = field(default_factory=dict)
 
     @property

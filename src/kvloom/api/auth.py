@@ -42,7 +42,8 @@ class Keys:
     ring: KeyRing | None = None
     """Keys with names. If there is a ring, completions need a key, even if the ring is empty."""
     share: Literal["auto", "all", "key"] = "auto"
-    """With whom a key shares prefixes: with all, or with itself; `auto` lets keys without names share."""
+    """Whether a key shares prefixes with all keys, or with itself alone; `auto` lets keys without names
+    share."""
 
 
 class RequireKey:

@@ -1,4 +1,4 @@
-"""Request bodies: how large they may be, how long they may take to come, and what they say."""
+"""Request bodies: bounds their size and the time that they take to come, and reads them."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class _Hold(Protocol):
 
 
 def _uncounted(count: int, *, small: bool) -> None:
-    """Holds what is not counted."""
+    """Counts nothing, for bodies that have no account."""
 
 
 class Account:

@@ -69,9 +69,9 @@ class Catalog:
     """Knows the models that the engines serve.
 
     The server is asked for all models, and again for a name that it does not know: models come and go. A
-    model is read when it is first asked for, so that nobody waits for a tokenizer but his own. One that
-    cannot be read is not listed, and whoever asks for it by name is told why. Models with equal tokenizers
-    share one, which takes tens of megabytes for a large vocabulary.
+    model is read when it is first asked for, so that a request waits for the tokenizer of its own model only.
+    One that cannot be read is not listed, and whoever asks for it by name is told why. Models with equal
+    tokenizers share one, which takes tens of megabytes for a large vocabulary.
     """
 
     def __init__(self, client: ModelServer, texts: Texts | None = None) -> None:

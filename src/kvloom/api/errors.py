@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 REQUEST_ID: Final = "x-request-id"
 ID_STATE: Final = "kvloom.id"
-"""Where a request's scope has the id."""
+"""The key under which a request's scope has the id."""
 MSGPACK, JSON = "application/msgpack", "application/json"
 VERBS_PATH: Final = "/verbs"
 MESSAGES_PATH: Final = "/v1/messages"
@@ -149,7 +149,7 @@ def ollama_error(error: KvloomError) -> dict[str, Any]:
 
 
 _FORMS: Final = ((MESSAGES_PATH + "/", messages_error), (OLLAMA_PATH + "/", ollama_error))
-"""How errors are written below a path, where that is not as OpenAI writes them."""
+"""How errors are written below a path, if that is not as OpenAI writes them."""
 
 
 def error_response(scope: Scope, error: KvloomError) -> Response:

@@ -35,7 +35,7 @@ class KeyCounts:
     prompt_tokens: int = 0
     output_tokens: int = 0
     refusals: dict[str, int] = field(default_factory=dict)
-    """By the limit that was reached."""
+    """The number of refused requests, by the limit that was reached."""
 
     def refuse(self, limit: str) -> None:
         self.refusals[limit] = self.refusals.get(limit, 0) + 1
@@ -46,9 +46,9 @@ class Metrics:
 
     def __init__(self) -> None:
         self.lives = Lives()
-        """Of the last requests that were measured."""
+        """The lives of the last requests that were measured."""
         self.traffic = TrafficCounts()
-        """What was asked since it was last written down."""
+        """The requests since the counts were last written down."""
         self._registry = CollectorRegistry()
         by = ["model"]
         self.requests = self._counter("requests", "Requests by model and status.", ["model", "status"])
@@ -114,9 +114,9 @@ class Watch:
         self.request = ""
         """The id by which engines and the journal know the request; nothing until it is prepared."""
         self.status = 0
-        """Of the answer, once it is over."""
+        """The HTTP status of the answer, once it is over; 0 before."""
         self.tokens = (0, 0)
-        """Of the prompts and of the answer, once that is over."""
+        """The tokens of the prompts and of the answer, once that is over."""
         self._metrics = metrics
         self._arrived = monotonic()
         self._arrived_at = time()

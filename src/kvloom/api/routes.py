@@ -324,7 +324,7 @@ PAGE: Final[tuple[RouteRow, ...]] = (
         "page_part", PAGE_PATH + "{file}", "A part of the page.", None, 404, caller=Caller.ANYONE, media=TEXT
     ),
 )
-"""What browsers ask for. It is no part of the API, and not of its document."""
+"""The routes that browsers ask for. They are no part of the API, and not of its document."""
 
 
 def asgi_routes(rows: Iterable[RouteRow], handlers: Mapping[str, Handler]) -> list[BaseRoute]:

@@ -61,7 +61,7 @@ class Tokenizer:
         self.added = frozenset(added)
         self.special = frozenset(token for token, one in added.items() if one.special)
         self.spelled = _Spelled(self._spell)
-        """What each token adds to a text, special tokens as they are written. Unknown ids add nothing."""
+        """The text that each token adds, special tokens as they are written. Unknown ids add nothing."""
 
     def encode(self, text: str, *, special: bool, second: str = "") -> list[int]:
         """Returns the text's tokens. `special` adds what the tokenizer wants around plain text, which a chat

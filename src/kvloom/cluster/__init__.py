@@ -1,1 +1,1 @@
-"""Many units: what is to run, what does, and what makes the one the other."""
+"""Many units: what is to run, what runs, and the code that makes the second agree with the first."""

@@ -58,7 +58,7 @@ class Kill(Struct, frozen=True, tag=True):
 
 
 class Forget(Struct, frozen=True, tag=True):
-    """Keeps nothing of a component that has no process and is to have none."""
+    """Forgets a component that has no process and is to have none."""
 
     component: str
 
@@ -113,7 +113,7 @@ class LoseNode(Struct, frozen=True, tag=True):
 
 
 class ForgetNode(Struct, frozen=True, tag=True):
-    """Keeps nothing of a node that was lost, or has left, long ago."""
+    """Forgets a node that was lost, or has left, long ago."""
 
     node: str
 

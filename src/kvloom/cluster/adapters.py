@@ -23,7 +23,7 @@ Changes = dict[str, tuple[AdapterEdit, ...]]
 
 
 class FilesServer(Protocol):
-    """The verbs of a unit that orders ask."""
+    """The verbs of a unit that orders call."""
 
     async def load_adapter(self, body: LoadAdapter) -> None: ...
 
@@ -124,13 +124,13 @@ class AdapterOrders:
     async def _load(
         self, unit: str, edits: Iterable[AdapterEdit], loaded: list[tuple[str, AdapterEdit]]
     ) -> None:
-        """Adds to `loaded` what the unit serves then."""
+        """Adds the adapters that the unit serves then to `loaded`."""
         for edit in edits:
             await load_at(unit, self._units.client(unit), edit.base, edit.adapter)
             loaded.append((unit, edit))
 
     async def _unload(self, unit: str, edits: Iterable[AdapterEdit]) -> None:
-        """Unloads adapters. A unit that does not answer has them until its process ends, and nobody asks it
+        """Unloads adapters. A unit that does not answer keeps them until its process ends, and nobody asks it
         for them."""
         for edit in edits:
             try:
@@ -142,7 +142,7 @@ class AdapterOrders:
 
 
 async def load_at(unit: str, client: FilesServer, base: str, adapter: AdapterSpec) -> None:
-    """Has a unit serve an adapter. Raises what the unit does, with its name."""
+    """Has a unit serve an adapter. Raises the unit's error, with its name."""
     with told_of(unit):
         await client.load_adapter(LoadAdapter(base=base, name=adapter.name, path=adapter.path))
 

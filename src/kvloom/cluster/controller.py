@@ -1,4 +1,4 @@
-"""Owns what a fleet is to be, hears what there is of it, and makes the one the other."""
+"""Owns a fleet's specification, hears its status, and makes the status agree with the specification."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ class Controller:
         watch: Watch = lambda *_: None,
         journal: Journal | None = None,
     ) -> None:
-        """`spec` is what the fleet is to be if `store` keeps nothing yet. Raises ConfigError if the store's
-        content cannot be used; then nothing is started or ended. journal: takes what becomes of the fleet."""
+        """spec: the specification of the fleet if `store` keeps none yet. Raises ConfigError if the store's
+        content cannot be used; then nothing is started or ended. journal: takes the events of the fleet."""
         kept = store.load() if store is not None else None
         self.spec, life = kept or (spec, 0)
         self._life = life + 1
@@ -164,7 +164,7 @@ class Controller:
         return Edited(edit.number, overrode)
 
     def answer(self, gateway: str, edit: Edit) -> None:
-        """Does as `edit` does, and tells the gateway that has asked for it, after what has changed."""
+        """Does as `edit` does, and then tells the gateway that has asked for it, after the changes."""
         self._launcher.tell(gateway, self.edit(edit))
 
     def hear(self, report: Report | NodeReport) -> None:

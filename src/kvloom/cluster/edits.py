@@ -41,9 +41,9 @@ class UnitEdit(Struct, frozen=True, kw_only=True, omit_defaults=True):
     restart: bool = False
     """Whether it is to have a new process."""
     remove: bool = False
-    """Whether it is to be there no more, once its process has ended."""
+    """Whether it is to be removed, once its process has ended."""
     node: str | UnsetType = UNSET
-    """Another node that it is bound to, where it starts anew; empty for none."""
+    """Another node that it is bound to, and on which it starts anew; empty for none."""
 
 
 class NodeEdit(Struct, frozen=True, kw_only=True, omit_defaults=True):

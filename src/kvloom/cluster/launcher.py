@@ -35,9 +35,9 @@ class Ended(Struct, frozen=True, tag="ended"):
 
     component: str
     how: str
-    """In words."""
+    """How it ended, in words."""
     refused: bool = False
-    """Whether it could not use what it was told."""
+    """Whether it could not use its order."""
     node: str = ""
     """The node that it was on; empty on one host."""
 
@@ -70,7 +70,7 @@ class UnitSeen(Struct, frozen=True, tag="seen"):
     component: str
     generation: int
     problem: str = ""
-    """Why it gets no requests all the same."""
+    """The reason why it gets no requests all the same; empty if it gets them."""
 
 
 class Counted(Struct, frozen=True, tag="counted"):
@@ -92,7 +92,7 @@ class NodeJoined(Struct, frozen=True, kw_only=True, tag="joined"):
     """Bytes that units may take there."""
     gpus: int = 0
     processes: tuple[FoundProcess, ...] = ()
-    """All that runs there."""
+    """All processes that run there."""
 
 
 class NodeSilent(Struct, frozen=True, tag="silent"):
@@ -134,17 +134,17 @@ class Change(Struct, frozen=True, kw_only=True, tag="change", omit_defaults=True
 
     seq: int
     spec: FleetSpec | None = None
-    """What is not a unit's, without the units; None if all of it is as it was."""
+    """The specification without its units; None if all of that is as it was."""
     units: dict[str, UnitSpec | None] = {}
-    """Units that are to be otherwise; None for those that are to be there no more."""
+    """Units whose specification has changed; None for those that were removed."""
     processes: dict[str, ComponentStatus | None] = {}
-    """Components of which something else is there; None for those of which nothing is kept."""
+    """Components whose status has changed; None for those that are forgotten."""
     nodes: dict[str, NodeStatus | None] = {}
-    """Nodes that are otherwise; None for those of which nothing is kept."""
+    """Nodes whose status has changed; None for those that are forgotten."""
     rolls: bool = False
     """Whether another rolling restart has begun: earlier steps are no longer told."""
     steps: list[RestartStep] = []
-    """What the rolling restart has done since."""
+    """The steps that the rolling restart has done since."""
 
 
 class Edited(Struct, frozen=True, tag="edited", omit_defaults=True):
@@ -154,7 +154,7 @@ class Edited(Struct, frozen=True, tag="edited", omit_defaults=True):
     overrode: tuple[str, ...] = ()
     """Fields that somebody else had changed since the revision that the edit was made for."""
     refused: WireError | None = None
-    """Why nothing was changed."""
+    """The error because of which nothing was changed; None if something was."""
 
 
 News = Snapshot | Change | Edited
@@ -187,7 +187,7 @@ class Launcher(Protocol):
         """Tells a gateway what the fleet is to be and is. They come in the order in which they were told."""
 
     def forget(self, component: str) -> None:
-        """Keeps nothing of a component that has no process."""
+        """Forgets a component that has no process."""
 
     def running(self) -> Sequence[FoundProcess]:
         """Returns the processes that there are, for a controller that starts anew."""

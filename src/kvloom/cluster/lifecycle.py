@@ -1,5 +1,5 @@
-"""A component's status changes by what the controller does, and by what is reported of its process; a node's
-by what is reported of it."""
+"""The changes of status: a component's by the controller's actions and the reports about its process, a
+node's by the reports about it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ Deed = (
     | Forget
     | TellLack
 )
-"""An action that changes what there is of its component."""
+"""An action that changes the status of its component."""
 
 
 def after(
@@ -198,8 +198,8 @@ def bereaved(
 def _bereft(
     name: str, how: str, process: ComponentStatus, spec: FleetSpec, now: float, timing: Timing
 ) -> ComponentStatus:
-    """Returns the status of a component whose node is lost. That was no death of its own: it starts elsewhere
-    without a pause, and is no failure of what it was told."""
+    """Returns the status of a component whose node is lost. That was no death of its own, so it starts
+    elsewhere without a pause, and its order has not failed."""
     if process.phase not in ("starting", "ready"):
         return _ended(name, how, process, spec, now, timing)
     gone = replace(process, pid=None, killed=False, misses=0, begun=False, seen=False, calls=None)
@@ -381,7 +381,7 @@ def _most(process: ComponentStatus, now: float) -> str:
 
 
 def failed_turn(component: str, problem: str) -> RestartStep:
-    """Returns what is told of a turn of a rolling restart that has failed, and the restart with it."""
+    """Returns the text about a turn of a rolling restart that has failed, and the restart with it."""
     told = problem if problem.startswith(component) else f"{component} {problem}"
     if component == GATEWAY:
         told = f"the new gateway {problem} as it started; the present one serves on"

@@ -17,11 +17,11 @@ from kvloom.types.errors import KvloomError, Unavailable
 _log = logging.getLogger(__name__)
 
 Said = Edit | UnitSeen | Counted
-"""What a gateway says to its controller."""
+"""A message of a gateway to its controller."""
 
 
 class Mirror:
-    """A copy that only the controller's news change. Whoever wants something else sends an edit, and waits
+    """A copy that only the controller's news change. A caller that wants a change sends an edit, and waits
     until the copy agrees."""
 
     def __init__(self, snapshot: Snapshot, send: Callable[[Said], None]) -> None:

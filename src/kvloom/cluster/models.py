@@ -1,5 +1,5 @@
-"""Finds the edits with which models come and go while a fleet serves, and with which it follows another
-config; and tells how nodes stand."""
+"""Finds the edits by which models come and go while a fleet serves, and by which it follows another config;
+and tells the state of nodes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Applied(Struct, frozen=True, kw_only=True):
     """The answer to `Apply`: what has changed, or would change."""
 
     changes: tuple[str, ...]
-    """One line each."""
+    """One line for each change."""
     problems: tuple[str, ...] = ()
     """Units that could not be started as they are specified now, and why."""
     overrode: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ class Differences(Struct, frozen=True, kw_only=True):
     groups: dict[str, GroupSpec] | UnsetType = UNSET
     program: ProgramSpec | UnsetType | None = UNSET
     lines: tuple[str, ...] = ()
-    """The same in words."""
+    """The edits in words."""
 
 
 def units_to_serve(spec: FleetSpec, asked: AddModel) -> tuple[str, ...]:

@@ -114,8 +114,8 @@ class FleetOrders:
 
     async def restart(self, name: str, seconds: float | None = None) -> UnitState:
         """Drains the unit, puts a new process in its place, and admits that; a second order joins the first.
-        Raises what the new process died of: it is tried again, and takes requests once it answers. Raises
-        Conflict if the unit has no process."""
+        Raises the error of which the new process died: it is tried again, and takes requests once it answers.
+        Raises Conflict if the unit has no process."""
         self._refuse_absent(name)
         if self.mirror.outlook(name) != "restarting":
             await self.mirror.edit({name: UnitEdit(restart=True, drained=False, seconds=self._time(seconds))})
@@ -131,7 +131,7 @@ class FleetOrders:
 
     async def start(self, name: str) -> UnitState:
         """Gives the unit a process, and waits until it takes requests; one that is to lose its own keeps it.
-        Raises what the process died of; then the unit has none."""
+        Raises the error of which the process died; then the unit has none."""
         if self.mirror.outlook(name) not in _HERE:
             await self.mirror.edit({name: self._starting(name)})
             await self._come(name)
@@ -329,7 +329,8 @@ class FleetOrders:
     async def apply(self, asked: Apply) -> Applied:
         """Makes the fleet what a config describes. Units are added first, then adapters come and go, then
         units that differ otherwise start anew one after the other, and at last those go that the config does
-        not have. What cannot be started or loaded is told of, and the others go on."""
+        not have. The answer names units that cannot be started and adapters that cannot be loaded; the others
+        go on."""
         found = differences(self.mirror.spec, asked.wanted, self._seconds)
         if not asked.really or not found.lines:
             return Applied(changes=found.lines)

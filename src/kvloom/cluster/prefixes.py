@@ -162,7 +162,7 @@ class _Uses:
 
 class PrefixCopies:
     """Keeps as many copies of prefixes as `plan_copies` wants, for as long as programs ask for it. One step
-    is taken after the other. What fails is not tried again before the prefix is used again."""
+    is taken after the other. A copy that fails is not tried again before the prefix is used again."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class PrefixCopies:
         clock: Clock,
         choices: MoveCounts,
     ) -> None:
-        """replicas: returns those of a model. choices: counts which prefixes were worth a copy."""
+        """replicas: returns the replicas of a model. choices: counts which prefixes were worth a copy."""
         self.copied = 0
         """Prefixes that were copied, so far."""
         self.evicted = 0
@@ -266,7 +266,7 @@ class PrefixCopies:
             self._known.pop(step.prefix, None)
 
     async def _pays(self, one: _Known, source: Holder, target: Holder) -> bool:
-        """Returns whether the prefix is sooner copied than computed where it is to go."""
+        """Returns whether it takes less time to copy the prefix than to compute it at its destination."""
         here, there = await source.client.load(), await target.client.load()
         terms = MoveTerms.of(one.model, here, target.name, there)
         return self._choices.judge("prefix", terms, len(one.tokens)) != "computing"

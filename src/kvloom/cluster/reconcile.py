@@ -76,10 +76,10 @@ class Timing:
     margin: float = 5.0
     """A gateway that has been replaced is killed so long after its time to drain is over."""
     lease: float = 15.0
-    """What runs on a node may serve for so long after its keeper was last answered. A controller that
+    """The processes of a node may serve for so long after its keeper was last answered. A controller that
     starts anew waits so long for the nodes that it has yet to hear of."""
     forget: float = 3600.0
-    """A node that was lost or has left is told of for so long."""
+    """A node that was lost or has left is shown for so long."""
 
     def pause(self, last: float, lived: float) -> float:
         """Returns the pause before the next start. last: the pause before the process that has ended, 0 if
@@ -350,8 +350,8 @@ def _gateway(
 
 
 def _come(spec: FleetSpec, status: FleetStatus) -> bool:
-    """Returns whether no wanted unit starts, or is absent for want of anything but room: then a gateway that
-    has not served yet may serve. Before any node is there, room is not what is wanting."""
+    """Returns whether no wanted unit starts, or is absent for another reason than too little room. Then a
+    gateway that has not served yet may serve. Before any node is there, too little room is not the reason."""
     if spec.on_nodes and not any(node.phase == "there" for node in status.nodes.values()):
         return False
     wanted = (status.processes.get(name, ABSENT) for name, unit in spec.units.items() if unit.wanted)

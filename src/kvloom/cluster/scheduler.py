@@ -33,7 +33,7 @@ class Period:
     pairs: tuple[Pair, ...] = ()
     outside: Mapping[str, Outside] = field(default_factory=dict)
     steps: Mapping[str, Step] = field(default_factory=dict)
-    """The steps by group, for groups whose number of replicas changes."""
+    """The steps of those groups whose number of replicas changes, by group."""
 
 
 def decide(
@@ -103,7 +103,7 @@ class FleetControl(Protocol):
     async def pair(self, pairs: Pairs) -> None: ...
 
     async def scale(self, steps: Steps) -> None:
-        """Begins to start and stop units; the next states tell what comes of it."""
+        """Begins to start and stop units; the next states tell the result."""
 
 
 class EveryGateway:
@@ -111,7 +111,7 @@ class EveryGateway:
     wait and those that have run are its own."""
 
     def __init__(self, gateways: Callable[[], Sequence[FleetControl]]) -> None:
-        """gateways: returns those that there are now, in the order in which they are asked to scale."""
+        """gateways: returns the present gateways, in the order in which they are asked to scale."""
         self._gateways = gateways
 
     async def state(self) -> FleetState:

@@ -77,7 +77,8 @@ class UnitSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     drained: bool = False
     """Whether it is to get no requests, though it has a process."""
     seconds: float | None = None
-    """How long what runs there is waited for before its process ends; None for as long as it takes."""
+    """The seconds for which its running requests are waited for before its process ends; None for as long as
+    it takes."""
     removed: bool = False
     """Whether it is to be no unit any more, once it has no process."""
     node: str = ""
@@ -92,8 +93,8 @@ class NodeSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     drained: bool = False
     """Whether no process is to be there."""
     seconds: float | None = None
-    """How long what runs at a unit there is waited for before the unit moves; None for as long as it
-    takes."""
+    """The seconds for which a unit's running requests are waited for before the unit moves; None for as long
+    as it takes."""
     changed: dict[str, int] = {}
     """The revision at which each field was changed last."""
 
@@ -106,7 +107,7 @@ class Rolling(Struct, frozen=True, kw_only=True, omit_defaults=True):
     active: tuple[str, ...] = ()
     """Components that are being restarted now."""
     seconds: float | None = None
-    """How long what runs at a unit is waited for; None for as long as it takes."""
+    """The seconds for which a unit's running requests are waited for; None for as long as it takes."""
     budget: int = 1
     """How many units may be out of service at once for a restart, whoever has asked for it."""
 
@@ -148,9 +149,9 @@ class ComponentStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     phase: Phase = "absent"
     since: float = 0.0
-    """When the phase began."""
+    """The time at which the phase began."""
     until: float | None = None
-    """When the phase is to end at the latest; None if that is open."""
+    """The time at which the phase is to end at the latest; None if that is open."""
     generation: int = 0
     """The generation of its process, or of the last one that it had."""
     serial: int = 0
@@ -162,7 +163,7 @@ class ComponentStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
     memory: int = 0
     """Bytes of that node's memory that a unit's process was given."""
     lack: str = ""
-    """What a unit that is to have a process waits for, because no node has room for it."""
+    """The room that a unit which is to have a process waits for, because no node has it."""
     pid: int | None = None
     endpoint: str = ""
     chat: tuple[str, ...] = ()
@@ -171,7 +172,7 @@ class ComponentStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Calls in flight and reservations held there, over all gateways; None while a gateway has yet to say, or
     is not asked."""
     problem: str = ""
-    """Why it is not ready, or takes no requests though it is, in one line."""
+    """The reason why it is not ready, or takes no requests though it is, in one line."""
     failures: int = 0
     """Processes that have died in a row, none of which lived for long."""
     pause: float = 0.0
@@ -195,7 +196,7 @@ class NodeStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     phase: NodePhase = "there"
     since: float = 0.0
-    """When the phase began."""
+    """The time at which the phase began."""
     address: str = ""
     cores: int = 0
     memory: int = 0
@@ -204,7 +205,7 @@ class NodeStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
     problem: str = ""
     """Why its keeper does not answer, in one line."""
     lease: float | None = None
-    """When the lease of what runs on a silent node is over: from then on none of it answers."""
+    """The time at which a silent node's lease is over: from then on none of its processes answers."""
     told: bool = True
     """Whether it has told this controller what runs there."""
     stale: tuple[str, ...] = ()
@@ -217,7 +218,7 @@ class FleetStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
     processes: dict[str, ComponentStatus] = {}
     nodes: dict[str, NodeStatus] = {}
     steps: list[RestartStep] = []
-    """What the last rolling restart has done so far."""
+    """The steps that the last rolling restart has done so far."""
     opened: bool = False
     """Whether a gateway was ever told to serve: then none waits any more for units that start."""
     probation: float | None = None

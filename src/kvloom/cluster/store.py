@@ -14,7 +14,7 @@ from kvloom.types.errors import ConfigError
 from kvloom.types.files import replacing
 
 VERSION: Final = 1
-"""Of the file's form."""
+"""The version of the file's form."""
 
 
 class Kept(Struct, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class SpecStore(Protocol):
         was. Raises ConfigError if it cannot be used."""
 
     def save(self, spec: FleetSpec, life: int) -> None:
-        """Keeps it whole, or leaves what was kept before."""
+        """Keeps the specification as a whole, or leaves the one that was kept before."""
 
 
 class SpecFile:

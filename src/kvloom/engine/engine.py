@@ -155,7 +155,7 @@ class Engine:
         return self._stopping and self._scheduler.is_idle and self.lender.due is None
 
     def _expire_leases(self) -> None:
-        """Gives up what nobody has renewed."""
+        """Gives up everything whose lease nobody has renewed."""
         if self._leases.left == 0:
             self._scheduler.cut()
             self._leases.expire()
@@ -226,8 +226,9 @@ class Engine:
         return [*self._queues.cards.values()]
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
-        """Yields an empty frame once the request is let in, another each time that its prompt begins to
-        be computed, unless a token is there as soon, and then its events. See `EngineClient`."""
+        """Yields an empty frame once the request is let in, another one each time that a job begins to
+        compute its prompt, unless a token is there as soon, and then frames of its events. See
+        `EngineClient`."""
         self._requests.check(body)
         body = self._queues.salted(body)
         stream = self._requests.open(body)
@@ -391,5 +392,5 @@ class Engine:
 
 
 def _failed(event: Event) -> bool:
-    """Returns whether another engine may go on where this one ends."""
+    """Returns whether the event ends a request in such a way that another engine may go on with it."""
     return isinstance(event, EndEvent) and event.reason == "error" and not event.code

@@ -1,4 +1,4 @@
-"""Freeness: for how many decode steps a unit's batch finds room (Llumnix, section 4.4).
+"""Freeness: the number of decode steps for which a unit's batch finds room (Llumnix, section 4.4).
 
 F = (M − ΣV) / B. In the paper all are tokens: M the instance's memory, ΣV the virtual usage, B the batch's
 size, which is also the tokens that a step makes. On a unit M and ΣV are blocks of the pool that its models
@@ -26,7 +26,8 @@ from kvloom.types.request import Level, level_of
 
 def held(load: UnitLoad) -> int:
     """Returns the blocks that what runs here has taken, and has yet to take for its prompts, those that are
-    lent, and those whose memory the weights of models with requests have: others would fall asleep."""
+    lent, and those whose memory the weights of models with requests have: the weights of other models would
+    fall asleep."""
     weights = sum(model.weights.blocks for model in load.models.values() if model.weights and model.busy)
     used = sum(model.used_blocks + model.begun_blocks for model in load.models.values())
     return load.lent_blocks + weights + used
@@ -112,14 +113,14 @@ class Arrival:
 
     def lacks(self, load: UnitLoad) -> float:
         """Returns the room that is missing once the request runs there, and all that waits, in tokens of the
-        unit's largest model; negative if some is left."""
+        unit's largest model; negative if there is room left."""
         placed = self.placed(load)
         missing = wanted(placed) + headroom(placed) - placed.total_blocks
         return missing / max((one.token_blocks for one in placed.models.values()), default=1.0)
 
     def headroom(self, load: UnitLoad) -> int:
-        """Returns the tokens of its model by which more is kept free there for its level: none if others have
-        paid."""
+        """Returns by how many tokens of its model more must be kept free there for its level; 0 if other
+        requests have this level already."""
         own = load.model(self.model)
         if own is None or self._level(load) is None:
             return 0
@@ -151,8 +152,8 @@ def _with_level(levels: tuple[LevelLoad, ...], level: Level, sequences: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Freeness, in decode steps, from which units give and take requests. Raises ValueError if one unit could
-    do both. The defaults are the artifact's 1.5 and 3 blocks a request."""
+    """The thresholds of freeness, in decode steps, below and above which units give and take requests. Raises
+    ValueError if one unit could do both. The defaults are the artifact's 1.5 and 3 blocks a request."""
 
     out: float = 24.0
     """Units below it give requests away."""

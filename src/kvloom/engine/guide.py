@@ -36,10 +36,11 @@ _RULE: Final = re.compile(r"^\s*[?!]?\w+\s*(?:\.\s*-?\d+\s*)?:", re.MULTILINE)
 _REPEATED: Final = re.compile(r"\{\s*(?:\d+\s*,\s*)?(\d+)\s*\}")
 CREDIT_SECONDS: Final = 0.5
 TOKEN_SECONDS: Final = 0.02
-"""A guide may take so much CPU for each token, and the credit besides: garbage may be collected meanwhile.
-Tokens that take less save up nothing."""
+"""The CPU that a guide may take for each token, and a credit besides, because garbage may be collected
+meanwhile. Tokens that take less save up nothing."""
 RETRACE_SECONDS: Final = 0.05
-"""CPU that a guide takes at once for tokens that were made elsewhere, before another one has its turn."""
+"""The CPU that a guide takes at once for tokens that were made elsewhere, before another guide has its
+turn."""
 LIMITS: Final = llguidance.LLParserLimits(
     max_grammar_size=100_000,
     max_lexer_states=50_000,
@@ -50,7 +51,7 @@ LIMITS: Final = llguidance.LLParserLimits(
 
 
 class GuideTrial(Protocol):
-    """Tries a grammar where it can do no harm."""
+    """Tries a grammar in a process in which it can do no harm."""
 
     async def __call__(self, card: ModelCard, guide: Guide) -> None:
         """Raises BadRequest if the grammar cannot be used, or takes too much to compile."""
@@ -133,8 +134,9 @@ class Guides:
     async def _retraced(
         self, states: list[GuideState], body: StartGenerate, wanted: Callable[[], bool]
     ) -> list[GuideState | None]:
-        """Returns the states after they have stepped over what was made elsewhere, beside the loop and in
-        pieces, of which each waits for its turn: a guide may take long over many tokens."""
+        """Returns the states after they have stepped over the tokens that were made elsewhere. That runs
+        beside the loop and in pieces, each of which waits for its turn, because many tokens may take a guide
+        long."""
         for state, choice in zip(states, body.choices, strict=True):
             more = bool(choice.tokens)
             while more and wanted():
@@ -143,7 +145,8 @@ class Guides:
         return [*states]
 
     async def _compiled(self, model: str, guide: Guide) -> GuideState | BadRequest:
-        """Returns the state at the grammar's beginning, which nobody may step, or why there is none."""
+        """Returns the state at the grammar's beginning, which nobody may step, or the reason why there is
+        none."""
         key = _key(model, guide)
         known = self._known.get(key)
         if known is None:
@@ -165,7 +168,7 @@ def _key(model: str, guide: Guide) -> bytes:
 
 
 def _states(known: GuideState | BadRequest, guide: Guide, count: int) -> list[GuideState]:
-    """Returns that many states at the grammar's beginning, or raises why there is none."""
+    """Returns so many states at the grammar's beginning, or raises the error that says why there is none."""
     if isinstance(known, BadRequest):
         raise BadRequest(known.message, param=guide.param)
     return known.copies(count)
@@ -241,7 +244,8 @@ class _Budget:
 
 
 class GuideState:
-    """The state of one choice in its grammar. Choices do not share one, but what they may spend."""
+    """The state of one choice in its grammar. Each choice has its own state, but the choices of a request
+    share one budget."""
 
     def __init__(
         self, matcher: Any, vocab_size: int, eos: tuple[int, ...], budget: _Budget | None = None

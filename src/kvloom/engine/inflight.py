@@ -1,4 +1,4 @@
-"""Jobs under way: how one is made of sequences, and how its results reach them."""
+"""Jobs under way: makes a job of sequences, and passes its results on to them."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ class InflightBatch:
         return sum(count for _, count in self.batch)
 
     def accepted_only(self, result: JobResult) -> tuple[InflightBatch, JobResult, dict[int, int]]:
-        """Returns the batch and its result without what was drafted wrongly, and the drawn tokens that count,
-        by sequence id (accepted drafts + 1); if nothing was drafted, all as it is, and no numbers.
+        """Returns the batch and its result without rejected drafts, and for each sequence id how many drawn
+        tokens count (accepted drafts + 1). If nothing was drafted, batch and result are as they were, and
+        there are no numbers.
 
-        A sequence's draws count up to the first that is not the draft which follows it, or ends the sequence;
-        of one that is over, and so has no draft any more, the first alone.
+        A sequence's draws count up to the first one that differs from the draft in its place, or ends the
+        sequence. If a sequence is over, and so has no drafts any more, its first draw counts alone.
         """
         if self.job.phase is not Phase.DECODE or self.tokens == len(self.batch):
             return self, result, {}
@@ -88,7 +89,7 @@ class InflightBatch:
 
 
 def _goes_on(sequence: Sequence) -> Callable[[tuple[int, int]], bool]:
-    """Returns whether a drawn token is the draft that was tried, and does not end the sequence."""
+    """Returns whether a drawn token equals the draft that was tried, and does not end the sequence."""
     ends = sequence.sampling.stop_token_ids
     return lambda both: both[0] == both[1] and both[0] not in ends
 
@@ -101,10 +102,10 @@ class Proposal:
     """Drafts of each sequence, by id. If a model drafts, zeros of the right length: the job overwrites them
     before its own step."""
     steps: DraftSteps | None = None
-    """The steps of the model that drafts them."""
+    """The steps of the draft model; None if n-grams drafted."""
 
     def placed(self, places: Mapping[int, tuple[I64, ...]]) -> DraftSteps | None:
-        """Returns the steps, which put what they draft into these places of each sequence."""
+        """Returns the draft steps, which write the drafted tokens into these places of each sequence."""
         if self.steps is None:
             return None
         each = (replace(one, places=places.get(one.sequence, ())) for one in self.steps.sequences)

@@ -57,9 +57,9 @@ class Promises:
     A pool that does not hold two of the longest requests has a budget smaller than one of them, and none at
     all if it holds just one; but a reservation may be as long as that. In such a pool reservations may go
     beyond the budget as long as each request that is here has room for the tokens it has by now. As requests
-    grow, and others come, that may become too little. While it is, what went beyond is not renewed, so nobody
-    waits for it longer than one lease: nor do two units whose sends wait for room that each has promised to
-    the other's. Pins, which may last, never go beyond.
+    grow, and others come, that may become too little. While it is too little, reservations that went beyond
+    the budget are not renewed, so nobody waits for them longer than one lease. Neither do two units that each
+    wait for room at the other. Pins, which may last, never go beyond.
     """
 
     def __init__(self, queues: Mapping[str, ModelQueue], total: int) -> None:
@@ -122,7 +122,7 @@ class _Kept:
     """Blocks of the path's pages."""
     lease: float
     due: float
-    """When its lease runs out."""
+    """The time at which its lease runs out."""
 
 
 class Pins:
@@ -141,13 +141,13 @@ class Pins:
 
     @property
     def due(self) -> float | None:
-        """When `expire` has something to do, or earlier."""
+        """The time at which `expire` has something to do, or an earlier one."""
         return self._due
 
     def pin(self, body: Pin) -> Pinned:
-        """Raises OutOfBlocks if the longest request would find no room beside what is promised, or if the
-        body's tenant keeps too much, QueueFull if there are too many; what the request has pinned before is
-        then as it was."""
+        """Raises OutOfBlocks if the longest request would find no room beside the promised blocks, or if the
+        body's tenant keeps too much; QueueFull if there are too many pins. After an error the request's
+        earlier pin is as it was."""
         lease, content = body.lease or self._lease, _content(body)
         known = self._kept.get(body.request)
         if known is not None and known.content == content:
@@ -200,7 +200,7 @@ class Pins:
         return kept.lease
 
     def unpin(self, request: str) -> int:
-        """Returns how many tokens it kept: 0 if the request has no pin."""
+        """Returns how many tokens the pin kept; 0 if the request has no pin."""
         kept = self._kept.pop(request, None)
         if kept is None:
             return 0

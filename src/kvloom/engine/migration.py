@@ -1,4 +1,5 @@
-"""How requests leave a unit: which one goes, and how it stands still between two steps meanwhile."""
+"""How requests leave a unit: which request goes, and how it stands still between two steps until it has
+gone."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class MigrationCandidate:
     """Tokens that the choice with most to do may still make, by max_tokens and the longest context; nobody
     knows whether a stop token comes before."""
     level: Level | None = None
-    """That of its execution priority."""
+    """The level of its execution priority."""
     shared: int = 0
     """Tokens with which all choices begin, and which are held once for all of them."""
 
@@ -107,7 +108,7 @@ class Pauses:
 
     @property
     def due(self) -> float | None:
-        """When `expire` has something to do, or earlier."""
+        """The time at which `expire` has something to do, or an earlier one."""
         return min(self._due.values(), default=None)
 
     def expire(self) -> None:
@@ -149,8 +150,8 @@ class Pauses:
         return [Made(sequence.choice, sequence.tokens.output.tolist()) for sequence in live]
 
     async def resume(self, request: str) -> None:
-        """Requests that do not stand still, and unknown ones, are fine. A pause that waits for the step that
-        is under way comes first."""
+        """Lets a paused request go on. Requests that do not stand still, and unknown ones, are fine. A pause
+        that still waits for the end of a step takes effect first."""
         self._due.pop(request, None)
         stream = self._requests.stream(request)
         if stream is not None:
@@ -191,9 +192,10 @@ class Llumlet:
 
     def select_migration(self, body: Offer) -> Offered:
         """Returns the request that is to move to a unit, if there is one. Requests that wait behind a first
-        one that finds no room go before all that run: nothing is copied. The paper leaves such requests at
-        their unit, and so does this under the policy of the paper's engine. Then requests at home go before
-        those that are offloaded, whose leaving frees no block here, and whose K and V are computed again."""
+        one that finds no room go before all that run, because nothing of them is copied. The paper leaves
+        such requests at their unit, and so does this under the policy of the paper's engine. Of running
+        requests, those at home go before offloaded ones, which would free no block here, and whose K and V
+        would be computed again."""
         besides = frozenset(body.besides)
         for one in self._stuck():
             there = body.destination.model(one.model)
@@ -208,8 +210,8 @@ class Llumlet:
         return Offered(request=None)
 
     def _stuck(self) -> Iterator[MigrationCandidate]:
-        """Yields requests of models of which the first that waits finds no room, in the order in which they
-        wait. Those with several choices stay, and those of which a part is here."""
+        """Yields waiting requests of the models whose first waiting request finds no room, in their order.
+        Requests with several choices stay, and so do those of which something has been computed."""
         for queue in () if self._in_order else filter(self._blocked, self._queues.values()):
             for sequence in queue.waiting:
                 stream = self._requests.stream(sequence.request)
@@ -217,8 +219,8 @@ class Llumlet:
                     yield self._candidate(stream, [sequence])
 
     def _blocked(self, queue: ModelQueue) -> bool:
-        """Returns whether the first that waits finds no room beside what is kept for those that run to grow.
-        Quotas, which give way, do not count."""
+        """Returns whether the first waiting request finds no room beside the blocks that are kept for running
+        ones to grow. Quotas, which give way, do not count."""
         first = queue.waiting.first
         if first is None or not queue.page_blocks:
             return False

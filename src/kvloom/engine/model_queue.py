@@ -1,4 +1,5 @@
-"""The queue of one model: which sequences wait, which run, and what the next job of each kind would take."""
+"""The queue of one model: the sequences that wait and run, and the blocks that its next job of each kind
+would take."""
 
 from __future__ import annotations
 
@@ -157,7 +158,7 @@ class ModelQueue:
 
     def begin_by(self, now: float) -> float:
         """Returns when a job of the model must begin, or the sequence that is next, or one that runs, misses
-        its objective; of those only that could still keep it. -inf if there is none."""
+        its objective; sequences that cannot keep it any more do not count. -inf if there is none."""
         first = self.waiting.first
         times = map(self.deadlines.begin_by, [*self.running, *([first] if first else [])])
         return min((time for time in times if time >= now), default=-math.inf)
@@ -202,8 +203,8 @@ class ModelQueue:
             self.changed()
 
     def _is_late(self, sequence: Sequence, now: float) -> bool:
-        """Returns whether a waiting sequence cannot be in time any more. What is cached of it is looked
-        at only if it matters."""
+        """Returns whether a waiting sequence cannot be in time any more. Its cached tokens are looked up only
+        if they matter."""
         if not self.deadlines.is_late(sequence, now):
             return False
         tokens, most = sequence.tokens.list(), sequence.cacheable
@@ -262,7 +263,8 @@ class ModelQueue:
             self.deadlines.drawn(sequence)
 
     def fork(self, parent: Sequence, child: Sequence, jobs: int) -> None:
-        """Lets `child` go on from the parent's tokens, in shared pages; later if no more may run now."""
+        """Lets `child` go on from the parent's tokens, in shared pages; later if no more sequences may run
+        now."""
         if len(self.running) >= self.max_running:
             self.enqueue(child, jobs)
             return
@@ -296,8 +298,8 @@ class ModelQueue:
         self.waiting.put_back(sequence)
 
     def relieve(self, ready: list[Sequence], jobs: int) -> bool:
-        """Puts back one sequence if some of `ready` find room for their next token nowhere: the last of them,
-        or the last of all that have a lower priority. Returns False if all find room."""
+        """Preempts one sequence if some of `ready` find no room for their next token: the last of those, or
+        the last of all running ones if its priority is lower. Returns False if all find room."""
         crowded = self.planner.crowded(ready)
         if crowded:
             last, victim = crowded[-1], max((s for s in self.running if not s.in_job), key=_ORDER)
@@ -317,15 +319,16 @@ class ModelQueue:
         return self.stats.active[Phase.DECODE] > 0
 
     def victim(self) -> Sequence | None:
-        """Returns who is preempted next: of the lowest priority, and there of the tenant of whom most run,
-        the latest; never one in a job, nor one that holds no blocks of this unit."""
+        """Returns the sequence that is preempted next: of those with the lowest priority, and of these of the
+        tenant with most running sequences, the latest. A sequence in a job, or without blocks of this unit,
+        is never preempted."""
         held = (s for s in self.running if not s.in_job and self.planner.is_home(s))
         return max(held, key=lambda s: (s.order[0], self._run_of[s.tenant], s.order), default=None)
 
     def outnumbered(self, sequence: Sequence) -> bool:
-        """Returns whether the next victim is to give way to the sequence. Nothing else of the sequence's
-        tenant runs; the victim is less urgent, or more than `FEW` of its tenant run, which has had as much
-        at least."""
+        """Returns whether the next victim is to give way to the sequence. It is if nothing else of the
+        sequence's tenant runs, and the victim is less urgent, or its tenant has had at least as much and more
+        than `FEW` running sequences."""
         others = self._run_of[sequence.tenant] - (sequence.status is Status.RUNNING)
         victim = None if others or len(self.running) <= FEW else self.victim()
         if victim is None or victim.order[0] != sequence.order[0]:
@@ -351,10 +354,11 @@ class ModelQueue:
         self, budget: int, tokens: int, jobs: int, *, whole: bool = False
     ) -> list[tuple[Sequence, int]]:
         """Returns the sequences for one prefill job, each with the tokens that it takes: begun ones first,
-        then admissions, while `budget` blocks and `tokens` tokens last; if `whole`, no one in parts.
+        then admissions, while `budget` blocks and `tokens` tokens last; if `whole`, none in parts.
 
-        Admits what it takes, and what needs no prefill; the latter not twice while no job starts, or
-        preempting it could go on for ever. jobs: how many the unit has started."""
+        It admits the sequences that it takes, and those that need no prefill. A sequence that needs none is
+        not admitted twice while no job starts, or it could be admitted and preempted for ever. jobs: how many
+        the unit has started."""
         batch: list[tuple[Sequence, int]] = []
         begun = deque(s for s in self.running if not s.in_job and not s.decodes)
         while tokens > 0 and (sequence := begun.popleft() if begun else self.next_in):

@@ -35,7 +35,8 @@ _PERIOD = 8.0  # seconds, MuxServe's
 
 
 class PooledPlanner(DecodePlanner[Sequence]):
-    """Plans nothing, and has nothing to give back: texts of which vectors are made have no pages."""
+    """A cache that plans nothing and has nothing to give back, because texts of which vectors are made have
+    no pages."""
 
     def release(self, sequence: Sequence) -> None:
         """Does nothing."""
@@ -100,7 +101,7 @@ class QuotaTuner:
         self._pool = pool
         total = pool.total
         self._quotas: dict[str, int] = {}
-        """Those that the models have while weights take none of the pool."""
+        """The quotas of the models while weights take none of the pool."""
         self._clock = clock
         self._moves = spec.quotas == "adaptive"
         self._changed = set(queues.values())
@@ -121,10 +122,10 @@ class QuotaTuner:
         self._due = self._clock.now() + _PERIOD
         self._jobs = 0
         self._more = dict.fromkeys(self._held, 0)
-        """Blocks that the jobs so far have seen beyond what is held now, summed over them."""
+        """Blocks that the jobs so far have seen beyond the blocks that are held now, summed over the jobs."""
 
     def observe(self, jobs: int) -> None:
-        """Notes who holds what as `jobs` jobs have ended."""
+        """Notes how many blocks each model holds when `jobs` jobs have ended."""
         for queue in self._changed:
             held = queue.cache.used_blocks
             self._more[queue] += (self._held[queue] - held) * self._jobs
@@ -144,8 +145,8 @@ class QuotaTuner:
         self._begin()
 
     def resize(self) -> None:
-        """Makes quotas as much smaller than in the whole pool as the room is that weights leave to K and V;
-        each holds a page at least."""
+        """Scales the quotas from the whole pool down to the room that weights leave to K and V; each quota
+        holds a page at least."""
         room, total = self._pool.room, self._pool.total
         for name, queue in self._queues.items():
             queue.quota = max(self._quotas[name] * room // total, queue.cache.geometry.blocks_per_page)
@@ -177,7 +178,7 @@ class SequenceTuner(QuotaTuner):
         self._cap(initial_caps(self._quotas, self._geometries))
 
     def observe(self, jobs: int) -> None:
-        """Notes who runs how many sequences as `jobs` jobs have ended."""
+        """Notes how many sequences each model runs when `jobs` jobs have ended."""
         self._jobs += jobs
         for name, queue in self._queues.items():
             self._ran[name] += len(queue.running) * jobs
@@ -231,8 +232,8 @@ class ServedAdapter(msgspec.Struct, frozen=True):
 
 
 class ModelQueues(dict[str, ModelQueue]):
-    """The queues by their models' names. It is asked for an adapter's, too, and has that of its base, in
-    which all run in one batch; it counts and lists each queue once."""
+    """The queues by their models' names. For an adapter's name it returns the queue of its base, in which all
+    run in one batch. It counts and lists each queue once."""
 
     def __init__(
         self,
@@ -329,9 +330,9 @@ def fit(
 
 
 def _kept_for_adapters(proven: Mapping[str, ProvenAdapter], total: int) -> int:
-    """Returns the blocks that no single request may have, because its adapter needs room beside it: those of
-    all adapters, as far as they are a part of the pool, and of the largest in any case. Raises ConfigError if
-    they are all there are."""
+    """Returns the number of blocks that no single request may have, because adapters need room beside it: the
+    blocks of all adapters, up to one part in `ADAPTED` of the pool, but at least those of the largest
+    adapter. Raises ConfigError if those are more than half of the pool."""
     largest = max(proven, key=lambda name: proven[name].blocks, default=None)
     if largest is None:
         return 0

@@ -26,9 +26,9 @@ def unit_load(
     draining: bool,
     bases: Mapping[str, str],
 ) -> UnitLoad:
-    """Returns the load of the unit. waits: those of tasks that this unit does for another; recalled:
-    blocks that it wants back of what it lends; weights: of models
-    whose weights can sleep; bases: those of its adapters."""
+    """Returns the load of the unit. waits: those of tasks that this unit does for another one; recalled: lent
+    blocks that it wants back; weights: the states of weights that can sleep; bases: the base of each
+    adapter."""
     return UnitLoad(
         total_blocks=pool.total,
         free_blocks=pool.free,

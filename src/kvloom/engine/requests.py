@@ -129,7 +129,7 @@ class DeferredActions:
 
     async def do(self, stream: RequestStream, action: Callable[[], T]) -> T:
         """Runs the action at once, or when the job under way has ended, before the next one begins. Returns
-        what the action returns, or raises its KvloomError."""
+        the action's result, or raises its KvloomError."""
         if not stream.in_job:
             return action()
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
@@ -370,8 +370,8 @@ class Requests:
         self._end_after(sequence, token)
 
     def _fail_guide(self, sequence: Sequence, guide: GuideState, index: int, broken: str) -> None:
-        """Ends a sequence whose guide does not take its token `index`. If the guide gave up, that is the
-        request's doing. broken: what is said of the token if it did not."""
+        """Ends a sequence whose guide does not take its token `index`. If the guide gave up, the request is
+        to blame. broken: the message about the token if the guide did not give up."""
         asked = sequence.sampling.guide
         if asked is None or not guide.problem:
             self.end(sequence, "error", message=broken.format(sequence.tokens.output[index]))

@@ -33,7 +33,7 @@ class KVReservation:
     """Room for one request's tokens, and the answer that its caller has had."""
 
     body: PrepRecv
-    """As it was asked for, without its `due`."""
+    """The request for room as it came, without its `due`."""
     answer: Prepared
     cache: ModelCache
     sequence: int
@@ -41,9 +41,9 @@ class KVReservation:
     beyond: bool
     """Whether it went beyond the budget of what may be promised."""
     due: float
-    """When the lease runs out."""
+    """The time at which the lease runs out."""
     expected: float | None
-    """When its request is to begin here, if it is known."""
+    """The time at which its request is to begin here, if that is known."""
 
 
 class Reservations:
@@ -172,9 +172,9 @@ class Reservations:
         return max(0.0, reservation.due - now)
 
     def take(self, body: StartGenerate) -> range:
-        """Caches what has been received for a request that starts, of its prompt or of what one of its
-        choices has; its sequence takes it from there like any other prefix. Returns which tokens those are.
-        Raises BadRequest if less than `begin` has been received."""
+        """Caches the K and V that have been received for a request that starts: of its prompt, or of one
+        choice's tokens. Its sequence takes them from the cache like any other prefix. Returns which tokens
+        those are. Raises BadRequest if fewer than `begin` have been received."""
         begin = resolve(body.begin, len(body.prompt), "begin")
         reservation = self._open.get(body.request)
         if reservation is None:
@@ -248,7 +248,8 @@ class Reservations:
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """A wait for those who are due from `since` to `by`, which itself lasts until `until`, by the clock."""
+    """A wait for requests that are due from `since` to `by`; the wait itself lasts until `until`, by the
+    clock."""
 
     since: float
     by: float
@@ -260,11 +261,11 @@ class _Wait:
 class Arrivals:
     """Requests that are about to arrive: they have room reserved and have said when they come.
 
-    A step takes no newcomer once it has begun, and who arrives just then waits for all of it. So one that is
-    due within a part of a step is waited for, and is in that step instead of the next. A model whose steps
-    wait loses `LONGEST_PART` of `EVERY` steps at most, by the clock. No other loses anything: a step waits
-    only if nobody else on the unit has a sequence, because its share of the compute might go to a long job of
-    theirs meanwhile."""
+    A step takes no newcomer once it has begun, and a request that arrives just then waits for all of it. So
+    the step waits for a request that is due within a part of a step, and has it in its batch. A model whose
+    steps wait loses `LONGEST_PART` of `EVERY` steps at most, by the clock. No other loses anything: a step
+    waits only if nobody else on the unit has a sequence, because its share of the compute might go to a long
+    job of theirs meanwhile."""
 
     def __init__(self, queues: Mapping[str, ModelQueue], reservations: Reservations, clock: Clock) -> None:
         self._queues = queues
@@ -284,8 +285,8 @@ class Arrivals:
         self._waiting = {model for model in self._waiting if self._last[model].until > now}
 
     def waits(self, queue: ModelQueue) -> bool:
-        """Returns whether the decode step of a model that could begin is to wait: while a newcomer is due,
-        but until `due` at most."""
+        """Returns whether a model's decode step that could begin is to wait. It waits while a newcomer is
+        due, but until `due` at most."""
         model = queue.card.name
         coming = self._reservations.expected(model)
         wait = self._wait(queue) if coming else None  # mostly nobody is, and a step costs no more than that
@@ -309,7 +310,7 @@ class Arrivals:
         return _Wait(now - SOON * longest, now + SOON * longest, now + longest, step)
 
     def _joins(self, queue: ModelQueue) -> bool:
-        """Returns whether a newcomer would be in the step, and the wait is no other model's."""
+        """Returns whether a newcomer would be in the step, and no other model of the unit has a sequence."""
         others = (other for other in self._queues.values() if other is not queue)
         if any(other.waiting or other.running for other in others):
             return False

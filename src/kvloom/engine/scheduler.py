@@ -35,7 +35,7 @@ class BlockNeeds:
     next_jobs: int
     """Blocks that the next jobs of all models that are awake take."""
     starving: str | None
-    """The model of which a prompt lacks blocks, and has for too long or stands still for that."""
+    """The model of which a prompt has lacked blocks for too long, or stands still because it lacks them."""
     stuck: bool
     """No job is under way, and the policy starts none."""
 

@@ -114,12 +114,12 @@ class Sequence:
     sampling: SamplingParams
     tokens: TokenBuffer
     prompt_logprobs: list[TokenLogprob]
-    """Those known so far, in one list for all choices."""
+    """The prompt's log-probabilities that are known so far, in one list for all choices."""
     guide: GuideState | None = None
     transfer: Transfer | None = None
-    """Takes the K and V to a peer."""
+    """The transfer of its K and V to a peer, if there is one."""
     tenant: str = ""
-    """For whom the request is made."""
+    """The tenant for whom the request is made."""
     foreign: range = range(0)
     """Tokens that a peer has sent here; if this sequence sends, tokens that its peer has already."""
     siblings: list[Sequence] = field(default_factory=list)
@@ -149,9 +149,9 @@ class Sequence:
     """Whether it cannot meet its model's objective any more, as far as is known."""
     status: Status = Status.WAITING
     salt: str = ""
-    """That with which its tokens are cached."""
+    """The salt with which its tokens are cached."""
     draft_state: DraftState | None = None
-    """What is known of tokens that are drafted for it; None before the first are looked for."""
+    """The state of its drafts; None before the first are looked for."""
     pair: int = 0
     """The position from which its tokens are the second text of a pair; 0 if it is none."""
     key: int = field(init=False)
@@ -252,7 +252,8 @@ class Sequence:
         return [PromptRow(row + at - self.computed, token, top) for at, token in enumerate(follow, first)]
 
     def max_steps(self, limit: int, *, step_by_step: bool) -> int:
-        """Returns the number of tokens that it may take in one job; 1 if the draw of the next depends on one.
+        """Returns the number of tokens that it may take in one job; 1 if each draw depends on the token
+        before it.
 
         limit: tokens of the longest sequence. step_by_step: each token is known as it comes, so that one may
         end the sequence; else it takes them whatever they are.

@@ -1,4 +1,5 @@
-"""The verb remote_send: what is cached goes at once, what is not is computed and goes layer by layer."""
+"""The verb remote_send: K and V that are cached go at once; those that are not are computed, and go layer by
+layer."""
 
 from __future__ import annotations
 
@@ -80,8 +81,8 @@ class Transfers:
             del self._known[key]
 
     async def send_what_is_here(self, bodies: Sequence[RemoteSend]) -> list[int]:
-        """Sends all at the same time, each up to its end or as far as it is cached. Returns how far they have
-        come."""
+        """Starts all sends at the same time, each up to its end or as far as its tokens are cached. Returns
+        how far they have come."""
         ranges = [self._here(body) for body in bodies]
         orders = [
             replace(body, end=end) for body, (begin, end) in zip(bodies, ranges, strict=True) if begin < end
@@ -110,8 +111,9 @@ class Transfers:
                 self._requests.close(stream, "abort")
 
     def give_way(self) -> None:
-        """Gives up the last send, unless one is about to end, when no job runs and none can start. Sends that
-        were put back keep the pages they have sent from, and everybody else may wait for those."""
+        """Gives up the last send, unless one is about to end. It is called when no job runs and none can
+        start. Sends that were put back keep the pages they have sent from, and everybody else may wait for
+        those."""
         if len(self._computing) < sum(map(len, self._open.values())):
             return
         keeping = [transfer for transfer in self._computing if transfer.held]
@@ -154,7 +156,8 @@ class Transfers:
         return Sent(cached=max(0, cached - begin), computed=end - max(begin, cached))
 
     def _send_cached(self, queue: ModelQueue, body: RemoteSend, transfer: Transfer) -> int:
-        """Sends all at once if all is cached; otherwise nothing yet. Returns how much of it is cached."""
+        """Sends all at once if all is cached; otherwise it sends nothing yet. Returns how many tokens are
+        cached."""
         cache, sequence = queue.cache, self._requests.new_id()
         cached = cache.adopt(sequence, body.prompt, transfer.end, salt=body.salt)
         if cached == transfer.end:
@@ -165,8 +168,8 @@ class Transfers:
         return cached
 
     async def _compute(self, body: RemoteSend, transfer: Transfer) -> int:
-        """Computes it as a request like any other, but that it draws no token. Returns how much of it was
-        cached."""
+        """Computes the send as a request like any other, except that it draws no token. Returns how many
+        tokens were cached."""
         order = StartGenerate(
             model=body.model,
             request=body.request,
@@ -195,7 +198,8 @@ class Transfers:
 
     async def _settle(self, queue: ModelQueue, request: str, transfer: Transfer) -> None:
         """Ends the copies, and then gives back the pages that were kept for them. If the caller is cancelled
-        meanwhile, that waits: a copy that is under way reads the pages for some milliseconds more."""
+        meanwhile, the pages are still kept until then: a copy that is under way reads them for some
+        milliseconds more."""
         interrupted: asyncio.CancelledError | None = None
         try:
             transfer.abandon()

@@ -47,7 +47,7 @@ _REFUSED: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """An adapter, checked: where it has weights, a layer computes x · Wᵀ + scale · (x · Aᵀ) · Bᵀ."""
+    """An adapter, checked. A layer for which it has weights computes x · Wᵀ + scale · (x · Aᵀ) · Bᵀ."""
 
     rank: int
     scale: float
@@ -138,7 +138,7 @@ def _weights(
 
 
 def _place(key: str, shapes: Mapping[LayerName, tuple[int, int]]) -> tuple[LayerName, str]:
-    """Returns where a tensor belongs, and whether it is A or B."""
+    """Returns the layer to which a tensor belongs, and whether it is A or B."""
     where, known = f"its {WEIGHTS}: {key[:200]}", sorted({name for _, name in shapes})
     found = _KEY.fullmatch(key)
     if found is None:

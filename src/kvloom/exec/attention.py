@@ -42,20 +42,20 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class BatchPart:
-    """Neighbours in a batch of which each appends one token, or each several."""
+    """Neighbouring sequences of a batch that all append one token, or all several."""
 
     decode: bool
     sequences: slice
     rows: slice
-    """Their new tokens."""
-    begins: Tensor
+    """The rows of their new tokens."""
+    cu_seqlens: Tensor
     """[B + 1] edges of the sequences' rows, from the part's first row on."""
     shared: SharedPrefixes | None
-    """What the rows share if each sequence appends one."""
+    """The prefixes that the rows share, if each sequence appends one token."""
 
 
 def _parts(plan: ForwardPlan, page_tokens: int) -> tuple[BatchPart, ...]:
-    """Cuts a batch where sequences that append one token and those that append several meet."""
+    """Cuts a batch into parts: in each, all sequences append one token, or all append several."""
     batch = len(plan.appends)
     if batch == plan.positions.size and batch:  # a decode step
         every, shared = slice(0, batch), shared_prefixes(plan.tables, plan.starts, page_tokens)
@@ -87,12 +87,12 @@ class ForwardState:
     plan: ForwardPlan
     arena: Tensor  # [blocks, 2, T, D], of int8 with a scale behind each row
     remote: RemoteAttention | None = None
-    """Attends for rows after those of the plan, if some are offloaded."""
+    """Attends for the offloaded rows, which come after those of the plan; None if there are none."""
     polls: Polls | None = None
-    """Does tasks of others between operators, if this unit lends."""
+    """Does tasks of other units between operators; None if this unit does not lend."""
     behind: int = 0
-    """Layers by which sends follow the writes: 1 if other ranks write too. By its next layer this rank has
-    their parts in the sum after attention, so they have written."""
+    """The number of layers by which sends follow the writes: 1 if other ranks write too. At the next layer
+    this rank has the other ranks' parts of the sum after attention, so they have written."""
     page_map: Tensor = field(init=False)  # [pages, layers, heads]
     parts: tuple[BatchPart, ...] = field(init=False)
     tables: Tensor = field(init=False)
@@ -114,7 +114,7 @@ class ForwardState:
 
     @property
     def positions(self) -> I64:
-        """Returns the positions [N] of the new tokens in their sequences, those of `remote` last."""
+        """Returns the positions [N] of the new tokens in their sequences, the offloaded ones last."""
         own = self.plan.positions
         return own if self.remote is None else np.concatenate((own, self.remote.positions))
 
@@ -135,7 +135,8 @@ class ForwardState:
 
     @property
     def shared(self) -> SharedPrefixes | None:
-        """Returns what the rows of a decode step share; None if that is nothing, or it is no decode step."""
+        """Returns the prefixes that the rows of a decode step share; None if they share none, or it is no
+        decode step."""
         return self.parts[0].shared if self.parts and self.decode else None
 
     def copy_pages(self, copies: tuple[PageCopy, ...]) -> None:
@@ -145,14 +146,13 @@ class ForwardState:
             self.arena[target, :, : copy.tokens] = self.arena[source, :, : copy.tokens]
 
     def send(self, layer: int) -> None:
-        """Puts what has been written for peers by this layer, or by the one that is `behind` it, on its
-        way."""
+        """Sends what this layer, or the one that is `behind` it, has written for peers."""
         if layer >= self.behind:
             for send in self.plan.sends:
                 send.put(self.plan.page_map, layer - self.behind)
 
     def send_rest(self) -> None:
-        """Puts what the last layers have written on its way, after the forward."""
+        """Sends what the last layers have written, after the forward."""
         layers = self.plan.page_map.shape[1]
         for layer in range(layers, layers + self.behind):
             self.send(layer)
@@ -182,7 +182,7 @@ class ForwardState:
         return out
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Writes the new tokens' K and V into their slots, and sends what peers are owed."""
+        """Writes the new tokens' K and V into their slots, and sends to peers what they wait for."""
         write = reference.write_kv
         if self.native:
             write, k, v = cpu.write_kv, k.float(), v.float()
@@ -210,13 +210,13 @@ class ForwardState:
                 )
             else:
                 cpu.prefill_attention(
-                    to, rows, *pool, self.starts[of], part.begins, *form, sinks=sinks, slopes=slopes
+                    to, rows, *pool, self.starts[of], part.cu_seqlens, *form, sinks=sinks, slopes=slopes
                 )
         if wide is not out:
             out.copy_(wide)
 
     def _attend_plainly(self, layer: int, q: Tensor, out: Tensor, scoring: Scoring) -> None:
-        """Does the same for formats of K and V that the kernels do not read, by torch."""
+        """Attends by torch, for formats of K and V that the kernels do not read."""
         q, begin = q.float(), 0
         starts, counts = self.plan.starts.tolist(), self.plan.appends.tolist()
         for i, (start, count) in enumerate(zip(starts, counts, strict=True)):
@@ -238,8 +238,8 @@ class ForwardState:
 
 
 def runs_of(shared: SharedPrefixes | None, kv_heads: int, group: int) -> RowRuns | None:
-    """Returns how the rows of a decode step are dealt with if some share a prefix. group: query heads of a KV
-    head."""
+    """Returns the order in which a decode step's rows are computed if some share a prefix; None if none do.
+    group: query heads of a KV head."""
     if shared is None:
         return None
     threads = torch.get_num_threads()

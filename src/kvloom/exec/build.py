@@ -43,7 +43,7 @@ _SLACK: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A model's module, with its weights, and what else its card is made of."""
+    """A model's module with its weights, and all else that its card is made of."""
 
     module: Any
     parameters: int
@@ -67,7 +67,7 @@ class Description(Protocol):
 
     @property
     def pooling(self) -> Pooling | None:
-        """Returns what is made of texts' states if the model makes vectors; None if it generates."""
+        """Returns how texts' states become vectors, if the model makes vectors; None if it generates."""
 
     def matrices(self) -> Set[str]:
         """Returns safetensors' names of the number formats of the matrices that are not held quantised."""
@@ -257,7 +257,7 @@ def _take_out(module: nn.Module, stored: QuantizedTensors) -> None:
 
 
 def _weights(module: nn.Module) -> Iterator[Tensor]:
-    """Yields what the module's weights lie in."""
+    """Yields the tensors in which the module's weights lie."""
     yield from module.parameters()
     for one in module.modules():
         if isinstance(one, QuantizedLinear):

@@ -1,4 +1,4 @@
-"""The card of a model: what clients are told of it."""
+"""The card of a model: the facts that clients are told of it."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ def _ids(given: int | list[int] | None) -> set[int]:
 
 
 def _context(config: Any, wanted: int | None) -> int:
-    """Returns the length of the longest sequence. Rotary forms that change with the longest of a batch
-    (dynamic, longrope) are kept to the length up to which they do not, or a neighbour's length would change
-    one's tokens. Layers that attend within chunks, and queries that are scaled from some position on, are
-    kept to the first chunk, and to the positions before that one, where both do nothing."""
+    """Returns the length of the longest sequence. Rotary forms that change with the longest sequence of a
+    batch (dynamic, longrope) are kept to the length up to which they do not change, or a neighbour's length
+    would change a sequence's tokens. If layers attend within chunks, or queries are scaled from some position
+    on, sequences end with the first chunk, or before that position."""
     said = (getattr(config, name, None) for name in _LENGTHS)
     length = next((int(one) for one in said if one), 4096)
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):

@@ -1,8 +1,7 @@
-"""A checkpoint's files, which a stranger may have made: where they lie, and what is refused before anything
-of them becomes a model.
+"""A checkpoint's files, which a stranger may have made: finds them, and refuses what must not become a model.
 
-Weights are read from safetensors only, never from pickles, and no file outside the checkpoint's folder is
-read, or from one GGUF file. The files' sizes, the numbers of the config and the headers of the weights are
+Weights are read from safetensors or from one GGUF file, never from pickles, and no file outside the
+checkpoint's folder is read. The files' sizes, the numbers of the config and the headers of the weights are
 checked before memory is taken for what they announce. Nothing here knows torch, so that commands can use it.
 """
 
@@ -90,11 +89,11 @@ class Checkpoint:
     weights: tuple[Path, ...]
     """The files that hold the weights, by name."""
     elements: int
-    """Numbers that the weights hold together."""
+    """The number of elements of all weights together."""
     quantization: Mapping[str, Any] | None
-    """What the config says of how the weights are quantised; None if they are not."""
+    """The part of the config that says how the weights are quantised; None if they are not."""
     gguf: GgufHeader | None = None
-    """What the one file says if it is a GGUF file, which lies in `folder`."""
+    """The header of the one file in `folder` if that is a GGUF file; None otherwise."""
 
     def digest(self) -> str:
         """Returns SHA-256 in hexadecimal over the sorted lines of the weight files' own SHA-256, which is
@@ -109,10 +108,10 @@ class Checkpoint:
         return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
 
     def identity(self) -> str:
-        """Returns what tells these weights from others without reading them: a digest over the config and the
-        weight files' names, sizes, headers and, of each, the time of its last change. In the hub's cache a
-        file's own name is its digest, and stands for that time. Who changes weights in place and sets the
-        time back deceives it."""
+        """Returns an identity of these weights that does not need them to be read: a digest over the config
+        and the weight files' names, sizes, headers and, of each, the time of its last change. In the hub's
+        cache a file's own name is its digest, and stands for that time. If somebody changes weights in place
+        and sets the time back, it stays the same."""
         digest = hashlib.sha256()
         config = self.folder / CONFIG
         if self.gguf is None and config.is_file():
@@ -127,7 +126,8 @@ class Checkpoint:
         return digest.hexdigest()
 
     def require_digest(self, wanted: str | None) -> None:
-        """Raises ConfigError if another digest is wanted; with None nothing is read."""
+        """Raises ConfigError if the weights have another digest than the wanted one; with None nothing is
+        read."""
         if wanted is not None and (found := self.digest()) != wanted:
             raise ConfigError(f"its weights have the sha256 {found}, and {wanted} is wanted")
 
@@ -208,7 +208,7 @@ def check_files(folder: Path) -> None:
 
 
 def _files(root: Path) -> Iterator[Path]:
-    """Yields what lies in the folder, and in the folder of templates in it."""
+    """Yields the files in the folder, and those in its folder of templates."""
     for file in sorted(root.iterdir()):
         yield file
         if file.name == TEMPLATES and file.is_dir() and not file.is_symlink():

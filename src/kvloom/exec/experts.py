@@ -1,9 +1,9 @@
 """Experts of a mixture as linear layers of their own, so that each may hold few bits.
 
-transformers holds all experts of a layer in two tensors, `gate_up_proj` and `down_proj`. Where weights are
-quantised, or have 16 bits that are widened, a module is put in their place that is called as theirs is, and
-has the linear layers `0.gate_proj`, `0.up_proj`, `0.down_proj`, `1.gate_proj`, … . What is done to others is
-done to these.
+transformers holds all experts of a layer in two tensors, `gate_up_proj` and `down_proj`. If weights are
+quantised, or have 16 bits that are widened, another module takes the place of the one with these tensors. It
+is called in the same way, and has the linear layers `0.gate_proj`, `0.up_proj`, `0.down_proj`, `1.gate_proj`,
+… . They are treated as all linear layers are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvloom.exec.huggingface import GATED
 _LAYER: Final = re.compile(rf"(.*)\.\d+\.(?:{'|'.join(GATED)})")
 _STACKED: Final = ("gate_up_proj", "down_proj")
 _SIZES: Final = 3, 2, 16, 8
-"""Experts, those of a token, inputs and inner numbers of what is compared."""
+"""The sizes of the small experts that are compared: experts, experts of a token, inputs and inner numbers."""
 
 
 class Expert(nn.Module):
@@ -39,8 +39,8 @@ class Expert(nn.Module):
 
 
 class Experts(nn.ModuleList):
-    """Computes for each row the sum of what its experts make of it, each times its weight. Only experts that
-    some row asks are read."""
+    """Computes for each row the sum of its experts' outputs, each times its weight. Only experts that some
+    row asks are read."""
 
     @property
     def stacked(self) -> dict[str, tuple[int, ...]]:
@@ -82,8 +82,8 @@ def split_experts(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def split_all_experts(model: nn.Module) -> None:
-    """Replaces all experts of a model in place, but those of another form. Their weights are parts of what
-    they had been."""
+    """Replaces all experts of a model in place, but those of another form. The new weights are views of parts
+    of the old tensors."""
     for name, stock in list(model.named_modules()):
         if hasattr(stock, _STACKED[0]) and _is_served(stock):
             ours = _split(stock)
@@ -92,7 +92,7 @@ def split_all_experts(model: nn.Module) -> None:
 
 
 def _share(ours: Experts, gate_up: Tensor, down: Tensor) -> None:
-    """Gives experts their parts of the tensors in which transformers has all."""
+    """Gives each expert its parts of the tensors in which transformers holds all experts."""
     for expert, both, last in zip(ours, gate_up.detach(), down.detach(), strict=True):
         held: Any = expert
         for name, weight in zip(GATED, (*both.chunk(2), last), strict=True):
@@ -113,7 +113,7 @@ def _split(stock: Any) -> Experts:
 
 
 def _is_served(stock: Any) -> bool:
-    """Returns whether `Experts` compute what these do, whatever the weights: small ones tell."""
+    """Returns whether `Experts` compute the same as these experts. It is tried with small random weights."""
     held = dict(stock.named_parameters())
     if held.keys() != set(_STACKED) or not callable(getattr(stock, "act_fn", None)):
         return False
@@ -132,18 +132,19 @@ def _is_served(stock: Any) -> bool:
 
 
 def _small(stock: Any) -> tuple[Any, Experts, tuple[Tensor, Tensor, Tensor]]:
-    """Returns a copy of the experts with small random weights, ours of the same, and what to ask them."""
+    """Returns a copy of the experts with small random weights, our experts with the same weights, and inputs
+    for both."""
     count, each, hidden, inner = _SIZES
     random = torch.Generator().manual_seed(0)
 
     def numbers(*shape: int) -> nn.Parameter:
         return nn.Parameter(torch.randn(*shape, generator=random), requires_grad=False)
 
-    ways = numbers(count, 2 * inner, hidden), numbers(count, hidden, inner)
+    tensors = numbers(count, 2 * inner, hidden), numbers(count, hidden, inner)
     small = copy.copy(stock)
-    small.__dict__["_parameters"] = dict(zip(_STACKED, ways, strict=True))
+    small.__dict__["_parameters"] = dict(zip(_STACKED, tensors, strict=True))
     small.num_experts = count
     ours = _split(small)
-    _share(ours, *ways)
+    _share(ours, *tensors)
     chosen = torch.stack([torch.randperm(count, generator=random)[:each] for _ in range(5)])
     return small, ours, (numbers(5, hidden), chosen, numbers(5, each))

@@ -1,10 +1,10 @@
-"""Makes a loaded model fast without touching its code: layers over one input are merged, norms, rotary and
-gates replaced by what a device has for them.
+"""Makes a loaded model fast without touching its code: layers over one input are merged, and norms, rotary
+and gates are replaced by the device's own.
 
-Everything is found by structure. Products that are merged are the same arithmetic. A norm, a gate or a
-rotary function is replaced only if what stands in for it agrees with it on random input in float32, which
-shows a factor or a form that half precision would hide. So an architecture that nobody thought of is served
-as it is rather than wrongly. The loader compares the whole model's logits in the precision that is served.
+Everything is found by structure. Products that are merged are the same arithmetic. A norm, a gate or a rotary
+function is replaced only if its replacement agrees with it on random input in float32, which shows a factor
+or a form that half precision would hide. So an architecture that nobody thought of is served as it is rather
+than wrongly. The loader compares the whole model's logits in the precision that is served.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ class Replacements:
     product: Callable[[nn.Linear], nn.Module]
     """Makes the product of merged layers."""
     gated: Callable[[Sequence[nn.Linear], Activation], nn.Module]
-    """Makes down(activation(gate(x)) ∘ up(x)) of gate, up and down."""
+    """Makes a gated MLP, down(activation(gate(x)) ∘ up(x)), from gate, up and down."""
     norm: Callable[[Tensor, float, float], nn.Module]
-    """Makes x / rms(x) · (offset + weight) of weight, eps and offset."""
+    """Makes a norm, x / rms(x) · (offset + weight), from weight, eps and offset."""
     rotate: RotaryFunction
     """Rotates q and k as `apply_rotary_pos_emb` of Llama does."""
 
@@ -176,8 +176,8 @@ QuantizedGate = Callable[[Sequence[QuantizedLinear]], Callable[[Activation], nn.
 
 def fuse_quantized(model: nn.Module, product: QuantizedProduct, gated: QuantizedGate) -> None:
     """Merges quantised layers over one input, and gates with their products, in place. product: makes one
-    product of layers; gated: of gate, up and down what makes a gated MLP with an activation. Either returns
-    None if the device has none of these layers together."""
+    product of layers; gated: takes gate, up and down, and returns a function that makes a gated MLP with an
+    activation. Either returns None if the device has none of these layers together."""
     for parent, name, child in children(model):
         if type(child).__name__.endswith("Attention") and (linears := _quantized(child, QKV)):
             if merged := product(linears):

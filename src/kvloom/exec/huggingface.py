@@ -54,7 +54,7 @@ def _unmarked(function: Any = None, *_: object, **__: object) -> Any:
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Hides torch's compiler, and whether torch can be distributed, from what runs meanwhile."""
+    """A context in which torch seems to have no compiler and no distributed tensors."""
     if _COMPILER in sys.modules:  # there is nothing to save any more
         yield
         return
@@ -87,7 +87,7 @@ def _keeping_names() -> Iterator[None]:
 
 
 def kept_names(read: Callable[[Any], Any], file: Path) -> Callable[[Any], Any]:
-    """Returns `read`, but what it has found for the folder of all models is kept in `file`, and believed as
+    """Returns `read` with a cache: its result for the folder of all models is kept in `file`, and used as
     long as that folder is the same."""
 
     @functools.wraps(read)
@@ -169,7 +169,7 @@ def outline(config: PretrainedConfig, dtype: torch.dtype, task: Task = "generate
 
 
 def some_of(names: Iterable[str]) -> str:
-    """Returns the first of the names, and how many more there are, for an error."""
+    """Returns a text for an error: the first of the names, and how many more there are."""
     first, *rest = sorted(names)
     return f"{first} and {len(rest)} more" if rest else first
 

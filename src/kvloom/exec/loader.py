@@ -39,7 +39,8 @@ _EDGES: Final = 1 << 13  # of its pages, in which other things lie too
 
 
 class LoadTarget(Protocol):
-    """Makes of a model of transformers what its device runs well. The loader calls these in their order."""
+    """The kind of device for which a model is loaded: makes of transformers' model one that the device runs
+    well. The loader calls the methods in their order."""
 
     def check_floats(self) -> None:
         """Raises ConfigError if the device has no products over weights in FP8."""
@@ -49,7 +50,7 @@ class LoadTarget(Protocol):
 
     def own_format(self, config: Any, matrices: Callable[[], Set[str]]) -> torch.dtype:
         """Returns the number format in which a checkpoint's weights may be held if none is asked for.
-        matrices: tells the formats in which its files have them, but for those that are quantised."""
+        matrices: returns the formats that its files have for matrices that are not quantised."""
 
     def choose_format(self, own: torch.dtype, outline: nn.Module, say: Callable[[str], None]) -> torch.dtype:
         """Returns the number format that `auto` means: `own`, or one that is quicker here. outline: the model
@@ -64,7 +65,7 @@ class LoadTarget(Protocol):
 
     def kv_dtype(self, wanted: KVDtype, dtype: torch.dtype) -> torch.dtype:
         """Returns the number format of K and V of a model that computes in `dtype`. Raises ConfigError if
-        they cannot be kept in the one that is wanted."""
+        they cannot be kept in the format that is wanted."""
 
     def place(self, module: nn.Module) -> None:
         """Brings the weights, which lie in mapped files, to the device that uses them. Raises ConfigError if
@@ -85,11 +86,11 @@ class LoadTarget(Protocol):
         """Returns a faster forward than the module's own, if there is one."""
 
     def round_inputs(self, module: nn.Module) -> None:
-        """Lets products over weights of few bits round what they multiply from now on, if that is quicker."""
+        """Lets products over weights of few bits round their inputs from now on, if that is quicker."""
 
 
 class Observer:
-    """Stands in for the forward state while the loader looks at what the model asks of attention."""
+    """Stands in for the forward state while the loader notes what each layer asks of attention."""
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[int, int]] = {}
@@ -105,8 +106,7 @@ class Observer:
 
 
 class _Continued:
-    """Stands in for the forward state of a prompt that comes in parts: it keeps K and V, and nothing
-    else."""
+    """Stands in for the forward state of a prompt that comes in parts. It keeps K and V, and nothing else."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
@@ -124,10 +124,10 @@ class _Continued:
 def prove(
     module: Any, team: Team | None, target: LoadTarget, release: Callable[[], None] = lambda: None
 ) -> Observer:
-    """Sees what the stock model asks of our attention, brings it to the device on which it is to run, slices
-    and fuses it, and compares logits on a short prompt that comes in two parts. In a team the first rank
-    alone does what takes the whole model, and does it on the mapped files: no rank's device need hold the
-    whole. release: gives back what the stock model has read of these files. Raises ConfigError."""
+    """Notes what the stock model asks of our attention, brings it to the device on which it is to run, slices
+    and fuses it, and compares logits on a short prompt that comes in two parts. If there are several ranks,
+    the first one alone runs the whole model, and over the mapped files, so that no rank's device need hold
+    all of it. release: gives back what the stock model has read of these files. Raises ConfigError."""
     if team is None:
         target.place(module)
     observer, expected = Observer(), None
@@ -189,7 +189,7 @@ def _in_parts(module: Any) -> Tensor:
 
 
 def _slice(module: Any, whole: Observer, team: Team, target: LoadTarget) -> Observer:
-    """Cuts the module down to this rank's slice. Returns what the slice asks of attention."""
+    """Cuts the module down to this rank's slice. Returns the observer of what the slice asks of attention."""
     for heads, _ in whole.layers.values():
         if heads % team.group.size:
             fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
@@ -247,7 +247,7 @@ def _uniform(module: Any, observer: Observer) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready to run, and what the pool and the engine must know of it."""
+    """A model that is ready to run, with the facts that the pool and the engine need."""
 
     module: nn.Module
     forward: Forward
@@ -292,8 +292,8 @@ def load_model(
 
 
 def check_model(spec: ModelSpec) -> None:
-    """Reads of a checkpoint all but its weights' numbers; these too if they must have a digest. It may be
-    called beside running jobs. Raises ConfigError for most of what loading would refuse."""
+    """Reads all of a checkpoint but the numbers of its weights, and those too if they must have a digest. It
+    may be called beside running jobs. Raises ConfigError for most of what loading would refuse."""
     with _named(spec):
         checkpoint = open_checkpoint(spec.path, spec.revision)
         described = describe(checkpoint)
@@ -414,7 +414,8 @@ def _load_pooled(
 
 
 def _program() -> tuple[str, ...]:
-    """Returns what numbers may depend on besides the model: our own code, torch and the processor's kind."""
+    """Returns a name for all on which numbers may depend besides the model: our own code, torch and the
+    processor's kind."""
     own = hashlib.sha256()
     package = Path(__file__).parents[1]
     for room in ("exec", "kernels"):
@@ -427,7 +428,7 @@ def _outlined(
     spec: ModelSpec, described: Description, target: LoadTarget, whole: bool, say: Callable[[str], None]
 ) -> tuple[nn.Module, torch.dtype]:
     """Returns the model without memory for its weights, and the number format that it is to have. whole:
-    whether no ranks share it, which cut transformers' own experts."""
+    whether one rank has it all; several ranks cut transformers' own experts."""
     if spec.dtype != "auto":
         dtype: torch.dtype = getattr(torch, spec.dtype)
         return described.outline(dtype, whole), dtype

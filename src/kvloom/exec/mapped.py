@@ -1,5 +1,5 @@
-"""Weights in mapped files: what has been copied out of them is given back to the kernel at once, so that a
-load holds little more than what stays."""
+"""Weights in mapped files: pages that have been copied are given back to the kernel at once, so that a load
+takes little more memory than what stays."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class MappedFiles:
         return any(low <= begin and begin + tensor.nbytes <= high for low, high in self._spans)
 
     def release(self) -> None:
-        """Gives all pages of the files back. Who reads them after all gets them from the files again."""
+        """Gives all pages of the files back. If one is read after all, it comes from its file again."""
         for low, high in self._spans:
             _give_back(low, high)
 
     def release_after(self, tensor: Tensor) -> None:
-        """Gives the pages of a tensor in one of the files back once this object of it is gone. Who reads them
-        after all gets them from the file again."""
+        """Gives the pages of a tensor in one of the files back once this tensor object is gone. If one is
+        read after all, it comes from the file again."""
         if self.holds(tensor):
             begin = tensor.data_ptr()
             last = weakref.finalize(tensor, _release, weakref.ref(self), begin, begin + tensor.nbytes)
@@ -80,8 +80,8 @@ def _spans_of(addresses: set[int]) -> list[tuple[int, int]]:
 
 
 def own_pages(size: int) -> Tensor:
-    """Returns bytes, uint8 [size], that the kernel has back once the tensor is gone. The C library would
-    keep them for later, between what stays."""
+    """Returns bytes, uint8 [size], that the kernel has back once the tensor is gone. The C library would keep
+    them for later, between other memory that stays."""
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
@@ -101,7 +101,7 @@ def _give_back(begin: int, end: int) -> None:
 
 
 def advise(address: int, size: int, advice: int) -> None:
-    """Tells the kernel what is to become of whole pages of this process (madvise). Raises OSError."""
+    """Calls madvise for whole pages of this process. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice):
         number = ctypes.get_errno()

@@ -202,7 +202,7 @@ def _layer(name: str, weight: Tensor, bits: Bits, group: int) -> dict[str, Tenso
 
 
 def _copy_rest(source: Path, folder: Path) -> None:
-    """Copies tokenizer, templates and what else is small and no weights."""
+    """Copies tokenizer, templates and all other small files that are no weights."""
     for place in (source, source / TEMPLATES):
         for file in sorted(place.iterdir()) if place.is_dir() else ():
             wanted = any(file.match(pattern) for pattern in SMALL) and not file.name.endswith(".index.json")

@@ -1,8 +1,8 @@
-"""Weights of 8 or 4 bits as checkpoints give them: how they are held, what they stand for, and the plain form
-of a product over them. `exec/cpu/quantized.py` packs them for kernels.
+"""Weights of 8 or 4 bits as checkpoints give them: how they are held and dequantised, and the plain form of a
+product over them. `exec/cpu/quantized.py` packs them for kernels.
 
-All formats that checkpoints have come to this one: a matrix of integers, each group of neighbours in a row
-with a scale and, in some formats, an offset.
+All formats of checkpoints come down to one: a matrix of integers, in which each group of neighbours in a row
+has a scale and, in some formats, an offset.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Multiples:
     numbers: Tensor
     """int8 [N, G]."""
     factors: Tensor
-    """float16 [N, R], of which each is that of G / R groups, a power of two."""
+    """float16 [N, R]; each is the factor of G / R groups, which is a power of two."""
 
     def __getitem__(self, rows: slice | Tensor) -> Multiples:
         return Multiples(self.numbers[rows], self.factors[rows])
@@ -65,7 +65,7 @@ class Multiples:
         return self.numbers.nbytes + self.factors.nbytes
 
     def float(self) -> Tensor:
-        """Returns what they are, float32 [N, G]."""
+        """Returns their numbers, float32 [N, G]."""
         runs = self.numbers.float().view(*self.factors.shape, self.run)
         return runs.mul_(self.factors.float()[..., None]).flatten(1)
 
@@ -75,7 +75,7 @@ Factors = Tensor | Multiples
 
 
 def joined(parts: Sequence[Factors]) -> Factors:
-    """Returns one below the other, all of which are of one form."""
+    """Returns the factors of several weights one below the other. All are of one form."""
     if len(parts) == 1:
         return parts[0]
     multiples = [one for one in parts if isinstance(one, Multiples)]
@@ -97,7 +97,7 @@ class QuantizedWeight:
     15 as `from_halves` makes bytes of them, uint8 [N, K / 2]."""
     scales: Factors
     offsets: Factors | None = None
-    """None stands for zeros."""
+    """Offsets; None stands for zeros."""
 
     def __post_init__(self) -> None:
         rows, columns = self.shape
@@ -135,7 +135,7 @@ class QuantizedWeight:
         return QuantizedWeight(self.bits, self.codes[some], self.scales[some], offsets)
 
     def dequantized(self) -> Tensor:
-        """Returns what it stands for, float32 [N, K]."""
+        """Returns the matrix that it stands for, float32 [N, K]."""
         codes = to_halves(self.codes) if self.bits == 4 else self.codes
         groups = codes.to(torch.float32).view(*self.scales.shape, self.group)
         groups *= self.scales.float()[..., None]

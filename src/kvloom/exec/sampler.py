@@ -23,7 +23,8 @@ _NUMBERS_AT_ONCE: Final = 1 << 23  # of float32 logits that are normalised; a lo
 def draw(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, stream: Tensor
 ) -> Tensor:
-    """Draws ids [R] from logits [R, V] float32, as `draw_reference.draw` says, by what the device has."""
+    """Draws ids [R] from logits [R, V] float32, as `draw_reference.draw` does, by the device's kernel if
+    there is one."""
     if logits.stride(-1) != 1:  # as gathered from ranks
         logits = logits.contiguous()
     return _kernel_of(logits.device.type)(logits, temperature, top_k, top_p, min_p, stream)
@@ -76,8 +77,8 @@ def prompt_logprobs(logits: Tensor, rows: Sequence[PromptRow]) -> list[TokenLogp
 
 
 def logprobs(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
-    """Takes logits [R, V] and returns the log-probability of tokens[r], and the tops[r] best, or as many as
-    there are."""
+    """Takes logits [R, V] and returns the log-probability of tokens[r], and those of the tops[r] best tokens,
+    or of as many as there are."""
     rows = max(1, _NUMBERS_AT_ONCE // logits.shape[-1])
     parts = [slice(at, at + rows) for at in range(0, len(tokens), rows)]
     return [one for part in parts for one in _logprobs(logits[part].float(), tokens[part], tops[part])]

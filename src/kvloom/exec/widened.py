@@ -37,9 +37,9 @@ class WidenedEmbedding(nn.Embedding):
 
 def can_widen(module: nn.Module) -> bool:
     """Returns whether all matrices are of stock linear layers and embeddings, which alone are known to do
-    nothing else with their weights, or of routers beside experts with layers of their own, which are small.
-    module: with weights of 16 bits, on any device. Tables of 16 bits forbid it: in float32 they would have
-    other values."""
+    nothing else with their weights, or of routers beside experts with layers of their own. Routers are small.
+    module: a model with weights of 16 bits, on any device. Tables of 16 bits forbid it: in float32 they would
+    have other values."""
     if any(table.dtype in HALVES for table in module.buffers()):
         return False
     routers = _routers(module)
@@ -63,9 +63,9 @@ def _routers(module: nn.Module) -> set[nn.Module]:
 
 
 def widen(module: nn.Module) -> None:
-    """Makes a model that `can_widen` compute in float32, in place. Matrices stay where they are, but for
-    routers'; these and all other parameters, which are small, become float32. A weight that two layers share
-    stays shared."""
+    """Makes a model that `can_widen` compute in float32, in place. Matrices stay where they are, except those
+    of routers. These, and all other parameters, which are small, become float32. A weight that two layers
+    share stays shared."""
     for parent, name, child in children(module):
         if type(child) is nn.Linear:
             bias = child.bias is not None

@@ -227,4 +227,4 @@ class Teller(Protocol):
 
 
 def untold(request: str, what: str, unit: str, reason: str = "") -> None:
-    """Satisfies `Teller` where no lives are kept."""
+    """Satisfies `Teller` if no lives are kept."""

@@ -275,7 +275,7 @@ Recorder = Callable[[Event], None]
 
 
 def nobody(event: Event) -> None:
-    """Satisfies `Recorder` where no journal is kept."""
+    """Satisfies `Recorder` if no journal is kept."""
 
 
 def short(words: str) -> str:

@@ -18,7 +18,7 @@ KEPT_BYTES: Final = 8 << 20
 
 
 class Wave(Struct, frozen=True):
-    """What a task of another unit waits for at a unit that lends to it."""
+    """The wait of another unit's tasks at a unit that lends to it."""
 
     peer: str
     """Who borrows; empty if that is not known."""

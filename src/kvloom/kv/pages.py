@@ -209,4 +209,4 @@ class PageTable:
 
 
 def _nobody_asks() -> None:
-    """Is called where nobody wants to know what has changed."""
+    """Does nothing: nobody wants to know that something has changed."""

@@ -3,6 +3,6 @@ them.
 
 The half in this folder needs no torch and is what the engine imports. It begins at two seams: `DecodePlanner`
 in `planner.py` plans which rows of a decode step are computed elsewhere, and `CpuLoans.attend` in
-`cpu/attention.py` (`CudaLoans` in `exec/cuda/offloaded.py`) gets their output. `memory/` is what both units
-see.
+`cpu/attention.py` (`CudaLoans` in `exec/cuda/offloaded.py`) gets their output. `memory/` has the memory that
+both units see.
 """

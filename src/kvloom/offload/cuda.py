@@ -1,7 +1,7 @@
 """Lends and borrows between two units of one GPU, or of two of which one reaches the other's memory. A server
 attends for another unit between the operators of this unit's own forwards (Weaver, section 4.1). A backend
-puts mailboxes, server and executor together. Before anything is lent, a hot unit finds out whether its
-machine is fit for that."""
+puts mailboxes, server and executor together. Before anything is lent, a hot unit checks whether its machine
+can do that."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _COMES = 30.0  # seconds for the borrower to map the mailbox: it may be unable t
 
 
 Serve = Callable[..., None]
-"""Has the current stream look for a task in (MailboxTensors, LenderState, LentArena), and again as often as
-said, and do it."""
+"""Makes the current stream look for a task, as often as said, and do it. It takes MailboxTensors, LenderState
+and LentArena."""
 
 
 class StreamPoint(Protocol):
@@ -51,7 +51,7 @@ class StreamPoint(Protocol):
 
 
 class PolledLane(Protocol):
-    """A stream of the device. Who asks it for something holds the lock."""
+    """A stream of the device. A thread that gives it work holds the lock."""
 
     lock: threading.Lock
 
@@ -60,8 +60,9 @@ class PolledLane(Protocol):
 
 
 class CudaAttentionServer:
-    """One loan's tasks, each done on the device by whichever launch finds it: one of a forward of our own
-    models, which polls between its operators (`polled`), or, while none runs, one of a thread's.
+    """Serves the tasks of one loan on the device. Each is done by the launch that finds it: one from a
+    forward of our own models, which polls between its operators (`polled`), or, while no forward runs, one
+    from a thread.
 
     ended: called once, on any thread, with the reason, when the borrower has left, is gone or breaks the
     rules; not by `close`. From then on no lent block is touched."""
@@ -82,10 +83,11 @@ class CudaAttentionServer:
         *,
         launches: bool = False,
     ) -> None:
-        """start: what the mailbox' counters begin with. lanes: of forwards. idle: of the thread. enter: lets
-        the calling thread use the device. borrower: its process' id. comes: seconds until it has mapped the
-        mailbox, or the loan ends. launches: tasks wait until the host launches them, between two forwards
-        (the paper's baseline, control by the CPU). Raises OSError if the borrower is gone."""
+        """start: the number at which the mailbox' counters begin. lanes: those of forwards. idle: the lane of
+        the server's thread. enter: lets the calling thread use the device. borrower: its process' id. comes:
+        the seconds within which it must have mapped the mailbox, or the loan ends. launches: whether tasks
+        wait until the host launches them, between two forwards (the paper's baseline, control by the CPU).
+        Raises OSError if the borrower is gone."""
         self.launches = launches
         self._mailbox = mailbox
         self._lent = lent
@@ -114,7 +116,7 @@ class CudaAttentionServer:
 
     @contextmanager
     def polled(self) -> Iterator[None]:
-        """Goes around a forward that polls."""
+        """A context around a forward that polls."""
         with self._free:
             self._working += 1
         with self._resting:
@@ -128,7 +130,7 @@ class CudaAttentionServer:
 
     @property
     def over(self) -> End:
-        """The reason that no more tasks are taken, as the device has it."""
+        """The reason why no more tasks are taken, as the device has noted it."""
         return End(int(self._state.over))
 
     def close(self) -> None:
@@ -155,7 +157,7 @@ class CudaAttentionServer:
             self._end(End.FAILED, "this unit failed to look for tasks")
 
     def _rest(self) -> None:
-        """Polls while no forward runs, with a pause if no task has come lately; else gives it time."""
+        """Polls while no forward runs, with a pause if no task has come lately, and waits while one does."""
         with self._free:
             if self._working or not self._lively:
                 self._free.wait(_SLICE if self._working else _PAUSE)
@@ -227,7 +229,7 @@ class CudaExecutor(Protocol):
 
 
 class _Service:
-    """A loan to another unit, with a thread of its own for what has to wait for jobs."""
+    """A loan to another unit, with a thread of its own for work that has to wait for jobs."""
 
     def __init__(self, executor: CudaExecutor, lending: DeviceLending, server: CudaAttentionServer) -> None:
         self.lending = lending
@@ -238,7 +240,8 @@ class _Service:
         self._ended: Future[None] | None = None
 
     def end(self) -> bool:
-        """Returns True once no task is done any more and the borrower copies nothing; before, ask again."""
+        """Returns True once no task is done any more and the borrower copies nothing. Until then the caller
+        asks again."""
         if self._ended is None:
             self._ended = self._thread.submit(self._end)
             self._thread.shutdown(wait=False)
@@ -266,7 +269,7 @@ class CudaOffloadBackend:
     """Satisfies `OffloadBackend`: one loan to another unit, and one to each own model."""
 
     def __init__(self, executor: CudaExecutor, transport: CudaIpcTransport, looks: int = LOOKS) -> None:
-        """looks: those of a step for a layer's attention."""
+        """looks: how often a step looks for the output of a layer's attention."""
         self._executor = executor
         self._transport = transport
         self._looks = looks
@@ -326,7 +329,7 @@ class CudaOffloadBackend:
         return lending.loan
 
     def waits(self) -> Waits | None:
-        """Returns None: tasks are over before a host could look."""
+        """Returns None, because tasks are over before a host could look."""
         return None
 
     def recall(self) -> bool:
@@ -348,7 +351,7 @@ class CudaOffloadBackend:
 
 @contextmanager
 def _room(what: str) -> Iterator[None]:
-    """Goes around taking device memory for a loan. Raises Unavailable if there is none."""
+    """A context in which device memory is taken for a loan. Raises Unavailable if there is too little."""
     try:
         yield
     except torch.OutOfMemoryError as error:

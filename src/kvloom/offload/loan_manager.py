@@ -38,8 +38,8 @@ class LenderClient(Protocol):
 
 
 class LoanManager(Generic[S]):
-    """Keeps a model in a loan: asks the freest lender for one, adapts its share, and asks again when it is
-    over."""
+    """Keeps a model in a loan: asks the freest lender for one, adapts its share, and asks again when the loan
+    is over."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class LoanManager(Generic[S]):
         self._model = model
         self._spec = spec
         self._lenders = dict(lenders)
-        """Those that can ever lend, as far as is known."""
+        """The lenders that may still lend some day, as far as is known."""
         self._clock = clock
         self._freeness = freeness
         self._share = Share()
@@ -77,8 +77,8 @@ class LoanManager(Generic[S]):
             await self._clock.sleep(_FIRST)  # the lender has to notice that this unit has left
 
     async def _borrow_from_any(self) -> bool:
-        """Asks the lenders, the freest first, until one lends. Returns whether one does. A unit lends to one
-        borrower alone, so what it lends already is ours, of which its answer was lost: it comes first."""
+        """Asks the lenders, the freest first, until one lends. Returns whether one does. A lender that lends
+        to this unit already, because its answer was lost, comes first; a unit lends to one borrower alone."""
         loads = dict[str, UnitLoad]()
         for name, lender in list(self._lenders.items()):
             try:
@@ -96,7 +96,8 @@ class LoanManager(Generic[S]):
         return False
 
     async def _may_have_lent(self, name: str) -> bool:
-        """Returns whether a lender lends although nothing was borrowed of it, or does not tell."""
+        """Returns whether a lender lends although nothing was borrowed from it, or does not tell whether it
+        lends."""
         try:
             return (await self._lenders[name].load()).lent_blocks > 0
         except KvloomError:
@@ -149,8 +150,8 @@ class LoanManager(Generic[S]):
                 await self._hand_back(load.recalled_blocks)
 
     async def _hand_back(self, count: int) -> None:
-        """Hands back as many blocks as the lender needs. If it cannot be told, it has the loan back as a
-        whole soon."""
+        """Hands back as many blocks as the lender needs. If the lender cannot be reached, it soon takes the
+        whole loan back."""
         blocks = await self._borrower.shed(self._model, count)
         if blocks is None:
             return
@@ -161,8 +162,8 @@ class LoanManager(Generic[S]):
             _log.warning("%s does not take blocks back: %s", self._cold, error.message)
 
     def _observe(self, load: UnitLoad | None) -> None:
-        """Adapts the share to what a period has shown. load: the lender's; None if it does not answer, and
-        nobody knows how it fares."""
+        """Adapts the share to what a period has shown. load: the lender's load; None if it does not
+        answer."""
         loan = self._borrower.loan(self._model)
         if loan is None:
             return

@@ -51,7 +51,7 @@ class Queue(Protocol[S]):
         """A decode job of the model is under way."""
 
     def changed(self) -> None:
-        """Tells that what the policy is to see of the queue has changed."""
+        """Notes that the policy is to see a changed view of the queue."""
 
     def put_back(self, sequence: S, jobs: int, reason: str) -> None:
         """Lets a running sequence wait again, without K and V. jobs: how many the unit has started."""
@@ -108,12 +108,13 @@ class Lender(Generic[S]):
 
     @property
     def due(self) -> float | None:
-        """When a recall is tried again, or the borrower has had its time to hand a part of the loan back."""
+        """The time at which a recall is tried again, or the borrower has had its time to hand a part of the
+        loan back."""
         return self._until if self._retry is None else self._retry
 
     @property
     def watching(self) -> bool:
-        """Own models are short of what is lent, so each step counts."""
+        """Whether own models are short of the lent blocks, so that each step counts."""
         return self._lacking
 
     def review(self, lacks: Lacks, jobs: int) -> None:
@@ -129,8 +130,8 @@ class Lender(Generic[S]):
                 self.give_way()
 
     def _enough(self, lacks: Lacks) -> int:
-        """Returns how many blocks of the loan would be enough for now, in quarters of it; 0 if only all of
-        them are, or the device can only have all of them back."""
+        """Returns how many blocks of the loan would be enough for now, in quarters of it; 0 if nothing less
+        than all of them is, or the device can only have all of them back."""
         if not isinstance(self._backend, ReturnsParts):
             return 0
         quarter = -(-self._promises.lent // _QUARTERS)
@@ -138,9 +139,9 @@ class Lender(Generic[S]):
         return next(filter(lacks, parts), 0)
 
     def give_way(self) -> None:
-        """Has lent blocks back if own models are short of them: they have waited, or nothing runs for whose
-        end they could. If a part of the loan is enough, the borrower is asked for it, and has some time; or
-        else the loan ends."""
+        """Takes lent blocks back if own models are short of them: they have waited, or nothing runs for whose
+        end they could wait. If a part of the loan is enough, the borrower is asked for it, and has some time;
+        or else the loan ends."""
         if self._lacking and self._until is None and self._part and not self._deaf:
             self.recalled, self._until = self._part, self._clock.now() + PATIENCE
         elif self._lacking and self._until is None:
@@ -182,8 +183,8 @@ class Lender(Generic[S]):
         return loan
 
     def take_back(self, body: HandBack) -> None:
-        """Takes back blocks of the loan of which the borrower says that it uses them no more. Raises Conflict
-        if the loan is over or about to be, or the device takes back no part of it; BadRequest if these are no
+        """Takes back blocks of the loan that the borrower says it does not use any more. Raises Conflict if
+        the loan is over or about to be, or the device takes back no part of it; BadRequest if these are no
         blocks of it, or all of them."""
         if self._lent is None or self._terms is None or self._terms[1].ticket != body.ticket:
             raise Conflict("take_back: this loan is over")
@@ -264,7 +265,7 @@ class Borrower(Generic[S]):
         self._loans: dict[str, OffloadingPlanner[S]] = {}  # by model, whose planner it is
         self._terms: dict[str, Loan] = {}
         self._shedding: dict[str, tuple[int, asyncio.Future[I32 | None]]] = {}
-        """Blocks that are to be handed back, by model, and who waits for their numbers."""
+        """The blocks that are to be handed back, by model, with the future that waits for their numbers."""
 
     def review(self, lacks: Lacks, jobs: int) -> None:
         """Notes whether the models are short of blocks, and ends loans that lenders have withdrawn.
@@ -306,11 +307,12 @@ class Borrower(Generic[S]):
         return loan.pool.lend(pages * page)
 
     def loan(self, model: str) -> OffloadingPlanner[S] | None:
-        """Returns what the model has borrowed."""
+        """Returns the loan that the model has; None if it has none."""
         return self._loans.get(model)
 
     def terms(self, model: str, pages: int) -> Borrow:
-        """Returns what `model` asks a lender for. Raises BadRequest if it cannot be offloaded."""
+        """Returns the message by which `model` asks a lender for a loan. Raises BadRequest if it cannot be
+        offloaded."""
         queue = self._queues[model]
         return Borrow(
             model=model,
@@ -323,8 +325,8 @@ class Borrower(Generic[S]):
         )
 
     def borrow(self, borrow: Borrow, loan: Loan, share: float) -> None:
-        """Offloads `share` of the model's sequences from here on. Raises BadRequest if the loan is not what
-        was asked for, Conflict if the model has one, Unavailable if the lender is gone."""
+        """Offloads `share` of the model's sequences from here on. Raises BadRequest if the loan differs from
+        what was asked for, Conflict if the model has a loan already, Unavailable if the lender is gone."""
         queue = self._queues[borrow.model]
         if self.loan(borrow.model) is not None:
             raise Conflict(f"weave: {borrow.model} has a loan already")
@@ -342,7 +344,8 @@ class Borrower(Generic[S]):
         queue.changed()
 
     def set_share(self, model: str, share: float) -> None:
-        """Sets the share of the sequences, from 0 to 1; the next steps move those that it concerns."""
+        """Sets the share of the sequences that is to be offloaded, from 0 to 1; the next steps move sequences
+        accordingly."""
         loan = self.loan(model)
         if loan is None:
             raise BadRequest(f"weave: {model} has no loan")

@@ -1,5 +1,5 @@
-"""Plans a model's decode steps: what is computed at home, and what is offloaded to a lender (Weaver, sections
-4.1 and 4.3). This is the seam `plan` of docs/weaving.md."""
+"""Plans a model's decode steps: which sequences are computed at home, and which are offloaded to a lender
+(Weaver, sections 4.1 and 4.3). This is the seam `plan` of docs/weaving.md."""
 
 from __future__ import annotations
 
@@ -42,24 +42,25 @@ class DecodePlanner(Generic[S]):
         return 0
 
     def is_home(self, sequence: S) -> bool:
-        """Returns whether the sequence's K and V, as far as it has any, are this unit's."""
+        """Returns whether the sequence's K and V, if it has any, are on this unit."""
         return True
 
     def ready(self, sequences: list[S]) -> list[S]:
-        """Returns those of the sequences, which all have one token pending, that the next step takes."""
+        """Returns the sequences that the next step takes, out of these, which all have one token pending."""
         return sequences
 
     def takers(self, ready: Sequence[S]) -> list[int]:
-        """Returns the ids of those that take blocks at home for their next token."""
+        """Returns the ids of the sequences that take blocks at home for their next token."""
         return [s.id for s in ready]
 
     def givers(self, victim: S) -> list[S]:
-        """Returns who is computed again so that the blocks of `victim`, which is at home, become free."""
+        """Returns the sequences that are to be computed again, so that the blocks of `victim`, which is at
+        home, become free."""
         return [victim]
 
     def crowded(self, ready: Sequence[S]) -> list[S]:
-        """Returns those that find room for their next token nowhere, the most urgent first, although the step
-        takes nothing more at home."""
+        """Returns the sequences that find no room for their next token, the most urgent first, even if the
+        step takes nothing more at home."""
         return []
 
     def release(self, sequence: S) -> None:
@@ -69,7 +70,7 @@ class DecodePlanner(Generic[S]):
 
     def plan(self, batch: Batch[S], ahead: int = 0) -> tuple[Batch[S], ForwardPlan, OffloadedRows | None]:
         """Plans one decode step of `batch`, of whom none is crowded: returns the batch in the order of its
-        rows, and what is computed at home and elsewhere. ahead: as in `ModelCache.begin_forward`. Raises
+        rows, and the plans of the rows at home and elsewhere. ahead: as in `ModelCache.begin_forward`. Raises
         OutOfBlocks, with nothing changed, if the pool is short."""
         ids, counts = [s.id for s, _ in batch], [n for _, n in batch]
         return batch, self.home.begin_forward(ids, counts, ahead, by_token=max(counts) > 1), None
@@ -77,15 +78,15 @@ class DecodePlanner(Generic[S]):
     def finish(
         self, job: Job, lost: str | None, valid: Mapping[int, int] | None = None
     ) -> tuple[set[int], list[S]]:
-        """Ends the forward of a job. lost: why what was offloaded of it does not count. valid: as in
-        `ModelCache.end_forward`. Returns the ids of the sequences for which the step does not count, and
-        those of them whose K and V are lost."""
+        """Ends the forward of a job. lost: the reason why its offloaded rows do not count, if they do not.
+        valid: as in `ModelCache.end_forward`. Returns the ids of the sequences for which the step does not
+        count, and those of them whose K and V are lost."""
         self.home.end_forward(job.plan, valid)
         return set(), []
 
     def fail(self, job: Job) -> list[S]:
         """Aborts the forward of a job that has failed. Returns all sequences that have lost their K and V by
-        that, of whom some were not in the job."""
+        that; some may not have been in the job."""
         self.home.abort_forward(job.plan)
         return []
 
@@ -156,7 +157,7 @@ class OffloadingPlanner(DecodePlanner[S]):
 
     @property
     def needless(self) -> bool:
-        """True if home has room for all that is offloaded, and one page in KEPT over."""
+        """Whether home has room for all offloaded sequences, and one page in `KEPT` is left over."""
         sequences = self.policy.offloaded.values()
         need = sum(self.home.geometry.pages(sequence.computed + 1) for sequence in sequences)
         return need + len(self.home.pages.refs) // KEPT <= self.home.pages.available
@@ -166,7 +167,7 @@ class OffloadingPlanner(DecodePlanner[S]):
 
     def ready(self, sequences: list[S]) -> list[S]:
         """Returns what `DecodePlanner.ready` does. If some sequences move out with the step to make room for
-        others, these wait for that."""
+        others, the latter wait for that."""
         leaving = self.policy.urged(sequences)
         if not leaving:
             return sequences
@@ -185,8 +186,8 @@ class OffloadingPlanner(DecodePlanner[S]):
         return [s.id for s in ready if self.is_home(s) and s not in leaving]
 
     def givers(self, victim: S) -> list[S]:
-        """Returns who is computed again. If the loan has room for `victim`, or some there have a lower
-        priority, `victim` goes there instead."""
+        """Returns the sequences that are to be computed again. If the loan has room for `victim`, or
+        sequences there have a lower priority, `victim` goes there instead."""
         others = self.policy.displaced(victim)
         if others is None:
             return [victim]
@@ -204,8 +205,8 @@ class OffloadingPlanner(DecodePlanner[S]):
         self._forget(sequence)
 
     def plan(self, batch: Batch[S], ahead: int = 0) -> tuple[Batch[S], ForwardPlan, OffloadedRows | None]:
-        """Plans one decode step. A sequence that would have to come back, when as much as a step may copy is
-        copied already, is not in the step. No other step is planned until this one has ended or failed."""
+        """Plans one decode step. If a sequence would have to come back when the step copies all that it may
+        already, the step goes without it. No other step is planned until this one has ended or failed."""
         places = self._places([s for s, _ in batch])
         moves = self._begin_moves(places)
         at_home, elsewhere = places.staying_home + places.returning, places.staying_out + places.leaving
@@ -216,7 +217,8 @@ class OffloadingPlanner(DecodePlanner[S]):
         return [(s, 1) for s in at_home + elsewhere], home, offloaded
 
     def _places(self, sequences: list[S]) -> _Places[S]:
-        """Decides who is computed where in a step of these sequences, and who moves for it."""
+        """Decides which of these sequences the step computes at home and which elsewhere, and which move for
+        that."""
         policy, form = self.policy, self.home.geometry
         at_home = [s for s in sequences if self.is_home(s)]
         urged = policy.urged(sequences)
@@ -235,8 +237,8 @@ class OffloadingPlanner(DecodePlanner[S]):
         )
 
     def _begin_moves(self, places: _Places[S]) -> tuple[PageMove, ...]:
-        """Takes room for those who move. Returns the copies that the step makes for them; a sequence of which
-        all is cached at home needs none, and is there now."""
+        """Takes room for the sequences that move. Returns the copies that the step makes for them. A sequence
+        of which all is cached at home needs no copy, and is at home now."""
         self._moving, moves = [], list[PageMove]()
         directions = [(s, False) for s in places.returning] + [(s, True) for s in places.leaving]
         for sequence, out in directions:
@@ -272,8 +274,8 @@ class OffloadingPlanner(DecodePlanner[S]):
         return set(), []
 
     def fail(self, job: Job) -> list[S]:
-        """Aborts the forward of a job that has failed. The loan is over too: what nobody collects of a task
-        may still be written to its blocks."""
+        """Aborts the forward of a job that has failed. The loan is over too, because a task that nobody
+        collects may still write to its blocks."""
         super().fail(job)
         if job.offloaded is None:
             return []
@@ -283,11 +285,11 @@ class OffloadingPlanner(DecodePlanner[S]):
 
     @property
     def _available(self) -> int:
-        """Blocks that can be had at home."""
+        """The blocks at home that are free or can be freed."""
         return self.home.pages.available * self.home.geometry.blocks_per_page
 
     def _spare(self, ready: Sequence[S]) -> int:
-        """Blocks left at home once each that is there, and ready, has those for its next token."""
+        """The blocks left at home once each ready sequence there has those for its next token."""
         return self._available - self.home.blocks_for_each(self.takers(ready), 1)
 
     def _undo(self) -> list[S]:
@@ -322,8 +324,8 @@ class OffloadingPlanner(DecodePlanner[S]):
             self.cache.remove_sequence(sequence.id)
 
     def _move(self, sequence: S, *, out: bool) -> PageMove:
-        """Takes room at the side that the sequence goes to; what it leaves it keeps until the step has ended.
-        At home it begins with what is cached there of it."""
+        """Takes room at the side to which the sequence goes; it keeps its room at the other side until the
+        step has ended. At home it begins with those of its tokens that are cached there."""
         id_, count, width = sequence.id, sequence.computed, self.cache.geometry.tokens_per_block
         target, found = self.cache if out else self.home, 0
         if out:

@@ -1,5 +1,5 @@
-"""Which sequences of a model are offloaded, who gives way if there is too little room, and how the share
-adapts."""
+"""Decides which sequences of a model are offloaded, which give way if there is too little room, and how the
+share adapts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ORDER = attrgetter("order")
 
 
 class TokenList(Protocol):
-    """All tokens of a sequence."""
+    """The tokens of a sequence."""
 
     def list(self) -> Sequences[int]:
         """Returns a copy."""
@@ -56,7 +56,7 @@ class CopyBudget:
     moves is copied whole, however long it is."""
 
     def __init__(self, pages: int) -> None:
-        """pages: those that the step is over."""
+        """pages: the tables of the sequences that the step is over."""
         self._most = pages // COPIED
         self._copied = 0
 
@@ -72,7 +72,7 @@ class OffloadPolicy(Generic[S]):
     """Decides which sequences are offloaded. Nothing here changes a cache."""
 
     def __init__(self, cache: ModelCache, share: float, rows: int) -> None:
-        """cache: the one over the loan's blocks. share: the part of the sequences that is to be offloaded.
+        """cache: the cache over the loan's blocks. share: the part of the sequences that is to be offloaded.
         rows: the most sequences that may be."""
         self.offloaded: dict[int, S] = {}
         """The sequences that have pages in the loan, by id."""
@@ -83,7 +83,8 @@ class OffloadPolicy(Generic[S]):
 
     @property
     def _kept(self) -> int:
-        """Pages that are kept for what offloaded sequences append: a part of those not handed back."""
+        """Pages that are kept for the tokens that offloaded sequences append: a part of the pages not handed
+        back."""
         pages, size = self._cache.pages, self._cache.geometry.blocks_per_page
         return -(-(pages.available + pages.used_blocks // size) // KEPT)
 
@@ -102,7 +103,8 @@ class OffloadPolicy(Generic[S]):
         return chosen and self.share > 0 and sequence.transfer is None
 
     def set_share(self, share: float) -> None:
-        """Sets the share. If it falls, sequences that had to make room at home are as any others again."""
+        """Sets the share. If it falls, sequences that had to make room at home are treated as any others
+        again."""
         if share < self.share:
             self._urged.clear()
         self.share = share
@@ -110,9 +112,9 @@ class OffloadPolicy(Generic[S]):
     # -- who gives way --------------------------------------------------------------------------------
 
     def displaced(self, sequence: S) -> list[S] | None:
-        """Returns who is computed again to make room in the loan for a sequence that has to leave home:
-        nobody if there is more than what is kept, or else some offloaded ones of a lower priority. Returns
-        None if these are not enough, or the sequence cannot go."""
+        """Returns the offloaded sequences of a lower priority that are to be computed again to make room in
+        the loan for a sequence that has to leave home; none if the loan has more room than what is kept.
+        Returns None if they are not enough, or the sequence cannot go."""
         if not self.share or not sequence.decodes or sequence.transfer or sequence.id in self._urged:
             return None
         need, found = self._room_for(sequence), list[S]()
@@ -152,8 +154,8 @@ class OffloadPolicy(Generic[S]):
     # -- who is where in the next step ----------------------------------------------------------------
 
     def divide(self, sequences: Iterable[S], room: int, home: Geometry) -> tuple[list[S], list[S], list[S]]:
-        """Divides the offloaded ones, the most urgent first, into who finds room for its next token in the
-        loan, who only in `room` blocks at home, and who nowhere."""
+        """Divides the offloaded sequences, the most urgent first, into those that find room for their next
+        token in the loan, those that find it only in `room` blocks at home, and those that find none."""
         stay, back, crowded = list[S](), list[S](), list[S]()
         there = self._cache.pages.available
         for sequence in sorted(filter(self.has, sequences), key=_ORDER):
@@ -169,7 +171,8 @@ class OffloadPolicy(Generic[S]):
         return stay, back, crowded
 
     def called_back(self, stay: Iterable[S], room: int, home: Geometry, budget: CopyBudget) -> list[S]:
-        """Returns who is not to be offloaded any more, and finds room in `room` blocks at home."""
+        """Returns the sequences that are not to be offloaded any more, and find room in `room` blocks at
+        home."""
         found: list[S] = []
         for sequence in stay:
             blocks = home.blocks(sequence.computed + 1)
@@ -179,9 +182,9 @@ class OffloadPolicy(Generic[S]):
         return found
 
     def going(self, here: Iterable[S], first: Sequences[S], stay: Iterable[S], budget: CopyBudget) -> list[S]:
-        """Returns who of those at home is offloaded with this step: `first` in any case, others as far as the
-        room leaves offloaded ones some for what they append. Whoever took the last of it would have to come
-        back a few steps later."""
+        """Returns the sequences at home that are offloaded with this step: `first` in any case, and others as
+        long as offloaded ones keep some room for the tokens that they append. A sequence that took the last
+        of it would have to come back a few steps later."""
         found = list(first)
         there = self.free(stay) - self._kept - sum(map(self._room_for, first))
         for sequence in here if self.share else ():
@@ -204,8 +207,8 @@ class OffloadPolicy(Generic[S]):
         return self._cache.geometry.pages(sequence.computed)
 
     def free(self, offloaded: Iterable[S]) -> int:
-        """Returns the pages left in the loan once these have room for their next token; below 0 if they have
-        not."""
+        """Returns the pages left in the loan once these have room for their next token; below 0 if there is
+        too little room."""
         return self._cache.pages.available - sum(map(self._appends, offloaded))
 
     def _appends(self, sequence: S) -> int:
@@ -228,13 +231,13 @@ class Observation:
     """The observation of one period."""
 
     short: bool
-    """Requests of the borrower have waited for blocks, or were preempted, and the loan has room."""
+    """Whether requests of the borrower have waited for blocks, or were preempted, while the loan has room."""
     slowdown: float | None
     """How much longer the lender's decode steps take than without a loan, 0.15 for 15 %; None if unknown."""
     pressed: bool = False
-    """The lender needs its memory."""
+    """Whether the lender needs its memory."""
     needless: bool = False
-    """The borrower has room for all that is offloaded."""
+    """Whether the borrower has room for all that is offloaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,11 +247,11 @@ class Share:
     value: float = 0.0
     """From 0 to 1."""
     rest: int = 0
-    """Looks until the share may rise again."""
+    """Observations until the share may rise again."""
     patience: int = FIRST
-    """The next such rest: twice as long with each fall, and shorter again while all is well."""
+    """The length of the next such rest: it doubles with each fall, and shrinks again while all is well."""
     idle: int = 0
-    """Looks in a row at which the loan was needless."""
+    """Observations in a row by which the loan was needless."""
 
 
 def adapted(share: Share, seen: Observation, bound: float) -> Share:
@@ -282,8 +285,8 @@ class Slowdown:
 
     def seen(self, load: UnitLoad, *, offloaded: bool) -> float | None:
         """Returns the slowdown of the model that suffers most, of those that have stepped since the last
-        report; 0 if none has, None if it is not known what its steps take alone. offloaded: whether anything
-        is."""
+        report; 0 if none has, None if it is not known what its steps take alone. offloaded: whether any
+        sequence is offloaded."""
         worst: float | None = 0.0
         for name, model in load.models.items():
             steps = model.decode_jobs_total

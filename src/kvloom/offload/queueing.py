@@ -23,28 +23,28 @@ from kvloom.types.spec import Splitting
 
 
 class Rule(NamedTuple):
-    """The rule that operators are split by; both times are in one unit."""
+    """The rule by which operators are split; both times are in one unit."""
 
     ahead: float
-    """What the other unit has to do meanwhile, less what a task takes."""
+    """The time for which the asking unit is busy itself meanwhile, less the time of a task (c = K − N)."""
     most: float
     """The most expected stall, once a layer."""
 
     @staticmethod
     def of(split: Splitting, waits: float, ahead: float, step: float, layers: int) -> Rule | None:
         """Returns the rule by which tasks hold a step of the asking unit up by at most `waits` of it; None if
-        nothing is to be split. step: what it takes, 0 if nobody knows."""
+        nothing is to be split. step: the step's time, 0 if it is not known."""
         return Rule(ahead, waits * step / layers) if split == "auto" and step > 0 else None
 
 
 class Gap(NamedTuple):
-    """The time between two iterations, in which whoever is to do tasks sleeps until one comes. It counts as
-    operators of 2 · wake, or of its own length if that is less, as many as there is time for, so that a task
-    that comes in it waits for `wake` on average."""
+    """The time between two iterations, in which the thread that does tasks sleeps until one comes. It counts
+    as operators of 2 · wake, or of its own length if that is less, as many as there is time for, so that a
+    task that comes in it waits for `wake` on average."""
 
     time: float
     wake: float
-    """The mean time from when a task comes until it is looked at."""
+    """The mean time from a task's arrival until it is found."""
 
 
 NONE = Gap(0.0, 0.0)
@@ -120,11 +120,11 @@ class Exchange(NamedTuple):
     service: float
     """The task at the lender."""
     wire: float
-    """The way of q, k and v there, and of the output back."""
+    """The time in which q, k and v get there, and the output comes back."""
 
     @property
     def ahead(self) -> float:
-        """The time that the task may wait before anybody waits for it; below 0 the step waits in any case."""
+        """The time that the task may wait without holding up the step; below 0 the step waits in any case."""
         return self.own - self.service - self.wire
 
     def stall(self, times: Sequence[float]) -> float:
@@ -138,9 +138,9 @@ class Cut(NamedTuple):
     many."""
 
     times: tuple[float, ...]
-    """Seconds of each."""
+    """The seconds of each operator."""
     more: float
-    """Seconds that the job takes longer for the starts of further parts, and for a look for tasks after
+    """Seconds by which the job takes longer because further parts are started, with a look for tasks after
     each."""
 
 
@@ -152,8 +152,8 @@ def parts_of(operators: Sequence[Operator], ahead: float, most: float) -> tuple[
 
 
 def cut_up(operators: Sequence[Operator], parts: Sequence[int], cost: Operated) -> Cut:
-    """Returns the operators cut into parts. parts: those of each single operator in order; none for all
-    whole."""
+    """Returns the operators cut into parts. parts: the number of parts of each single operator in order;
+    empty if all are whole."""
     times = _times(operators)
     pieces = parts or (1,) * len(times)
     start = cost.start
@@ -163,10 +163,10 @@ def cut_up(operators: Sequence[Operator], parts: Sequence[int], cost: Operated) 
 
 
 def issued(work: Work, cost: Operated) -> Cut:
-    """Returns what a task is behind that the lender's host launches: all that is issued and has not begun.
-    The host issues ahead of the device, so that grows until all is issued, and then falls to nothing until
-    the job ends. At a moment of the job it is anything from 0 to the most there is, all as probable, as if it
-    were the rest of one operator."""
+    """Returns the work that a task has to wait for if the lender's host launches it: all that is issued and
+    has not begun. The host issues ahead of the device, so that grows until all is issued, and then falls to
+    nothing until the job ends. At a moment of the job it is anything from 0 to the most there is, all as
+    probable, as if it were the rest of one operator."""
     return Cut((cost.queued(work),), 0.0)
 
 

@@ -39,7 +39,7 @@ class Borrow(Struct, frozen=True, kw_only=True):
     control: Control = "operators"
     split: Splitting = "auto"
     waits: Annotated[float, Meta(ge=0, le=1)] = 0.05
-    """`control`, `split` and `waits` mean what they mean in WeaveSpec."""
+    """`control`, `split` and `waits` have their meaning in WeaveSpec."""
 
 
 class Loan(Struct, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class Loan(Struct, frozen=True, kw_only=True):
 
     peer: Endpoint
     ticket: Ticket
-    """The ticket fences whoever copies into or out of the blocks."""
+    """The ticket fences a process that copies into or out of the blocks."""
     pages: _Size
     blocks: bytes
     """`pages` × layers × kv_heads blocks of the lender's arena, as runs like a KVAddress'. The borrower
@@ -61,7 +61,7 @@ class HandBack(Struct, frozen=True, kw_only=True):
 
     model: str
     ticket: Ticket
-    """That of the loan."""
+    """The ticket of the loan."""
     blocks: list[Annotated[int, Meta(ge=0, lt=2**31)]]
     """The blocks' numbers within the loan, whole pages of them."""
 
@@ -78,7 +78,7 @@ class OffloadBackend(Protocol):
 
     def borrow(self, borrow: Borrow, loan: Loan) -> int:
         """Lets rows of the model's decode steps be offloaded from here on. Returns the number of blocks.
-        Raises BadRequest if the loan is not what was asked for, Unavailable if the lender is gone."""
+        Raises BadRequest if the loan differs from what was asked for, Unavailable if the lender is gone."""
 
     def give_back(self, model: str) -> None:
         """Ends the model's loan. No step of it has offloaded rows any more."""
@@ -98,8 +98,8 @@ class OffloadBackend(Protocol):
 
 @runtime_checkable
 class ReturnsParts(Protocol):
-    """A backend whose blocks may come back before the loan ends. A GPU's is none: what the device has been
-    told of its blocks stays there until then."""
+    """A backend whose blocks may come back before the loan ends. A GPU's backend is no such one: the device
+    keeps what it has been told of its blocks until the loan ends."""
 
     def take_back(self, numbers: AnyArray) -> None:
         """Lets no task name these blocks of the loan to the other unit any more; that unit does not use them.
@@ -126,13 +126,14 @@ class LentBlocks:
         )
 
     def close(self) -> bool:
-        """Lets the borrower begin no copy any more. Returns False while it is at one, for milliseconds."""
+        """Lets the borrower begin no copy any more. Returns False while a copy is under way, for
+        milliseconds."""
         return self._transport.close(self.ticket)
 
 
 def one_number(model: str, heads: int) -> int:
-    """Returns `heads`, those of q in all layers of the model. Raises BadRequest for 0: layers differ, or a
-    task cannot say how they score."""
+    """Returns `heads`, the heads of q in all layers of the model. Raises BadRequest for 0: layers differ, or
+    score in a way that a task cannot say."""
     if not heads:
         raise BadRequest(
             f"weave: the layers of {model} differ in their heads, or have sinks or slopes, so no one mailbox "
@@ -143,7 +144,7 @@ def one_number(model: str, heads: int) -> int:
 
 @contextmanager
 def watched(borrow: Borrow) -> Iterator[None]:
-    """Goes around opening the borrower's process. Raises Unavailable if that fails with OSError."""
+    """A context in which the borrower's process is opened. Raises Unavailable if that fails with OSError."""
     try:
         yield
     except OSError as error:

@@ -31,7 +31,8 @@ _log = logging.getLogger(__name__)
 
 
 class Lost(KvloomError):
-    """The engine has ended all that was left of a request with an error: another may go on."""
+    """Says that the engine has ended all that was left of a request with an error, so that another engine may
+    go on."""
 
 
 _ELSEWHERE: Final = (Unavailable, QueueFull, OutOfBlocks, Lost)  # what one replica says, another may not
@@ -117,7 +118,8 @@ class Candidates:
         self.needs = self.needs or min(most, replica.card.context_length)
 
     def go_on_after(self, error: KvloomError) -> None:
-        """Takes in a failure: leaves in `fleet` who may still be asked. Raises `error` if that is nobody."""
+        """Takes in a failure, and leaves in `fleet` the replicas that may still be asked. Raises `error` if
+        there are none."""
         self.fleet = fleet = self._less(self._with_newcomers(), error)
         if self._held.aborted and self._let_in:
             return  # Its ends are told next.

@@ -41,7 +41,7 @@ class HttpEngineClient(RemoteEngine):
     """
 
     def __init__(self, url: str, *, secret: str, tls: ssl.SSLContext | None = None) -> None:
-        """tls: with which the engine is spoken to, if it is at another host."""
+        """tls: the context by which the engine is called, if it is at another host."""
         self._url = url
         self._tls = tls
         self._headers = {
@@ -52,7 +52,7 @@ class HttpEngineClient(RemoteEngine):
         }
         self._encode = msgspec.msgpack.Encoder().encode
         self._answers: set[aiohttp.ClientResponse] = set()
-        """Those that come at present."""
+        """The answers that come at present."""
 
     async def __aenter__(self) -> Self:
         return self.open()
@@ -165,11 +165,12 @@ class HttpEngineClient(RemoteEngine):
 
 
 class _HostLost(aiohttp.ClientConnectionError):
-    """This side has broken the connection, because the other host is lost."""
+    """Whether this side has broken the connection, because the other host is lost."""
 
 
 def _closed(response: aiohttp.ClientResponse) -> asyncio.Future[None] | None:
-    """Returns what tells why the answer's connection is closed; None if all of the answer is here already."""
+    """Returns the object that tells why the answer's connection is closed; None if all of the answer is here
+    already."""
     if response.connection is None or response.connection.protocol is None:
         return None
     closed = response.connection.protocol.closed
@@ -197,7 +198,8 @@ class UnitClient(RemoteEngine):
     """An `EngineClient` that calls a unit's process wherever it is by now, and an async context manager."""
 
     def __init__(self, where: Callable[[], str], make: Callable[[str], HttpEngineClient]) -> None:
-        """where: returns the unit's address; empty if it has none. make: returns the client of an address."""
+        """where: returns the unit's address, which is empty if it has none. make: returns the client of an
+        address."""
         self._where = where
         self._make = make
         self._clients: dict[str, HttpEngineClient] = {}
@@ -212,8 +214,8 @@ class UnitClient(RemoteEngine):
             await client.__aexit__(kind, error, trace)
 
     async def cut(self) -> None:
-        """Breaks the connections to other hosts where the unit's process is no more: if the host is cut off,
-        nobody else closes them. What was asked there goes on elsewhere."""
+        """Breaks the connections to other hosts on which the unit's process is no more: if such a host is cut
+        off, nobody else closes them. Requests that were sent there go on elsewhere."""
         here = self._where()
         for url in [url for url in self._clients if url != here and not url.startswith("/")]:
             await self._clients.pop(url).cut()

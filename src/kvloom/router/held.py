@@ -66,7 +66,7 @@ class _Holding(NamedTuple):
     replica: Replica
     what: What
     name: str
-    """The id that the request has there. One that migrates has another where it goes."""
+    """The id that the request has there. A request that migrates has another id at its destination."""
 
 
 class SessionHeld:
@@ -74,7 +74,7 @@ class SessionHeld:
 
     def __init__(self, clock: Clock, tasks: asyncio.TaskGroup, deaths: Deaths) -> None:
         self.aborted = False
-        """The caller wants no more of the request."""
+        """Whether the caller wants no more of the request."""
         self._clock = clock
         self._deaths = deaths
         self._tasks = tasks  # where giving back goes on if the request is cancelled
@@ -94,7 +94,7 @@ class SessionHeld:
         replica.begin_call()
 
     def let_go(self, replica: Replica, what: What, name: str) -> None:
-        """Counts it no more; what is not held may be let go of too."""
+        """Counts it as held no more. It need not have been held."""
         holding = _Holding(replica, what, name)
         if holding in self._holdings:
             self._holdings.remove(holding)

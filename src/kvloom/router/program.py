@@ -213,8 +213,8 @@ def _convert(name: str, option: str, value: Any, kind: Any) -> Any:
 
 def _wanted(kind: Any) -> str:
     """Returns what an option of that type may be, in words: `a number from 0 to 1`, `a whole number of 1 or
-    more`; empty for a type that has no such words. None is what an option is that is left out, and so is no
-    word of it."""
+    more`; empty for a type that has no such words. None means that an option is left out, and no word is said
+    of it."""
     try:
         return " or ".join(_words(msgspec.inspect.type_info(kind)))
     except (TypeError, LookupError):  # a type that is not msgspec's, or one without words

@@ -103,7 +103,7 @@ async def cache_aware(call: Session, fleet: Fleet, *, slack: Tokens = 2048, copi
 
 async def migrate_context(call: Session, fleet: Fleet, *, slack: Tokens = 256) -> Frames:
     """Sends a request to its context; if the replica there has `slack` tokens more to do than the least
-    loaded one, the context moves there first, unless it is sooner computed there again."""
+    loaded one, the context moves there first, unless it takes less time to compute it there again."""
     held, target, begin = fleet.matched(call.prompt), fleet.least_loaded(), 0
     source = max(held, key=lambda replica: held[replica], default=target)
     if source.load <= target.load + slack:

@@ -109,12 +109,12 @@ class RequestProgress:
         return frame, failure
 
     async def news(self) -> None:
-        """Waits until the caller has seen more, or who generates has stopped."""
+        """Waits until the caller has seen more, or the engine has stopped."""
         self._news.clear()
         await self._news.wait()
 
     def tell(self) -> None:
-        """Wakes whoever waits for news."""
+        """Wakes those who wait for news."""
         self._news.set()
 
     def _told(self, event: Event) -> bool:
@@ -125,7 +125,7 @@ class RequestProgress:
 
     def _ends_as_one(self, frame: list[Event], moved: bool, computed: int) -> list[Event]:
         """Returns the frame for a caller who knows nothing of engines: without the ends that a migration
-        brings, and with what the cache spared the request where it began."""
+        brings, and with the number of cached tokens that the request found at its first engine."""
         seen = list[Event]()
         for event in frame:
             if not isinstance(event, EndEvent):
@@ -153,7 +153,7 @@ class RequestProgress:
 
 
 class Milestones:
-    """Tells of a request's life what each unit has done of it for the first time."""
+    """Tells the first time that a unit reaches each stage of a request's life."""
 
     def __init__(self, request: str, progress: RequestProgress, tell: Teller) -> None:
         self.failed_of = ""

@@ -75,7 +75,7 @@ class Deaths:
 
     def __init__(self, body: StartGenerate, progress: RequestProgress, quarantine: Quarantine) -> None:
         self.verdict: RequestQuarantined | None = None
-        """Why the request is tried no more."""
+        """The error that says why the request is tried no more; None while it is tried."""
         self._body = body
         self._progress = progress
         self._quarantine = quarantine

@@ -91,7 +91,7 @@ class ReplicaHost(Protocol):
 
     @property
     def prefixes(self) -> PrefixWatch:
-        """Returns what keeps the index fresh while programs ask where prefixes are."""
+        """Returns the object that keeps the index fresh while programs ask where prefixes are."""
 
     @property
     def up(self) -> bool:
@@ -146,7 +146,7 @@ class Replica:
         do not tell how far they are: when all has arrived for a replica that sends, and with the first token
         for one that generates. What the replica probably has cached does not count."""
         self.turn = 0
-        """When the replica was last chosen, compared with its peers."""
+        """A count by which the replica that was chosen longest ago is found among its peers."""
 
     def __repr__(self) -> str:
         return f"{self.card.name} on {self.name}"
@@ -212,7 +212,7 @@ class Fleet:
     copies: PrefixCopies
     """Keeps copies of the prefixes that many requests begin with."""
     salt: str = ""
-    """That with which the request's prefixes are cached; the index is asked for no other."""
+    """The salt with which the request's prefixes are cached; the index is asked for no other."""
     choices: MoveCounts = field(default_factory=MoveCounts)
     """Counts what was copied, and what was computed again."""
 

@@ -1,4 +1,5 @@
-"""The router: many engines to whoever asks as one, and a program that says which of them does what."""
+"""The router: shows many engines to its callers as one, and runs a program that says which engine does
+what."""
 
 from __future__ import annotations
 

@@ -63,11 +63,11 @@ class Session:
         self.tasks = tasks
         self.migrating = False
         self.running: Leg | None = None
-        """Who has let the request in and generates it."""
+        """The leg whose engine has let the request in and generates it."""
         self.deaths = Deaths(body, self.progress, quarantine)
         self.held = SessionHeld(clock, tasks, self.deaths)
         self.following: Leg | None = None
-        """Who goes on once `running` has told all it has, if the request has been handed over."""
+        """The leg that goes on once `running` has told all it has, if the request has been handed over."""
         self.computed = 0
         """Tokens whose K and V were made elsewhere for this request."""
         self._serving, self._room, self._quarantine = serving, room, quarantine
@@ -76,11 +76,11 @@ class Session:
     async def frames(
         self, program: Strategy, sessions: dict[str, Session]
     ) -> AsyncGenerator[list[Event], None]:
-        """Yields the request's whole stream, which is what `program` makes of it. If that fails, wherever the
-        request stands, the replicas that are up are asked to generate the rest of it, the least loaded first.
-        If none is up, but one will be, the request waits for that: what it was refused there does not count.
-        The session is one of `sessions` meanwhile, under the caller's id for it. Raises RequestQuarantined if
-        too many engines have died of it, or did lately."""
+        """Yields the request's whole stream, as `program` makes it. If that fails, wherever the request
+        stands, the replicas that are up are asked to generate the rest of it, the least loaded first. If none
+        is up, but one will be, the request waits for that: what it was refused there does not count. The
+        session is one of `sessions` meanwhile, under the caller's id for it. Raises RequestQuarantined if too
+        many engines have died of it, or did lately."""
         request = self.body.request
         if request in sessions:
             raise BadRequest(f"request id {request} is in use", param="request")
@@ -123,8 +123,8 @@ class Session:
         self, replica: Replica, end: int | None = None, *, sender: Replica | None = None
     ) -> PeerReservation:
         """Reserves room at `replica` for prompt[:end], kept until the request is over or generates there.
-        `sender` is who will send; it is refused here if it keeps K and V in another form. From here on both
-        count as having their parts of the prompt to compute."""
+        sender: the replica that will send; it is refused here if it keeps K and V in another form. From here
+        on both count as having their parts of the prompt to compute."""
         body = PrepRecv(
             model=self.model,
             request=self.name,

@@ -24,7 +24,7 @@ AFTER_FAILURE: Final = 10.0  # seconds for which nobody waits for a unit that ha
 
 
 class _Stopping(Unavailable):
-    """The engine answers that it was told to end."""
+    """Says that the engine has answered that it was told to end."""
 
 
 class Unit:
@@ -58,7 +58,7 @@ class Unit:
         self.up = False
         """Whether it takes requests."""
         self.problem: KvloomError | None = None
-        """Why it is down."""
+        """The reason why it is down."""
         self.outlook: Outlook = "starting" if managed else "here"
         self.drained = False
         """Whether it is to get no requests, though it is here."""
@@ -168,7 +168,7 @@ class Unit:
         return self.outlook == "here" and not self.drained
 
     async def watch(self) -> None:
-        """Asks the unit while it is lost, ever more slowly."""
+        """Asks the unit whether it answers, while it is lost, ever more slowly."""
         while True:
             await self._to_be_asked.wait()
             pause = FIRST_PAUSE
@@ -178,8 +178,8 @@ class Unit:
                 pause = min(2 * pause, LONGEST_PAUSE)
 
     async def ask(self) -> None:
-        """Learns what it serves. It is up if it answers, unless it is withdrawn. What comes of a question
-        does not count once a later one was answered or has failed: another process may have answered it."""
+        """Learns what it serves. It is up if it answers, unless it is withdrawn. An answer does not count
+        once a later question was answered or has failed, because another process may have given it."""
         life = self._come
         self._questions += 1
         question = self._questions
@@ -211,7 +211,7 @@ class Unit:
         self._changed(self.replicas)
 
     def _arrive(self, life: object) -> None:
-        """The process that was asked is the one that is here, if it was told of."""
+        """Notes that the process that was asked is the one that is here now, if its coming was told."""
         if life is not None and life == self._come:
             self._come, self._life, self.outlook = None, life, "here"
             self._idle_since = self._clock.now()

@@ -141,7 +141,7 @@ class Units(Mapping[str, Unit]):
         return asked
 
     def watch(self, tasks: asyncio.TaskGroup) -> None:
-        """Asks them whatever is to be known of them, from now on until `unwatch`."""
+        """Asks the units for all that is to be known of them, from now on until `unwatch`."""
         self._tasks = tasks
         for unit in self.values():
             self._watch(unit, tasks)

@@ -66,8 +66,8 @@ class UnitExecutor(Executor, Protocol):
 
 
 def ahead() -> list[Callable[[], object]]:
-    """Returns what a fork server may do ahead of time for engines, step by step, once it has imported this
-    module."""
+    """Returns the steps that a fork server may do ahead of time for engines, one by one, once it has imported
+    this module."""
     client = functools.partial(importlib.import_module, "kvloom.router.client")  # for units that borrow
     return [*(kernel.compile for kernel in kernels()), client]
 

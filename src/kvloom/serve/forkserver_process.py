@@ -1,8 +1,8 @@
 """The fork server's process: `python -m kvloom.serve.forkserver_process 0 NAME`, its stdin a socket.
 
-A fork takes along the calling thread alone, and with the others whatever locks they hold. So nothing here may
-start a thread: no job runs, no event loop, and a fork is refused while there is a second thread. A GPU that
-was opened before a fork cannot be used after it, so none is.
+A fork takes along the calling thread alone, and the locks that other threads hold stay locked in it. So
+nothing here may start a thread: no job runs, no event loop, and a fork is refused while there is a second
+thread. A GPU that was opened before a fork cannot be used after it, so none is.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Forks:
     """The processes that were forked from this one, and the supervisor that asks for them."""
 
     def __init__(self, supervisor: socket.socket, idle: deque[Callable[[], object]]) -> None:
-        """idle: what is done while nobody asks."""
+        """idle: the steps that are done while nobody asks."""
         self._supervisor = supervisor
         self._idle = idle
         self._decoder = msgspec.json.Decoder(Fork)
@@ -108,7 +108,7 @@ class Forks:
         self._tell(ForkEnded(pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
 
     def _forget(self) -> None:
-        """Closes what a forked process must not hold."""
+        """Closes the descriptors that a forked process must not hold."""
         self._supervisor.close()
         for handle in self._processes:
             os.close(handle)
@@ -155,8 +155,8 @@ def _reseed() -> None:
 
 
 def serve_forks(prepare: Callable[[], Iterable[Callable[[], object]]]) -> None:
-    """Runs a fork server, or a process that it has forked, from its start to its end. prepare: imports what
-    these need, and returns what is done besides while nobody asks."""
+    """Runs a fork server, or a process that it has forked, from its start to its end. prepare: imports the
+    modules that these need, and returns the steps that are done ahead of time while nobody asks."""
     getproctitle()  # finds the place of the title, while the environment beside it is as it was
     supervisor = socket.socket(fileno=os.dup(ORDERS))
     gc.disable()  # nothing of what is imported becomes garbage
@@ -166,7 +166,8 @@ def serve_forks(prepare: Callable[[], Iterable[Callable[[], object]]]) -> None:
 
 
 def prepare() -> Iterable[Callable[[], object]]:
-    """Imports what any engine needs, and returns what may be done ahead of time besides."""
+    """Imports the modules that any engine needs, and returns the further steps that may be done ahead of
+    time."""
     from kvloom.serve.engine import ahead  # noqa: PLC0415 -- for seconds, because it imports torch
 
     return ahead()

@@ -1,6 +1,6 @@
 """The process of one gateway: `python -m kvloom.serve.gateway_process FD NAME`. Never imports torch.
 
-It puts together the router and its units, what is asked of them, and the server before it all.
+It puts together the router with its units, and the server in front of them.
 """
 
 from __future__ import annotations
@@ -212,8 +212,8 @@ async def gateway(
 
 
 def address_of(mirror: Mirror, unit: str, order: GatewayOrder) -> str:
-    """Returns where a unit's process answers; nothing if it has none, or does not answer yet. One on the
-    gateway's own node is called at its socket there."""
+    """Returns the address at which a unit's process answers; an empty one if it has no process, or does not
+    answer yet. One on the gateway's own node is called at its socket there."""
     process = mirror.process(unit)
     if process.phase not in ALIVE or not process.endpoint:
         return ""
@@ -251,7 +251,7 @@ class KeptCards:
         return kept_cards(self.folder, unit)
 
     async def keep(self, unit: str, cards: Sequence[ModelCard]) -> None:
-        """Keeps what a unit has told, unless that has done so itself."""
+        """Keeps a unit's cards, unless the unit does so itself."""
         if self.mirror.process(unit).node != self.node:
             await self._write(unit, cards)
 
@@ -324,7 +324,7 @@ async def traffic_kept(
 async def traced(
     order: GatewayOrder, journal: RecordLog, metrics: Metrics, clock: Clock
 ) -> AsyncIterator[None]:
-    """Sends the traces of requests to where the order says, if it does."""
+    """Sends the traces of requests to the address in the order, if there is one."""
     wanted = bool(order.otlp)
     if wanted:
         try:

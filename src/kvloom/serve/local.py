@@ -1,4 +1,4 @@
-"""The processes of a fleet on this host: what each is told, how it is started, watched and ended."""
+"""The processes of a fleet on this host: gives each its order, starts it, watches it and ends it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Role:
     """The arguments with which a process is started."""
 
     name: str
-    """For whoever lists processes, and for the screen."""
+    """The process's name in lists of processes, and on the screen."""
     module: str
     order: Order
     inherit: Sequence[int] = ()
@@ -64,11 +64,11 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Doors:
-    """The sockets at which the gateways of a host are called. Whoever takes another's place has them too, so
-    that callers may wait for it."""
+    """The sockets at which the gateways of a host are called. A gateway that takes another one's place has
+    them too, so that callers may wait for it."""
 
     listener: socket.socket
-    """Where clients connect."""
+    """The socket at which clients connect."""
     inside: socket.socket
     """The Unix socket at which the fleet's own processes of the host connect."""
 
@@ -113,8 +113,8 @@ def gateway_spec(config: Config) -> GatewaySpec:
 
 
 def gateway_paths(config: Config) -> dict[str, str]:
-    """Returns what each host with a gateway needs at the same path, by key: files, and the folders of
-    those that it writes. Keys without names are in a gateway's order, and need no file there."""
+    """Returns the files that each host with a gateway needs at the same path, by key, and the folders of the
+    files that it writes. Keys without names are in a gateway's order, and need no file there."""
     found: dict[str, Path | None] = {"keys": config.keys}
     if config.audit_file is not None:
         found["audit_file"] = config.audit_file.parent
@@ -140,8 +140,9 @@ def gateway_role(
     address: str = "",
     identity: TlsFiles | None = None,
 ) -> Role:
-    """Returns a gateway's role. folder: the fleet's own at this host; secret: what engines are told; address,
-    identity: where, and with what, it answers other hosts, if there are any."""
+    """Returns a gateway's role. folder: the fleet's own at this host; secret: the secret that engines know;
+    address, identity: the address at which it answers other hosts, and its certificate for them, if there are
+    any."""
     listeners = at.listener.fileno(), at.inside.fileno()
     node = gateway_node(component)
     order = GatewayOrder(
@@ -158,7 +159,7 @@ def gateway_role(
 
 def shown_url(config: Config, host: str, port: int) -> str:
     """Returns a gateway's address for people: with a name for which its certificate is, if it is not for the
-    address itself. host, port: where it listens."""
+    address itself. host, port: the address at which it listens."""
     tls = config.tls
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     if tls is not None and host not in tls.names:
@@ -180,9 +181,9 @@ class Roles:
         identity: TlsFiles | None = None,
         secret: str = "",
     ) -> None:
-        """at: where gateways are called; None if they are on hosts of a cluster; folder: the fleet's own, for
-        sockets; identity: with what processes of several hosts know each other; secret: what engines are
-        told, if it is made already."""
+        """at: the sockets at which gateways are called; None if they are on hosts of a cluster; folder: the
+        fleet's own, for sockets; identity: the certificate by which processes of several hosts know each
+        other; secret: the secret that engines know, if it is made already."""
         self.secret = secret or secrets.token_urlsafe(32)
         self.gateway = gateway_spec(config)
         self._identity = identity
@@ -191,7 +192,8 @@ class Roles:
         self._folder = folder
 
     def of(self, component: str, engine: EngineSpec | None) -> Role:
-        """Returns the arguments for a component's process. engine: what a unit is to serve."""
+        """Returns the arguments for a component's process. engine: the specification that a unit is to
+        serve."""
         if engine is not None:
             return self._engine(engine)
         return self._gateway(component) if is_gateway(component) else self._scheduler()
@@ -218,7 +220,7 @@ class Roles:
 
 
 Heard = Started | Answered | Ended | Missed | StartProgress | Said | Noted
-"""What a process is reported to do, or says."""
+"""A report about a process, or a message from it."""
 
 
 @dataclass(slots=True)
@@ -231,7 +233,7 @@ class _Child:
     process: ChildProcess | None = None
     """None until it is started."""
     endpoint: str = ""
-    """Where it answers, once it does."""
+    """The address at which it answers, once it does."""
     chat: tuple[str, ...] = ()
     """The models that have a chat template, once it answers."""
     news: asyncio.Queue[Told] = field(default_factory=asyncio.Queue)
@@ -266,7 +268,7 @@ class LocalLauncher:
         timing: Timing = TIMING,
         start: StartChild = ChildProcess.start,
     ) -> None:
-        """role: gives the role of a component; hear: called with a component and what is reported of it; log:
+        """role: returns the role of a component; hear: called with a component and each report about it; log:
         called with a component's name and a line that it prints; start: starts a process."""
         self._role = role
         self._start = start

@@ -106,8 +106,8 @@ class ThisHost:
         log: Callable[[str, str], None],
         forks: LaunchedForkServer | None,
     ) -> None:
-        """at: where the gateway is called; folder: the fleet's own, for sockets; log: is called with what the
-        fork server prints."""
+        """at: the sockets at which the gateway is called; folder: the fleet's own, for sockets; log: called
+        with the lines that the fork server prints."""
         self.url = shown_url(config, *at.listener.getsockname()[:2])
         self._roles = Roles(config, at, folder)
         self._clock = clock
@@ -167,7 +167,8 @@ class Supervisor:
         self._clock = clock
         self._store = store
         self._events: asyncio.Queue[Callable[[], Outcome | None]] = asyncio.Queue()
-        """What is still to be shown; who shows it returns why the fleet ends, if it does."""
+        """The lines and events that are still to be shown; the task that shows them returns why the fleet
+        ends, if it does."""
         self._announced = False
         self._refused: set[str] = set()  # Components that could not use their orders.
         self._journal = Journal(clock, epoch=time.time() - clock.now())

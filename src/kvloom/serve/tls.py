@@ -140,7 +140,7 @@ class TlsServer(HttpServer):
         self, *arguments: Any, certificates: Contexts | None, fleet: FleetDoor | None = None, **options: Any
     ) -> None:
         """arguments, options: those of `HttpServer`; certificates: None if callers are spoken to in plain
-        HTTP; fleet: where the fleet's own processes of other hosts call, if it has any."""
+        HTTP; fleet: the address that the fleet's own processes of other hosts call, if there are any."""
         super().__init__(*arguments, **options)
         self._certificates = certificates
         self._fleet = fleet

@@ -145,7 +145,7 @@ class NixlPlane(TransferWorker[Order]):
         """address: the beginning of this unit's arena."""
         super().__init__("kv-nixl")
         self.costs: dict[str, StagingCosts] = {}
-        """What staging saves and costs with each agent; nothing is staged for one that is not here."""
+        """The gains and costs of staging with each agent; nothing is staged for an agent that is not here."""
         self._staging = staging
         self._probes: list[tuple[NixlProbe, Handle]] = []
         self._agent, self._place, self._address, self._grants = agent, place, address, grants

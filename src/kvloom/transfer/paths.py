@@ -46,8 +46,8 @@ _COPIED: Final = 8 << 20  # bytes by which the rate of this host's memory is mea
 _log = logging.getLogger(__name__)
 
 
-class FarWay(Transport, Protocol):
-    """A way that reaches other hosts."""
+class RemoteTransport(Transport, Protocol):
+    """A transport that reaches other hosts."""
 
     def open(self, begin: int, digest: int, blocks: bytes = b"", ticket: Ticket | None = None) -> Ticket:
         """Does as `Transport.open`. ticket: the one that another way has given out for the reservation."""
@@ -90,7 +90,9 @@ class PathsMeter(TransferMeter):
 class Paths:
     """Implements `Transport` over several others, on one event loop, with a thread that measures."""
 
-    def __init__(self, unit: str, near: Transport | None, far: Sequence[FarWay], host: str = "") -> None:
+    def __init__(
+        self, unit: str, near: Transport | None, far: Sequence[RemoteTransport], host: str = ""
+    ) -> None:
         """near: the way within a host. far: those to other hosts, the one that all units have first. host:
         names this unit's host; empty: as the system says. There is one way at least."""
         self._near, self._far = near, far
@@ -178,7 +180,7 @@ class Paths:
         self,
         peer: Endpoint,
         near: Transport | None,
-        shared: Sequence[FarWay],
+        shared: Sequence[RemoteTransport],
         offered: Mapping[EndpointKind, Endpoint],
     ) -> Transport:
         """Returns the way by which a reservation of this peer is filled. One that is met for the first time,
@@ -199,7 +201,7 @@ class Paths:
             if met.near is not None:
                 self._settle(met, met.near, memory_rate())
                 continue
-            rates: dict[FarWay, float] = {}
+            rates: dict[RemoteTransport, float] = {}
             for way in met.shared:
                 try:
                     rates[way] = way.measure(met.offered[way.endpoint.kind])
@@ -239,7 +241,7 @@ class _Met:
 
     peer: Endpoint
     near: Transport | None
-    shared: tuple[FarWay, ...]
+    shared: tuple[RemoteTransport, ...]
     offered: Mapping[EndpointKind, Endpoint]
 
 
@@ -268,7 +270,7 @@ def open_paths(unit: str, transport: TransportName, arena: ArenaMemory, secret: 
     """Returns the transport of a unit that is named `auto`, `nixl` or `tcp`. secret, host: as of
     `TcpTransport`. NIXL is passed over under `auto` if it is not there. Raises ConfigError."""
     near: Transport | None = None
-    far: list[FarWay] = []
+    far: list[RemoteTransport] = []
     try:
         if transport == "auto":
             near = (

@@ -102,7 +102,7 @@ class TcpTransfer(PlaneTransfer):
         self.ended = False
         """Whether all that was put has been taken."""
         self.announced: type[Done] | type[Quit] | None = None
-        """What the receiver was told last of the end."""
+        """The last message about the end that was sent to the receiver."""
 
     def abandon(self) -> None:
         super().abandon()
@@ -127,7 +127,7 @@ class SenderSession:
         self.name = secrets.token_bytes(IDENTITY)
         self.transfers: dict[int, TcpTransfer] = {}
         self.work: SimpleQueue[Piece | None] = SimpleQueue()
-        """What its threads send; None ends one of them."""
+        """The pieces that its threads send; None ends one of them."""
         self.welcome = False
         """Whether the peer has welcomed it."""
         self.lost = False

@@ -60,7 +60,7 @@ class PromptTooLong(BadRequest):
 
 
 class GuideFailed(BadRequest):
-    """A guide came to where no text can follow, or where the next token takes too much work."""
+    """A guide has come to a point at which no text can follow, or the next token takes too much work."""
 
     code = "guide_failed"
 

@@ -24,7 +24,7 @@ class TransferState(Enum):
     """How far a transfer has come."""
 
     PLANNED = "planned"
-    """It is known what goes where; the receiver has not agreed yet."""
+    """Sources and targets are known; the receiver has not agreed yet."""
     CLAIMED = "claimed"
     """The receiver expects these tokens from this transfer alone; none has been copied."""
     COPYING = "copying"
@@ -116,7 +116,7 @@ class TransferMeter:
         self.seconds = 0.0
         """For which at least one copy was under way."""
         self.links: dict[str, LinkLoad] = {}
-        """What was measured of the way to each peer, by its unit."""
+        """The measured rate to each peer, by its unit."""
         self._copies = 0
         self._since = 0.0
         self._lock = threading.Lock()
@@ -234,7 +234,7 @@ class Transport(Protocol):
 
     @property
     def meter(self) -> TransferMeter:
-        """What this unit has sent."""
+        """Counts what this unit has sent."""
 
     # receiving
 

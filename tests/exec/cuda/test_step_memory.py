@@ -18,10 +18,10 @@ from torch import Tensor
 from kvloom.config.config import Config
 from kvloom.exec.cuda.device import HostStream, PartitionLane, Partitions, Recording
 from kvloom.exec.cuda.executor import GpuExecutor
+from kvloom.exec.cuda.memory_need import MemoryNeed
 from kvloom.exec.cuda.model import DecodeState, DeviceModel, Places
 from kvloom.exec.cuda.operations import Operations
 from kvloom.exec.cuda.prefill import run_prefill
-from kvloom.exec.cuda.profile import MemoryNeed
 from kvloom.exec.sampler import prompt_logprobs, sample
 from kvloom.kernels.cuda.flash import FlashAttention
 from kvloom.types.job import PromptRow, SampleRow
@@ -124,7 +124,7 @@ class Loaded:
 
     def prefill(self, chunk: int, sequences: int = 1, pages: int = 32) -> None:
         """Prompts of `chunk` tokens together, each of whose log-probabilities is asked for."""
-        many, few = self._ints(chunk), {"starts": sequences, "begins": sequences + 1}
+        many, few = self._ints(chunk), {"starts": sequences, "cu_seqlens": sequences + 1}
         arrays = {"tokens": many, "positions": many, "kept": many}
         arrays |= {name: many.int() for name in ("slot_page", "slot_offset")}
         arrays |= {name: self._ints(count).int() for name, count in few.items()}

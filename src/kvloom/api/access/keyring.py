@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class KeyRing:
-    """Keys with names. Who keeps its name keeps what it has used, however its key or its limits change."""
+    """Keys with names. A name keeps the counts of what it has used, even if its key or its limits change."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class KeyFile:
     gateway that takes another one's place knows the same keys, whatever the file has become."""
 
     def __init__(self, path: Path, kept: Path) -> None:
-        """kept: where the text is kept, in the fleet's own folder."""
+        """kept: the file in which the text is kept, in the fleet's own folder."""
         self._path = path
         self._kept = kept
         self._watch = FileWatch(path)

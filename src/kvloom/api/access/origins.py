@@ -22,10 +22,11 @@ _PRIVATE: Final = (".localhost", ".local", ".internal", ".home.arpa")
 """Ends of names that nobody can own in the public DNS (RFC 6761, 6762 and 8375, and ICANN's resolution
 2024.07.29.06)."""
 _JSON: Final = re.compile(r"application/(?:(?:[a-z0-9.+-]+\+)?json|x-www-form-urlencoded)")
-"""With what curl says of every body. Of a page, which could say it too, its browser tells the origin."""
+"""The types of bodies that count as JSON, with the one that curl gives to every body. A page could give it
+too, but its browser tells the origin."""
 _API_PATHS: Final = ("/v1/", "/api/", "/tokenize", "/detokenize")
 _OWN_PAGE: Final = frozenset({"same-origin", "none"})
-"""What Sec-Fetch-Site says of a page of the server's own, and of an address that a person has typed."""
+"""The values of Sec-Fetch-Site for a page of the server's own, and for an address that a person has typed."""
 _READS: Final = frozenset({"GET", "HEAD"})
 
 

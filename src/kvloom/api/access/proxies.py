@@ -1,4 +1,4 @@
-"""Callers behind proxies: whose `X-Forwarded-For` counts, and what it says."""
+"""Callers behind proxies: reads the caller's address from the `X-Forwarded-For` of known proxies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Network = IPv4Network | IPv6Network
 
 
 class TrustProxies:
-    """An ASGI middleware that sets the scope's client to whoever a proxy speaks for.
+    """An ASGI middleware that sets the scope's client to the caller for whom a proxy speaks.
 
     Each proxy adds the address from which it was called at the end of `X-Forwarded-For`, so the last one that
     is no proxy's own is the caller: what stands before it, the caller itself may have written. The header

@@ -167,21 +167,21 @@ class Access:
     """Says who makes a request, and what it may do."""
 
     tenant: str = ""
-    """For whom it is made: a key's name, a sign for a key without one, or an address."""
+    """The tenant for whom it is made: a key's name, a sign for a key without one, or an address."""
     known: bool = False
     """Whether it has shown a key that there is."""
     salt: str = ""
-    """It shares prefixes with requests of the same salt only."""
+    """The salt of its prefixes: it shares them only with requests of the same salt."""
     shows_cached: bool = True
     """Whether it is told how many tokens of its prompt were cached."""
     priority: int | None = None
-    """The most urgent that it may have; None for any."""
+    """The most urgent priority that it may have; None for any."""
     admin: str | None = None
     """The name by which the audit trail calls the caller, if that is an administrator."""
     holder: Tenant | None = None
-    """Who holds its key, if that has a name."""
+    """The holder of its key, if that has a name."""
     grant: Grant | None = None
-    """What it may use, if its key has a name and it asks for a completion."""
+    """The limits on what it may use, if its key has a name and it asks for a completion."""
 
     def may_use(self, model: str) -> bool:
         return self.holder is None or self.holder.key.models is None or model in self.holder.key.models

@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 
 class Turns:
-    """A number of turns, which whoever has taken one gives back. Tenants that wait get them in turn (round
-    robin; Nagle, "On Packet Switches with Infinite Storage", RFC 970), and within a tenant who comes first is
-    first."""
+    """A number of turns. A caller that has taken one gives it back. Tenants that wait get them in turn (round
+    robin; Nagle, "On Packet Switches with Infinite Storage", RFC 970), and within a tenant the first to come
+    is first."""
 
     def __init__(self, free: int, most: int | None = None) -> None:
         """most: callers of one tenant that may wait."""

@@ -1,1 +1,2 @@
-"""What models write beside plain text, told by their chat templates: thoughts, and calls of tools."""
+"""The parts of a model's answer beside plain text, as its chat template tells them: thoughts, and calls of
+tools."""

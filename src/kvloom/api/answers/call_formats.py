@@ -62,7 +62,7 @@ class CallSyntax:
     close: str = ""
     """The mark that ends the block; without one it ends after its call, or its array of calls."""
     between: re.Pattern[str] = re.compile(r"\s*+")
-    """What may stand before the closing mark and the next call."""
+    """The text that may stand before the closing mark and the next call."""
     trailer: str = ""
     """A mark that may follow a block that has no closing mark."""
     marks: tuple[str, ...] = ()

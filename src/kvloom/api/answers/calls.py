@@ -205,8 +205,8 @@ class _Block:
         return self._read(self._text) or _text(_rest(self._text) if self.called else self._raw), ""
 
     def _find(self, *marks: str) -> int:
-        """Returns where the first of the marks is, of which a part may have been looked at; -1 if none is
-        there."""
+        """Returns the position of the first of the marks, a part of which may have been looked at before; -1
+        if none is there."""
         at = -1
         for mark in marks:
             found = self._text.find(mark, max(0, self._seen - len(mark))) if mark else -1
@@ -252,7 +252,8 @@ class _Block:
         self._skip(len(piece))
 
     def _break_off(self) -> None:
-        """Ends the call where the text stands, at a mark, though its arguments have no end."""
+        """Ends the call at the text's present position, which is at a mark, though its arguments have no
+        end."""
         self._arguments = self._tail = self._beyond = None
         self._seen = 0
 

@@ -32,8 +32,8 @@ _NAMED: Final[
         (),
     ),
 }
-"""Of families whose calls are a name and arguments: what comes before all calls, before and after the
-arguments of each, and after all."""
+"""The texts around calls, of families whose calls are a name and arguments: before all calls, before and
+after the arguments of each, and after all."""
 
 
 def forced_guide(

@@ -1,4 +1,4 @@
-"""Values in a model's text: where a JSON value ends, and values that are almost JSON."""
+"""Values in a model's text: finds the end of a JSON value, and reads values that are almost JSON."""
 
 from __future__ import annotations
 
@@ -206,9 +206,9 @@ _PYTHON: Final = {"True": "true", "False": "false", "None": "null"}
 
 
 def typed(text: str, schema: Mapping[str, Any], key: str) -> str:
-    """Returns a parameter's text as JSON: a string where its schema says so, else what it reads as. Templates
-    may write a past call's values as Python does, and models after them; where the schema has another type
-    than a string these are read, too."""
+    """Returns a parameter's text as JSON: a string if its schema says so, else the value that it reads as.
+    Templates may write a past call's values as Python does, and models after them; if the schema has another
+    type than a string, these are read, too."""
     parameters = schema.get("properties")
     one = parameters.get(key) if isinstance(parameters, dict) else None
     kind = one.get("type") if isinstance(one, dict) else None

@@ -1,1 +1,1 @@
-"""What all APIs share that generate: what an engine is asked, and how its stream is answered."""
+"""The common part of all APIs that generate: the request to an engine, and the answer out of its stream."""

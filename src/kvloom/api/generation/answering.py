@@ -1,4 +1,5 @@
-"""Turns events into answers, choice by choice: the loop over a stream, and what an endpoint makes of it."""
+"""Turns events into answers, choice by choice: the loop over a stream, and the writers that endpoints give
+it."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ class EndpointContext:
     catalog: Catalog
     metrics: Metrics
     seconds: float | None = None
-    """What a request may take; None for as long as it likes."""
+    """The seconds that a request may take; None for as long as it likes."""
     pace: Pace = field(default_factory=Pace)
     """Large bodies are read by it."""
     tag: str = ""

@@ -1,4 +1,4 @@
-"""What a chat asks of an engine, whichever API it came by: a prompt, a grammar, and what reads the answer."""
+"""Turns a chat, of whichever API, into a prompt, a grammar, and a reader of the answer."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Piece:
     text: str = ""
     tokens: list[TokenEvent] = field(default_factory=list)
     finish: str | None = None
-    """Why the choice ended; set in its last piece only."""
+    """The reason why the choice ended; set in its last piece only."""
     stop: str | None = None
     """The stop string that ended it, if one did."""
 

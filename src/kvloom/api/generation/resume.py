@@ -137,11 +137,11 @@ class Origin:
     seed: int = field(default_factory=lambda: randbits(63))
     """The seed of the first prompt, if the body gives none."""
     created: int = field(default_factory=lambda: int(time()))
-    """In seconds since 1970."""
+    """The time at which the answer was created, in seconds since 1970."""
     digest: bytes | None = None
-    """Of the request, if its stream's events are to have ids."""
+    """The digest of the request, if its stream's events are to have ids."""
     told: tuple[Position | None, ...] | None = None
-    """What the client has of each choice; None if the stream begins."""
+    """The part of each choice that the client has; None if the stream begins."""
     done: bool = False
     """Whether the client has all but the stream's end."""
 

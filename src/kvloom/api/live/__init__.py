@@ -1,1 +1,1 @@
-"""What a page shows of a fleet while it serves: samples of it, and the lives of its requests."""
+"""The contents of the page of a fleet that serves: samples of it, and the lives of its requests."""

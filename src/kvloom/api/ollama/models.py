@@ -49,7 +49,7 @@ async def _refuse(request: Request) -> Response:
 class OllamaModels:
     gateway: EndpointContext
     started: int
-    """When the gateway did, in seconds since 1970."""
+    """The time at which the gateway started, in seconds since 1970."""
 
     async def tags(self, request: Request) -> Response:
         served = await self.gateway.catalog.models(access_of(request.scope).may_use)

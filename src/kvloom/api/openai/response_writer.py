@@ -19,7 +19,8 @@ from kvloom.types.errors import KvloomError
 
 PREFIX: Final = "resp"
 STREAMED_BYTES: Final = 64
-"""Of a token in an answer that is streamed: its text is kept, as the last event has all of it."""
+"""The bytes of a token in an answer that is streamed: its text is kept, because the last event has all of
+it."""
 
 
 @dataclass(slots=True)
@@ -56,7 +57,7 @@ class _Output:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Returns where the item's text is in the answer."""
+        """Returns the item's fields that tell the place of its text in the answer."""
         place = {"item_id": self.head["id"], "output_index": self.at}
         return place if self.kind is Kind.CALL else place | {"content_index": 0}
 

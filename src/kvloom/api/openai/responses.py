@@ -43,7 +43,7 @@ _OWN_NAMES: Final = {
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
 }
-"""What parameters are called here that have other names in a chat."""
+"""The names of parameters that have other names in a chat."""
 
 
 class _Answered(msgspec.Struct):

@@ -18,7 +18,7 @@ MAX_RESPONSES: Final = 4096
 MAX_BYTES: Final = 64 << 20
 """A third of what requests under way may hold (`api.bodies.MAX_HELD`): some hundred long conversations."""
 ENTRY_BYTES: Final = 1 << 10
-"""What an answer takes beside its texts: objects, names, and its places in tables."""
+"""The bytes that an answer takes beside its texts: objects, names, and its places in tables."""
 
 
 class ResponseNotFound(KvloomError):

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 MOST_CHARACTERS: Final = 16_384
-"""Of a string that has no bound of its own."""
+"""The most characters of a string that has no bound of its own."""
 MOST_INTEGER: Final = 10**15
-"""Of an integer that has no bound of its own; floats hold every integer up to there exactly."""
+"""The largest integer, if it has no bound of its own; floats hold every integer up to there exactly."""
 
 _SEVERAL: Final = ("properties", "$defs", "definitions")  # keywords of schemas by name
 _LISTED: Final = ("anyOf", "oneOf", "prefixItems")

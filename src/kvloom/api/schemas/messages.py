@@ -70,7 +70,7 @@ _BLOCK_SCHEMA = {
         "text": {"type": "string"},
     },
 }
-"""What the document says of a block; what each type needs, an error tells."""
+"""The schema of a block in the document. An error tells what each type needs."""
 _KINDS = ("text", "tool_use", "tool_result", "thinking")
 Block = Annotated[
     Annotated[TextBlock, Tag("text")]

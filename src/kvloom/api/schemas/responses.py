@@ -128,7 +128,7 @@ _ITEM_SCHEMA = {
     "type": "object",
     "properties": {"type": {"enum": [*_ITEMS]}, "id": {"type": "string"}, "role": {"type": "string"}},
 }
-"""What the document says of an item; what each type needs, an error tells."""
+"""The schema of an item in the document. An error tells what each type needs."""
 Item = Annotated[
     Annotated[MessageItem, Tag("Message")]
     | Annotated[CallItem, Tag("Call")]

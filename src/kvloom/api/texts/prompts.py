@@ -169,7 +169,8 @@ class TextModel:
 
 
 class Texts(Protocol):
-    """Renders and encodes what strangers wrote, clients and makers of checkpoints, where it does no harm."""
+    """Renders and encodes texts and templates of strangers (clients, and makers of checkpoints) in processes
+    in which they do no harm."""
 
     async def admit(self, key: str, card: ModelCard) -> None:
         """Raises ConfigError if the model's tokenizer cannot be used within the limits. The key names the
@@ -198,7 +199,7 @@ def grouped(prompts: Iterable[Prompt]) -> Iterator[list[Prompt]]:
 
 
 class InlineTexts:
-    """Renders and encodes where it stands, without limits: for tests, and for engines of one's own."""
+    """Renders and encodes in this process, without limits: for tests, and for engines of one's own."""
 
     async def admit(self, key: str, card: ModelCard) -> None:
         """Admits any model."""

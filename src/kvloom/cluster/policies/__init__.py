@@ -1,1 +1,2 @@
-"""What a fleet decides of its units: which give requests away, and when they come and go. All is pure."""
+"""The policies of a fleet: which units give requests away, and when units come and go. All are pure
+functions."""

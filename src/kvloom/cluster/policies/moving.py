@@ -11,7 +11,8 @@ from typing import Final, Literal
 from kvloom.types.load import UnitLoad
 
 Moved = Literal["request", "context", "prefix"]
-"""What is to be moved: a request that runs, the context of one that arrives, or a prefix of many."""
+"""The kind of thing that is to be moved: a running request, the context of one that arrives, or a prefix of
+many."""
 
 Reason = Literal["unmeasured", "copying", "computing", "neither"]
 """Why it is done how it is done. `unmeasured`: it is copied, because the link or the speed is not known.

@@ -14,7 +14,7 @@ Policy = Callable[[UnitView], Action | None]
 
 
 def _with_last_resort(policy: Policy) -> Policy:
-    """Returns the policy, with what goes on when it says nothing and nothing runs."""
+    """Returns the policy. If the policy says nothing and nothing runs, `last_resort` answers in its place."""
     return lambda view: policy(view) or last_resort(view)
 
 

@@ -3,9 +3,9 @@
 Prefills go first, one at a time, round-robin over the models. Decodes of all models that have room run beside
 them. Block quotas decide who gives way.
 
-Where a prefill would take the whole device and let its model's own decodes wait, both are one job, whose
-chunk of the prompt is bounded by what a decode step takes (Agrawal et al., "Taming Throughput-Latency
-Tradeoff in LLM Inference with Sarathi-Serve", OSDI 2024, section 4).
+If a prefill would take the whole device and let its model's own decodes wait, both are one job, whose chunk
+of the prompt is bounded by what a decode step takes (Agrawal et al., "Taming Throughput-Latency Tradeoff in
+LLM Inference with Sarathi-Serve", OSDI 2024, section 4).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def adbs(view: UnitView) -> Action | None:
 
 
 def _next_prefill(view: UnitView, prompts: list[ModelView]) -> tuple[Action | None, bool]:
-    """Returns the next prefill, or the preemption that makes room for it; and whether decodes must hold until
-    the compute for it is free. prompts: the models that want one."""
+    """Returns the next prefill, or the preemption that makes room for it; and whether decodes must wait until
+    the compute for the prefill is free. prompts: the models that want one."""
     for model in sorted(prompts, key=lambda m: m.last_prefill):
         budget, preemption = room_for(view, model)
         if preemption:
@@ -63,12 +63,13 @@ def _next_prefill(view: UnitView, prompts: list[ModelView]) -> tuple[Action | No
 
 def _mixed(view: UnitView, model: ModelView, share: int, budget: int) -> Mixed | None:
     """Returns the job that has the model's prefill, which takes `share` and at most `budget` blocks, and its
-    decodes; None where they are better apart: they run side by side, or another model's step is next.
+    decodes; None if they are better apart: they run side by side, or another model's step is next.
 
     A prompt's token costs what a sequence that decodes costs, and the weights, which are read once for all,
     what `WEIGHTS` tokens cost. So the chunk that keeps a decode step within `LONGER` times its own length is
-    a number of tokens, whatever the model's size. Each prompt that queues behind the first one adds as many:
-    short chunks would leave more of the device to the decodes than those who wait can spare.
+    a number of tokens, whatever the model's size. Each prompt that queues behind the first one adds as many
+    tokens to the chunk: short chunks would leave more of the device to the decodes than the waiting prompts
+    can spare.
     """
     if not (view.mixes and model.mixes and share == view.compute and model.wants_decode):
         return None

@@ -60,7 +60,7 @@ def vllm_2023(view: UnitView) -> Action | None:
     fixed. The watermark is a page at least, however small the pool is. With less, a sequence that gave way
     could be let in again before the step for which it gave way, and be taken from at once, for ever.
 
-    Where several models share the engine, the step is that of the model whose sequence came first, as in the
+    If several models share the engine, the step is that of the model whose sequence came first, as in the
     temporal multiplexing that was published with MuxServe: the others wait until it has ended.
     """
     if view.walls:

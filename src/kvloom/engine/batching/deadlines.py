@@ -73,8 +73,8 @@ class Deadlines:
         return self.due(sequence) + sequence.remaining * max(0.0, self.slo.tpot - self.times.step(1))
 
     def step_due(self, sequence: Timed) -> float:
-        """Returns when the next token of a stream is due that may fall behind by a part, `LEEWAY`, of what it
-        could make up for."""
+        """Returns the time at which the stream's next token is due if the stream may fall behind by a part,
+        `LEEWAY`, of the delay that it could make up for."""
         due = self.due(sequence)
         return due + LEEWAY * (self.latest(sequence) - due)
 

@@ -68,8 +68,8 @@ class FairQueue(Generic[T]):
     @property
     def first(self) -> T | None:
         """Returns the sequence that is next; it looks at one sequence of each tenant that waits. Of tenants
-        with equal counters it is the one whose first sequence came first, so that no newcomer takes the place
-        of whoever is next."""
+        with equal counters, the one whose first sequence came first is next, so that a newcomer takes
+        nobody's turn."""
         if len(self._lines) > 1:
             return min(self._lines.items(), key=self._rank)[1][0]
         return next((line[0] for line in self._lines.values()), None)
@@ -81,7 +81,7 @@ class FairQueue(Generic[T]):
 
     def put_behind(self, late: Callable[[T], bool]) -> bool:
         """Lets those that are `late` go after the others of their priority. It looks at each line up to the
-        first sequence that is not, and returns whether any was."""
+        first sequence that is not late, and returns whether any was late."""
         found = [(line, list(takewhile(late, some))) for line, some in self._lines.items() if not line[1]]
         for (priority, behind, tenant), some in found:
             for one in some:
@@ -99,13 +99,14 @@ class FairQueue(Generic[T]):
         self.discard(one)
 
     def add(self, one: T) -> None:
-        """Lets a sequence wait. If nothing waits of its tenant, its counter is lifted to the smallest of
-        those of whom something does, or else to that of the last one: who was idle has saved up nothing."""
+        """Lets a sequence wait. If its tenant has nothing else waiting, the tenant's counter is lifted to the
+        smallest counter of the tenants that have, or else to the counter of the last one: a tenant that was
+        idle has saved up nothing."""
         key = _key(one)
         self._insert(one, 0 if self._waits(key) else self._lowest(key[0]))
 
     def put_back(self, one: T) -> None:
-        """Lets a sequence wait again that ran. Its tenant was not idle, so its counter stays."""
+        """Lets a sequence that ran wait again. Its tenant was not idle, so its counter stays."""
         self._insert(one, 0)
 
     def _insert(self, one: T, least: int) -> None:
@@ -120,7 +121,7 @@ class FairQueue(Generic[T]):
         return (key[0], False, key[1]) in self._lines or (key[0], True, key[1]) in self._lines
 
     def has_had_less(self, one: T, other: T) -> bool:
-        """Returns whether the tenant of `one` has had no more than that of `other`."""
+        """Returns whether the counter of `one`'s tenant is no larger than that of `other`'s."""
         return self._counters.get(_key(one), 0) <= self._counters.get(_key(other), 0)
 
     def _lowest(self, priority: int) -> int:
@@ -144,7 +145,7 @@ class FairQueue(Generic[T]):
             self._left[priority] = key
 
     def _place(self, line: _Line, one: T) -> int | None:
-        """Returns where in the line the sequence is; None if it is not there."""
+        """Returns the sequence's place in the line; None if it is not there."""
         there = self._lines.get(line, [])
         at = bisect_left(there, one.order, key=_ORDER)
         return at if there[at : at + 1] == [one] else None

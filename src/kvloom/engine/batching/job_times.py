@@ -16,7 +16,7 @@ MEMORY: Final = 60.0  # seconds after which what came counts for 1 / e
 
 
 class ArrivalRate:
-    """How many sequences a second came of late: each counts for less as time goes by."""
+    """The recent rate of arrivals, in sequences a second: each arrival counts for less as time goes by."""
 
     def __init__(self, clock: Clock, planned: float = 0.0) -> None:
         """planned: sequences a second that are expected at first."""
@@ -25,7 +25,7 @@ class ArrivalRate:
         self._at = clock.now()
 
     def note(self) -> None:
-        """Notes one that has come."""
+        """Notes that a sequence has come."""
         self._count, self._at = self._left() + 1, self._clock.now()
 
     @property
@@ -59,8 +59,8 @@ class StepTime:
 
 
 class PrefillSpeed:
-    """How fast the last prefill jobs went, on what else ran beside them. A long job counts for more than a
-    short one, as it does for those who wait."""
+    """The speed of the last prefill jobs, whatever ran beside them. A long job counts for more than a short
+    one, as it does for those who wait."""
 
     def __init__(self) -> None:
         self._tokens: deque[int] = deque(maxlen=STEP_WINDOW)
@@ -77,8 +77,8 @@ class PrefillSpeed:
 
 
 class JobTimes:
-    """Expects of a job what the last ones took: so much for each of its tokens, and of a decode step so much
-    beside."""
+    """Estimates a job's seconds from the last jobs: so much for each token, and for a decode step so much in
+    addition."""
 
     def __init__(self) -> None:
         self._tokens: deque[int] = deque(maxlen=STEP_WINDOW)

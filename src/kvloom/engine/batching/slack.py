@@ -7,9 +7,9 @@ late come last; so do steps of streams of which none can be in time any more. A 
 all models would take longer with it than their streams have from token to token.
 
 More urgent priorities come before all this. Nobody starves: a model whose prompts have waited for `STARVING`
-jobs, or whose streams have for `RESTED`, is next whatever the deadlines are, and of one model's prompts some
-late ones go first (`FairQueue.put_behind`). Blocks are given and taken back as under `adbs`.
-A job beside others has its planned share of the device, and one that runs alone all of it.
+jobs, or whose streams have waited for `RESTED` jobs, is next whatever the deadlines are, and of one model's
+prompts some late ones go first (`FairQueue.put_behind`). Blocks are given and taken back as under `adbs`. A
+job beside others has its planned share of the device, and one that runs alone all of it.
 """
 
 from __future__ import annotations

@@ -66,13 +66,13 @@ class ModelView(Struct, frozen=True):
     @property
     def growth(self) -> int:
         """Blocks that stay free for what runs to grow when a prompt is let in, or the next steps would take
-        them from somebody, again and again. None for the rest of a prompt that has begun, nor for those that
-        go along with it."""
+        them from somebody, again and again. The rest of a prompt that has begun, and prompts that go along
+        with it, may take these blocks as well."""
         return 0 if self.partial else kept_to_grow(self.running, self.page_blocks)
 
     def fits(self, room: int) -> bool:
-        """Returns whether the next prompt finds room in so many blocks, as one always does of a model that
-        has no K and V."""
+        """Returns whether the next prompt fits into so many blocks. A prompt of a model without K and V
+        always does."""
         return self.head_blocks <= room or not self.page_blocks
 
     @property
@@ -186,15 +186,15 @@ class Preempt:
     reason: str = field(default="", compare=False)
     """In words, for the journal."""
     kept: bool = True
-    """What it had computed stays cached while nobody needs the blocks."""
+    """Whether the sequence's K and V stay cached while nobody needs the blocks."""
 
 
 Action = Prefill | Decode | Mixed | Preempt
 
 
 def same_turn(one: Action | None, other: Action | None) -> bool:
-    """Returns whether both are for the same thing, whatever they take of compute and of blocks; a mixed batch
-    is for the same prompts as a prefill."""
+    """Returns whether both actions are of the same kind and the same model, whatever compute and blocks they
+    take. A mixed batch counts as a prefill."""
     if one is None or other is None:
         return one is other
     prompts = isinstance(one, Prefill | Mixed) and isinstance(other, Prefill | Mixed)
@@ -202,13 +202,14 @@ def same_turn(one: Action | None, other: Action | None) -> bool:
 
 
 def outnumbered(model: ModelView) -> Preempt:
-    """Returns the preemption of a sequence for one of a tenant of whom less runs."""
+    """Returns the preemption of a sequence in favour of a tenant of whom fewer sequences run."""
     why = f"gave way to a request of another tenant; {model.running} sequences of {model.name} run"
     return Preempt(model.name, why)
 
 
 def gives_way(view: UnitView, giver: ModelView, taker: ModelView, need: int) -> Preempt:
-    """Returns the preemption of a sequence of `giver` for one of `taker`, which needs so many blocks."""
+    """Returns the preemption of a sequence of `giver` in favour of one of `taker`, which needs so many
+    blocks."""
     whom = "an earlier sequence of it" if giver is taker else taker.name
     return Preempt(
         giver.name,
@@ -218,7 +219,8 @@ def gives_way(view: UnitView, giver: ModelView, taker: ModelView, need: int) -> 
 
 
 def last_resort(view: UnitView) -> Action | None:
-    """Returns what goes on if a policy says nothing and nothing runs, so that no request waits for ever."""
+    """Returns the action that is taken if a policy says nothing and nothing runs, so that no request waits
+    for ever."""
     if view.idle < view.compute:
         return None
     first = min((m for m in view.models if m.wants_prefill), key=lambda m: m.head, default=None)

@@ -1,1 +1,1 @@
-"""How decode steps become jobs: several steps at once, or one that verifies drafted tokens."""
+"""Decode steps as jobs: a job of several steps, or of one step that verifies drafted tokens."""

@@ -1,11 +1,11 @@
-"""A smaller model of the unit that drafts for a larger one.
+"""The draft model: a smaller model of the unit that drafts for a larger one, the target model.
 
-Its steps are a part of the larger model's decode job (`DraftSteps`), so that policies, quotas and preemption
-know of nothing new. While such a job runs, a sequence of the smaller model's cache, with the id of the larger
-one's, holds the K and V that it reads and writes. Between two jobs these are a cached prefix like any other
+Its steps are a part of the target model's decode job (`DraftSteps`), so that policies, quotas and preemption
+know of nothing new. While such a job runs, a sequence of the draft model's cache, with the id of the target
+model's, holds the K and V that it reads and writes. Between two jobs these are a cached prefix like any other
 that was used last: they give way if somebody wants the blocks and nothing older is left, and nothing is to be
 given back if the sequence ends, is preempted or moves. What has given way, and a prompt at first, is computed
-again beside the larger model's steps, a few tokens at a time.
+again beside the target model's steps, a few tokens at a time.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ _LONGEST_GAP: Final = 64  # new sequences, of which one explores if drafts do no
 
 
 class DraftModel:
-    """The model that drafts for one other."""
+    """A model that drafts for one target model."""
 
     def __init__(self, queue: ModelQueue) -> None:
-        """queue: its own, in which its own requests run."""
+        """queue: the draft model's own, in which its own requests run."""
         self._queue = queue
         self._times = StepTimes()
         self._gap = 1  # one new sequence in so many may compute its whole prompt for a trial
         self._left = 0  # sequences that begin before the next one does
 
     @classmethod
-    def of(cls, queue: ModelQueue, other: ModelCard) -> DraftModel:
-        """Returns the model of `queue` as the one that drafts for another. Raises ConfigError if their tokens
-        are not the same."""
-        card, key = queue.card, f"models.{other.name}.speculation"
+    def of(cls, queue: ModelQueue, target: ModelCard) -> DraftModel:
+        """Returns the model of `queue` as the draft model of `target`. Raises ConfigError if their tokens are
+        not the same."""
+        card, key = queue.card, f"models.{target.name}.speculation"
         if card.task != "generate":
             raise ConfigError(f"{key}: {card.name} makes vectors of texts; a model that generates is right")
-        if card.vocab_size != other.vocab_size:
+        if card.vocab_size != target.vocab_size:
             raise ConfigError(
-                f"{key}: {card.name} has {card.vocab_size} tokens and {other.name} {other.vocab_size}; a "
+                f"{key}: {card.name} has {card.vocab_size} tokens and {target.name} {target.vocab_size}; a "
                 "model with the same vocabulary is right"
             )
-        if card.tokenizer != other.tokenizer and _vocabulary(card) != _vocabulary(other):
+        if card.tokenizer != target.tokenizer and _vocabulary(card) != _vocabulary(target):
             raise ConfigError(
-                f"{key}: {card.name} and {other.name} have unlike tokenizers; a model with the same one is "
+                f"{key}: {card.name} and {target.name} have unlike tokenizers; a model with the same one is "
                 "right"
             )
         return cls(queue)
@@ -60,10 +60,10 @@ class DraftModel:
     def context_length(self) -> int:
         return self._queue.card.context_length
 
-    def seconds(self, sequences: int, step: float, other: ModelQueue) -> float:
-        """Returns what a step of so many sequences is expected to take: as was measured, or if none was, by
-        the numbers of parameters and the seconds of a step of the larger model, `other`."""
-        unseen = step * self._queue.card.parameters / max(1, other.card.parameters)
+    def seconds(self, sequences: int, step: float, target: ModelQueue) -> float:
+        """Returns the seconds that a draft step of so many sequences is expected to take: as measured, or if
+        none was measured, from the numbers of parameters and the seconds of a step of the target model."""
+        unseen = step * self._queue.card.parameters / max(1, target.card.parameters)
         return self._times.expected(sequences, sequences, unseen)[0]
 
     def cached(self, sequence: OneSequence) -> int:
@@ -72,13 +72,14 @@ class DraftModel:
         return self._queue.cache.prefixes.length(tokens, len(tokens) - 1, sequence.salt)
 
     def lacking(self, sequence: OneSequence) -> int:
-        """Returns the tokens of a sequence that are to be computed before more can be drafted, as far as is
-        known: what has given way since is not."""
+        """Returns the number of a sequence's tokens that are to be computed before more can be drafted, as
+        far as is known: it is not known which K and V have given way since."""
         return sequence.tokens.length - draft_state_of(sequence).followed
 
     def may_try(self, sequence: OneSequence) -> bool:
-        """Returns whether a trial that does not pay is worth what is to be computed for it first: for a
-        sequence that explores, and later for one that drafts have paid for, if little is."""
+        """Returns whether a trial that does not pay is worth the tokens that are to be computed for it first.
+        It is for a sequence that explores; later it is for one for which drafts have paid, if few tokens are
+        to be computed."""
         state = draft_state_of(sequence)
         return state.explores or (state.has_paid and self.lacking(sequence) <= MOST_ROWS)
 
@@ -97,14 +98,15 @@ class DraftModel:
         self._gap = 1
 
     def room(self, view: UnitView) -> int:
-        """Returns the blocks that drafts may hold during a job: those that nobody wants, and of its own
-        quota if quotas are walls."""
+        """Returns the blocks that drafts may hold during a job: those that nobody wants, and no more than its
+        quota leaves if quotas are walls."""
         own = self._queue.quota - self._queue.cache.used_blocks
         return min(view.unclaimed, own) if view.walls else view.unclaimed
 
     def begin(self, wanted: Mapping[OneSequence, int], room: int) -> DraftSteps | None:
         """Begins the steps that draft so many tokens for each sequence, in `room` blocks; None if they hold
-        nothing. A sequence for which more is to be computed first than there are rows has no drafts yet."""
+        nothing. A sequence has no drafts yet if more tokens are to be computed for it first than there are
+        rows."""
         cache, rows, found = self._queue.cache, MOST_ROWS, list[DraftedSequence]()
         for sequence in sorted(wanted, key=self.lacking):
             count = wanted[sequence]
@@ -137,8 +139,8 @@ class DraftModel:
         valid: Mapping[int, int],
         seconds: float,
     ) -> None:
-        """Caches what the steps of a job have computed, as far as it was right. batch: that of the job;
-        valid: see `InflightBatch.accepted_only`; seconds: of all steps."""
+        """Caches the K and V that the draft steps of a job have computed, as far as the drafts were right.
+        batch: the job's sequences; valid: see `InflightBatch.accepted_only`; seconds: those of all steps."""
         cache = self._queue.cache
         right = {
             one.sequence: min(valid.get(one.sequence, 1), max(1, one.count)) - 1
@@ -166,12 +168,12 @@ class DraftModel:
 
 
 def draft_state_of(sequence: OneSequence) -> DraftState:
-    """Returns what is known of the drafts of a sequence for which some were looked for."""
+    """Returns the draft state of a sequence for which drafts were looked for."""
     assert sequence.draft_state is not None
     return sequence.draft_state
 
 
 def _vocabulary(card: ModelCard) -> object:
-    """Returns what a tokenizer has tokens for."""
+    """Returns the texts for which a tokenizer has tokens."""
     tokenizer = json.loads(card.tokenizer)
     return tokenizer.get("model"), tokenizer.get("added_tokens")

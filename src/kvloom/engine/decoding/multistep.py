@@ -55,7 +55,7 @@ class MultiStepDecode:
         return sum(long.room for long in self._running)
 
     def steps(self, view: UnitView, action: Decode, batch: list[tuple[Sequence, int]]) -> int:
-        """Returns the number of steps for the decode job that the policy wants, having seen `view`."""
+        """Returns the number of steps of the decode job that the policy wants for `view`."""
         most, queue = self._executor.max_steps, self._queues[action.model]
         if most == 1 or not batch or not queue.planner.multi_step or not self._takes_all(queue, len(batch)):
             return 1
@@ -77,9 +77,9 @@ class MultiStepDecode:
         return steps if room + self.claimed <= free else 1
 
     def _takes_all(self, queue: ModelQueue, count: int) -> bool:
-        """Returns whether a decode job of `count` sequences takes all that it could. A job of many steps ends
-        some time after a prefill that runs beside it, which only an executor with lookahead allows: it has
-        little time between steps."""
+        """Returns whether a decode job of `count` sequences takes all the sequences that it could. A job of
+        many steps ends some time after a prefill that runs beside it, which only an executor with lookahead
+        allows: it has little time between steps."""
         if not self._executor.lookahead:
             return count == len(queue.running)
         return count == sum(not sequence.in_job for sequence in queue.running)
@@ -91,8 +91,9 @@ class MultiStepDecode:
         return all(sequence.in_job for sequence in queue.running)
 
     def _goes_on(self, view: UnitView, action: Decode) -> bool:
-        """Returns whether the policy would decode again while requests wait. With one model, a request that
-        does not fit now fits less and less. With several, that is so for as long as a prefill runs."""
+        """Returns whether the policy would decode again while requests wait. With one model it would: a
+        request that does not fit now fits less and less. With several models it would for as long as a
+        prefill runs."""
         if view.served > 1 and not (view.prefill_runs and self._executor.lookahead):
             return False
         jobs = view.jobs + 1

@@ -2,15 +2,17 @@
 
 Each drafted token is a row of the step, after the sequence's own last token and the drafts before it. A draw
 is a function of the seed, the index and the logits, so the draws of these rows are those that single steps
-would have made, as long as the drafts before them were right: the first wrong one is where the sequence goes
-on by the draw that should have stood there. So nothing of a stream tells that tokens were drafted.
+would have made, as long as the drafts before them were right. At the first wrong draft the sequence goes on
+with the draw that should have stood there. So nothing of a stream tells that tokens were drafted.
 
-A sequence drafts only if its next draws read nothing but its tokens: none with a guide, whose grammar would
-have to step ahead, and none that is sent to a peer. No sequence of a model drafts while one of the step
-shares the page of its next token (so that it is copied), while the model borrows from another unit, beside
-prompts in a mixed job, or if blocks for drafts are not free: no sequence is preempted as drafts begin.
+A sequence drafts only if its next draws read nothing but its tokens. So none drafts that has a guide, whose
+grammar would have to step ahead, and none that is sent to a peer. No sequence of a model drafts while one of
+the step shares the page of its next token, which is then copied; while the model borrows from another unit;
+beside prompts in a mixed job; or if blocks for drafts are not free. No sequence is preempted to make room for
+drafts.
 
-Drafts come from the n-grams of a sequence's own text, or from a smaller model of the unit (`DraftModel`).
+Drafts come from the n-grams of a sequence's own text, or from a smaller model of the unit, the draft model
+(`DraftModel`). The model that verifies them is the target model (`_TargetModel`).
 """
 
 from __future__ import annotations
@@ -33,25 +35,25 @@ from kvloom.types.spec import MOST_DRAFTED, MOST_ROWS, EngineSpec
 MOST_STEPS_UNLOOKED: Final = 8  # decode steps before drafts are looked for again
 _LARGEST_BACKLOG: Final = 16
 """The most tokens that the draft model may have to compute first, for each token that is left to make. The
-products of so many tokens take about as long as reading the weights, which is what a draft step costs: a
-larger backlog would cost more than to draft all that is left."""
+products of so many tokens take about as long as reading the weights, and that is the cost of a draft step. So
+to compute a larger backlog would cost more than to draft all tokens that are left."""
 
 
 class Speculation:
-    """Decides what is drafted for the models of a unit that are to speculate, and learns from what came of
-    it."""
+    """Decides which tokens are drafted for the models of a unit that are to speculate, and learns from how
+    many of them were right."""
 
     def __init__(self, queues: Mapping[str, ModelQueue], spec: EngineSpec) -> None:
-        """Raises ConfigError if a model is to draft for another one that is not there, or whose vocabulary is
-        another one."""
+        """Raises ConfigError if a draft model is not on the unit, or has another vocabulary than its target
+        model."""
         if spec.draft_problem is not None:
             raise ConfigError(spec.draft_problem)
-        self._models = dict[str, _ModelDrafts]()
+        self._targets = dict[str, _TargetModel]()
         for model in spec.models:
             if model.speculation != "none" and queues[model.name].card.task == "generate":
                 queue = queues[model.name]
                 drafter = DraftModel.of(queues[model.draft], queue.card) if model.draft else None
-                self._models[model.name] = _ModelDrafts(queue, drafter)
+                self._targets[model.name] = _TargetModel(queue, drafter)
 
     def drafts(
         self, queue: ModelQueue, ready: Sequence[OneSequence], view: UnitView, free: int
@@ -59,14 +61,14 @@ class Speculation:
         """Returns what is drafted for a decode step of `ready`; None if it does not pay. free: blocks that
         the step may take. If a model drafts, its forward has begun, and ends by `note_verified` or
         `failed`."""
-        model = self._models.get(queue.card.name)
-        return None if model is None else model.drafts(ready, view, free)
+        target = self._targets.get(queue.card.name)
+        return None if target is None else target.drafts(ready, view, free)
 
     def take_steps(self, queue: ModelQueue, steps: int) -> int:
         """Returns how many of the steps a job takes before drafts are looked for again: a few, or as many as
         all its sequences still back off. Counts them as steps for which nothing was looked for."""
-        model = self._models.get(queue.card.name)
-        if model is None or model.rests or steps == 1:
+        target = self._targets.get(queue.card.name)
+        if target is None or target.rests or steps == 1:
             return steps
         known = [sequence.draft_state for sequence in queue.running if sequence.draft_state is not None]
         if len(known) == len(queue.running) and all(one.backoff_left for one in known):
@@ -79,22 +81,22 @@ class Speculation:
 
     def note_verified(self, inflight: InflightBatch, valid: Mapping[int, int], result: JobResult) -> None:
         """Learns from a job that has ended. valid: see `InflightBatch.accepted_only`."""
-        model = self._models.get(inflight.job.model)
-        if model is not None and inflight.job.phase is Phase.DECODE:
-            model.note_verified(inflight, valid, result)
+        target = self._targets.get(inflight.job.model)
+        if target is not None and inflight.job.phase is Phase.DECODE:
+            target.note_verified(inflight, valid, result)
 
     def failed(self, inflight: InflightBatch) -> None:
         """Forgets what was drafted in a job that has failed."""
-        model = self._models.get(inflight.job.model)
-        if model is not None and model.drafter is not None and inflight.job.draft_steps is not None:
-            model.drafter.failed(inflight.job.draft_steps)
+        target = self._targets.get(inflight.job.model)
+        if target is not None and target.drafter is not None and inflight.job.draft_steps is not None:
+            target.drafter.failed(inflight.job.draft_steps)
 
 
-class _ModelDrafts:
-    """The drafts of one model's sequences."""
+class _TargetModel:
+    """A target model: its decode steps verify what is drafted for its sequences."""
 
     def __init__(self, queue: ModelQueue, drafter: DraftModel | None) -> None:
-        """drafter: the model that drafts; None if n-grams do."""
+        """queue: the target model's; drafter: the model that drafts for it; None if n-grams do."""
         self._queue = queue
         self.drafter = drafter
         self._times = StepTimes()
@@ -126,7 +128,8 @@ class _ModelDrafts:
         return Proposal({one.sequence: tokens[one.sequence] for one in steps.sequences if one.count}, steps)
 
     def _lengths(self, found: Mapping[OneSequence, list[int]], rows: int) -> dict[OneSequence, int]:
-        """Returns how many of the tokens that were found for some of the `rows` sequences are to be tried."""
+        """Returns how many drafted tokens are to be tried for each sequence. found: the tokens that were
+        drafted for some of the `rows` sequences."""
         most = min(MOST_ROWS - rows, sum(map(len, found.values())))
         seconds = self._times.expected(rows, rows + most)
         each = 0.0 if self.drafter is None else self.drafter.seconds(len(found), seconds[0], self._queue)
@@ -147,8 +150,8 @@ class _ModelDrafts:
         return taken
 
     def _proposed(self, sequence: OneSequence) -> list[int]:
-        """Returns what is drafted for a sequence, as far as it could count: nothing after its end does. If a
-        model is to draft it, as many zeros."""
+        """Returns the tokens that are drafted for a sequence, up to its end, after which none would count. If
+        a model is to draft them, it returns as many zeros."""
         tokens, limit = sequence.tokens, self._queue.card.context_length
         if self.drafter is not None:
             limit = min(limit, self.drafter.context_length)
@@ -167,7 +170,7 @@ class _ModelDrafts:
         return next((drafted[:i] for i, token in enumerate(drafted) if token in ends), drafted)
 
     def _first_state(self, sequence: OneSequence) -> DraftState:
-        """Returns what is known of a sequence at first."""
+        """Returns the draft state of a sequence for which nothing was drafted yet."""
         rates = [rate.prior() for rate in self._rates]
         if self.drafter is not None:
             cached, explores = self.drafter.cached(sequence), self.drafter.next_explores()

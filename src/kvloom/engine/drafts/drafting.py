@@ -1,4 +1,4 @@
-"""What is known of a sequence for which tokens are drafted."""
+"""The state of a sequence for which tokens are drafted."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class DraftState:
     then a few tokens are tried, and if those are wrong the next backoff is twice as long."""
 
     rates: list[Acceptance]
-    """By the size of the n-gram; a single one if a model drafts."""
+    """How often drafts were right, for each size of n-grams (`SIZES`); a single one if a model drafts."""
     index: NgramIndex | None = None
     """The n-grams of its text; None if a model drafts."""
     kind: int = 0
-    """The index in `rates` of what drafted last."""
+    """The index in `rates` of the size that drafted last; 0 if a model drafts."""
     followed: int = 0
     """Tokens of which the draft model had K and V, when it was last asked."""
     explores: bool = False
@@ -39,7 +39,7 @@ class DraftState:
     refusals: int = 0
     """Steps in which likely drafts did not pay, since the last trial."""
     trial_due: bool = False
-    """What is drafted next is tried, whether it pays or not."""
+    """Whether the next drafts are tried even if they do not pay."""
 
     @property
     def rate(self) -> float:
@@ -59,8 +59,7 @@ class DraftState:
         self.refusals += steps
 
     def refused(self, found: int) -> int:
-        """Takes note that of the `found` tokens that are drafted none pays. Returns how many are tried
-        anyway.
+        """Takes note that none of the `found` drafted tokens pays. Returns how many are tried anyway.
 
         A draft model with a good acceptance rate does not back off: its drafts may pay again in a smaller
         batch. After so many refused steps it still makes a trial, because only a trial updates the rate."""
@@ -84,7 +83,7 @@ class DraftState:
             self.backoff = _FIRST_BACKOFF
 
     def note_verified(self, right: int, drafted: int) -> None:
-        """Takes note that of the drafted tokens the first ones were right."""
+        """Takes note of how many of the drafted tokens were right, which are the first ones."""
         self.explores = False
         self.rates[self.kind].note(right, drafted)
         if right == drafted and self.index is not None:

@@ -1,9 +1,9 @@
-"""How many tokens are drafted for each sequence: as many as pay, by how often drafts were right of late, and
-by what steps of more rows took.
+"""Decides how many tokens are drafted for each sequence: as many as pay. That follows from how often drafts
+were right of late, and from the seconds that steps of more rows took.
 
-A verification of k drafts, each right with probability a if those before it are, gives on average
-(1 - a^(k+1)) / (1 - a) tokens (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding",
-ICML 2023, section 3.1); it costs a step of k more rows, and if a model drafts, k steps of that one.
+A verification of k drafts, each right with probability a if those before it are, gives on average (1 -
+a^(k+1)) / (1 - a) tokens (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML
+2023, section 3.1); it costs a step of k more rows, and if a model drafts, k steps of the draft model.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _MOST_SAVED: Final = 32.0  # the most that it holds, because what drafts bring v
 
 @dataclass(slots=True)
 class Acceptance:
-    """How often drafted tokens were right of late, each counted for less as others come. At first it is a
-    prior of one half, with the weight of two tokens."""
+    """The recent rate at which drafted tokens were right; each token counts for less as others come. At first
+    it is a prior of one half, with the weight of two tokens."""
 
     right: float = 1.0
     tried: float = 2.0
@@ -51,7 +51,7 @@ class Acceptance:
 
 
 class StepTimes:
-    """Expects of a decode step what steps of about as many rows took of late."""
+    """Estimates the seconds of a decode step from recent steps of about as many rows."""
 
     def __init__(self) -> None:
         self._last: dict[int, deque[float]] = {}

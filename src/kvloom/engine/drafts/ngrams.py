@@ -1,5 +1,5 @@
-"""Drafts out of a sequence's own text (prompt lookup decoding, Saxena 2023): where the last tokens stood
-before, what followed there is likely to follow again."""
+"""Drafts out of a sequence's own text (prompt lookup decoding, Saxena 2023): if the last tokens stood in the
+text before, the tokens that followed them there are likely to follow again."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ class Tokens(Protocol):
 
 
 class NgramIndex:
-    """Knows where the n-grams of one sequence stood last. Each size has a table of places by hash, in which a
-    later n-gram takes the place of an earlier one: memory is bounded, and what is found is compared."""
+    """Tells where the n-grams of one sequence stood last. Each size has a table of positions by hash, in
+    which a later n-gram replaces an earlier one, so memory is bounded. Each n-gram that is found is compared
+    with the text."""
 
     def __init__(self, most: int) -> None:
         """most: tokens that the sequence may come to have."""
@@ -55,7 +56,7 @@ class NgramIndex:
         return [], 0
 
     def _enter(self, tokens: Tokens, end: int) -> None:
-        """Enters the n-grams that end before token `end`, as far as they are not."""
+        """Enters the n-grams that end before token `end` and are not entered yet."""
         begin, self._entered = self._entered, max(end, self._entered)
         if begin >= end:
             return

@@ -1,1 +1,1 @@
-"""Whose weights are in memory: the policy, and what carries it out."""
+"""Which models' weights are in memory: the policy, and the code that carries it out."""

@@ -38,13 +38,13 @@ class _Held:
 
     served: ServedAdapter
     blocks: I32 | None = None
-    """Whose memory it has; None if it is not in memory."""
+    """The blocks whose memory it has; None if it is not in memory."""
     users: list[int] = field(default_factory=list)
     """The priorities of the requests and sends that need it, or wait for it."""
     entered: bool = False
     """Whether its users may use it: it is in memory, or about to be, and does not give way."""
     coming: asyncio.Task[None] | None = None
-    """Brings it into memory."""
+    """The task that brings it into memory; None if none does."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +56,7 @@ class _Waiting:
     room: asyncio.Future[I32 | None]
     """The blocks for it; None if it is in memory already, or nobody waits for it any more."""
     first: float | None = None
-    """Since when it is the next one, if it is."""
+    """The time since which it is the next one; None if it is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +85,10 @@ class AdapterResidency:
         notify: Callable[[], None],
         record: Recorder = nobody,
     ) -> None:
-        """memory: None if the unit serves none. whole: the pool keeps all its memory, because peers know it
-        by its pages, so that adapters lie beside it. weights: the blocks of the models whose weights can
-        sleep. jobs: says how many the unit has started. notify: called when `review` is due. record: takes
-        to the journal which adapters come into memory and leave it."""
+        """memory: None if the unit serves none. whole: whether the pool keeps all its memory, because peers
+        know it by its pages; then adapters lie beside the pool. weights: the blocks of the models whose
+        weights can sleep. jobs: says how many the unit has started. notify: called when `review` is due.
+        record: takes to the journal which adapters come into memory and leave it."""
         self._record = record
         self._memory = memory
         self._queues = queues
@@ -226,8 +226,8 @@ class AdapterResidency:
 
     def review(self) -> None:
         """Lets the adapters that wait be used, one after the other, if they may be and there are enough
-        blocks. K and V give way to one that has been next for its time. Adapters that were unloaded go if
-        nothing of theirs is left."""
+        blocks. K and V give way to one that has been next for its time. Adapters that were unloaded go once
+        no request of theirs is left."""
         for one in [*self._held.values()]:
             self._let_leave(one)
         while (waiting := self._next) is not None:
@@ -258,8 +258,8 @@ class AdapterResidency:
 
     @property
     def left(self) -> float | None:
-        """Seconds until `review` is due, if nothing happens before; None if it is not: K and V that can give
-        way then do so as jobs end."""
+        """Seconds until `review` is due, if nothing happens before; None if it is not due: K and V that can
+        give way do so as jobs end."""
         waiting = self._next
         if waiting is None or waiting.first is None or self._is_late(waiting):
             return None
@@ -334,7 +334,7 @@ class AdapterResidency:
             self._forget(one)
 
     def _is_in_use(self, one: _Held) -> bool:
-        """Returns whether something needs the adapter, or is left of it in its base's queue."""
+        """Returns whether a request or send needs the adapter, or a sequence of it is in its base's queue."""
         queue = self._queues[one.served.base]
         return bool(one.users) or one.coming is not None or queue.has_any_of(one.served.spec.name)
 

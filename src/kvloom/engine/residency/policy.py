@@ -1,4 +1,4 @@
-"""Decides whose weights are in memory, by a pure function of a frozen view.
+"""Decides which models' weights are in memory, by a pure function of a frozen view.
 
 Models share one budget with the pool. Sleeping models that have requests are woken one at a time: the one of
 the most urgent request first; of several the one for which room is being made, then what would miss its
@@ -6,8 +6,8 @@ deadline soonest and can still make it, then the one that has waited longest. Ro
 blocks and cached prefixes; weights that nobody wants, the least asked for first; K and V beyond quotas;
 weights of those who have been awake for a turn, the longest first; in the end all K and V that can be had.
 
-Nobody starves: whoever has waited for `AGED` seconds goes before all that have waited for less. Nothing is
-woken in vain: what room is being made for is woken, unless something more urgent or older comes.
+Nobody starves: whoever has waited for `AGED` seconds goes before all that have waited for less. No room is
+made in vain: the model for which room is being made is woken, unless a more urgent or older request comes.
 
 Switching between models token by token follows Aegaeon (Xiang et al., SOSP 2025, section 4), and waking ahead
 into idle blocks follows WarmServe (Lou et al., 2025).
@@ -102,9 +102,9 @@ Move = Wake | Sleep | GiveWay
 
 
 def turn_of(wake: float, lost: int) -> float:
-    """Returns the seconds that a model stays awake at least. wake: seconds that waking takes; lost: for how
-    many wakings of others its K and V have given way since a request of it last ended. Each of them doubles
-    the turn, so that the longest request comes to its end once."""
+    """Returns the seconds that a model stays awake at least. wake: seconds that waking takes; lost: the
+    number of other models' wakings for which its K and V have given way since a request of it last ended.
+    Each of these doubles the turn, so that even the longest request ends at some time."""
     return max(TURN, TURN_PER_WAKE * wake) * 2.0 ** min(lost, MAX_DOUBLINGS)
 
 
@@ -162,8 +162,8 @@ def protected(view: ResidencyView) -> bool:
 
 
 def next_due(view: ResidencyView) -> float | None:
-    """Returns the next time at which a turn is over, or nothing holds back a model any longer, if one waits
-    for room; None if there is none."""
+    """Returns the next time at which a turn is over or a model is held back no longer, if a model waits for
+    room; None if there is no such time."""
     if _first(view) is None and view.starving is None:
         return None
     turns = [model.since + model.turn for model in view.models if model.awake]
@@ -193,7 +193,7 @@ def _rank(view: ResidencyView, model: Residency) -> tuple[float, bool, bool, flo
 
 
 def _demand(model: Residency) -> tuple[float, int]:
-    """Returns how much a model is asked for: how often of late, and how lately."""
+    """Returns how much a model is wanted: how often it was asked of late, and when it was asked last."""
     return model.rate, model.last_job
 
 
@@ -210,8 +210,8 @@ def _must_yield(view: ResidencyView, model: Residency, waiting: Residency) -> bo
 
 
 def _move_without_waiters(view: ResidencyView) -> Move | None:
-    """Returns what is done while no model waits: weights give way to K and V, those that nobody wants first,
-    or are there before they are wanted."""
+    """Returns the move that is made while no model waits: weights give way to K and V, those that nobody
+    wants first, or are read before they are wanted."""
     awake = [model for model in view.models if model.awake]
     unwanted = [model for model in awake if not model.wanted]
     if view.short and unwanted:

@@ -1,4 +1,4 @@
-"""The weights of a unit's models, which sleep and wake: what becomes of each, and the blocks whose memory it
+"""The weights of a unit's models, which sleep and wake: the state of each, and the blocks whose memory it
 has."""
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class _ModelState:
     size: int  # blocks
     phase: Phase = Phase.ASLEEP
     blocks: list[I32] = field(default_factory=list)
-    """Whose memory they have, or are about to have."""
+    """The blocks whose memory the weights have, or are about to have."""
     woken_at: float = 0.0
-    """When they were woken the last time."""
+    """The time at which the weights were last woken."""
     wanted_since: float = 0.0
-    """Since when they have been wanted, if they are `waiting`."""
+    """The time since which the weights have been wanted, if `waiting`."""
     waiting: bool = False
-    """They are wanted, and not awake."""
+    """Whether the weights are wanted and not awake."""
     wakes: int = 0
     wake_seconds: float = 0.0  # of the last time; 0 if there was none
     lost: int = 0
@@ -74,7 +74,7 @@ class _ModelState:
     yields_to: str = ""
     """The model for whose weights its K and V are giving way."""
     unreadable: bool = False
-    """They could not be read the last time."""
+    """Whether the weights could not be read the last time."""
     ended: int = 0
     """How many requests of the model had ended at the last look."""
     heir: str | None = None
@@ -82,7 +82,7 @@ class _ModelState:
     reading: bool = False
     """A part of them is being read."""
     why: str = ""
-    """Why they are leaving."""
+    """The reason why the weights are leaving."""
 
     @property
     def gathered(self) -> int:
@@ -90,7 +90,7 @@ class _ModelState:
 
 
 class WeightResidency:
-    """Carries out what the policy (`policy.py`) says about whose weights are in memory."""
+    """Carries out what the policy (`policy.py`) says about which weights are in memory."""
 
     def __init__(
         self,
@@ -107,8 +107,8 @@ class WeightResidency:
         notify: Callable[[], None],
         record: Recorder = nobody,
     ) -> None:
-        """adapters: one of them may lack blocks, too. notify: called when a part has been read, so that
-        `review` is due. record: takes wakes and sleeps to the journal."""
+        """adapters: the unit's adapters, one of which may lack blocks too. notify: called when a part has
+        been read, so that `review` is due. record: takes wakes and sleeps to the journal."""
         self._record = record
         self._memory = memory
         self._models = {name: _ModelState(queue, memory.blocks[name]) for name, queue in queues.items()}
@@ -157,7 +157,7 @@ class WeightResidency:
             self._fall_asleep(one)
 
     def loads(self) -> dict[str, WeightLoad]:
-        """Returns what is told of each model's weights."""
+        """Returns the report of each model's weights."""
         return {
             name: WeightLoad(
                 awake=one.phase is Phase.AWAKE,
@@ -171,7 +171,7 @@ class WeightResidency:
     # -- moves ----------------------------------------------------------------------------------------
 
     def _do(self, move: Move) -> bool:
-        """Does a move. Returns False if it needs a running job's end first."""
+        """Carries out one move of the policy. Returns False if a running job must end first."""
         one = self._models[move.model]
         if isinstance(move, Wake):
             self._gather(one)

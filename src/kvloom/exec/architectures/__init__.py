@@ -1,1 +1,1 @@
-"""What single architectures of transformers need beside the rest."""
+"""Special cases: single architectures of transformers that need more than all others."""

@@ -27,10 +27,10 @@ class _Current(threading.local):
 
 
 def reach_attention(module: nn.Module) -> bool:
-    """Lets the model's attention modules have what the model is called with, where its layers do not pass it
-    on, and call kvloom's attention, where they do not call the interface. Returns True if a module does not
-    call it: the interface need not be set then. Raises ConfigError for a form of attention that kvloom does
-    not have."""
+    """Changes the model's attention modules: they get what the model is called with if its layers do not pass
+    it on, and they call kvloom's attention if they do not call the interface. Returns True if a module does
+    not call the interface, which need not be set then. Raises ConfigError for a form of attention that kvloom
+    does not have."""
     found = [
         (one, _MODULES[type(one).__name__]) for one in module.modules() if type(one).__name__ in _MODULES
     ]
@@ -56,7 +56,7 @@ def reach_attention(module: nn.Module) -> bool:
 
 
 def _as_it_is(module: Any) -> None:
-    """Does nothing: the module calls the interface, and needs but the hooks that all have."""
+    """Does nothing: the module calls the interface, and the hooks that all have are enough for it."""
 
 
 def _without_tuning(module: Any) -> None:
@@ -83,8 +83,8 @@ def _falcon_forward(
     kv: Any = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Computes what `FalconAttention` does with rotary embeddings; of KV heads that its layers repeat for
-    their queries it takes one."""
+    """Computes what `FalconAttention` does with rotary embeddings. If its layers repeat KV heads for their
+    queries, one of each is taken."""
     q, k, v = (x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states)))
     if self.new_decoder_architecture:
         group = self.num_heads // self.num_kv_heads

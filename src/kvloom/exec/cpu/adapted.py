@@ -250,7 +250,8 @@ class ServedAdapters:
         return PackedAdapter(adapter, self._shapes)
 
     def drop(self, name: str) -> None:
-        """Lets go of an adapter, if it is in memory. Who has had it from `having` keeps it."""
+        """Lets go of an adapter, if it is in memory. A forward that has it already, from `having`, keeps
+        it."""
         self._adapters.pop(name, None)
 
     def having(self, names: Sequence[str]) -> Mapping[str, PackedAdapter]:
@@ -258,7 +259,7 @@ class ServedAdapters:
         return {name: self._adapters[name] for name in dict.fromkeys(names) if name}
 
     def rows(self, names: Sequence[str], appends: I64) -> AdaptedRows | None:
-        """Does what `adapted_rows` does with those that are in memory."""
+        """Does what `adapted_rows` does, with the adapters that are in memory."""
         return adapted_rows(names, appends, self.having(names))
 
 

@@ -15,14 +15,15 @@ from kvloom.types.job import ProvenAdapter
 from kvloom.types.spec import AdapterSpec, ModelSpec
 
 ALL_AT_START = 4
-"""Adapters stay in memory at the start as long as they take no more than one part in so many of the pool."""
+"""At the start adapters stay in memory as long as they take no more than one part in so many of the pool."""
 
 
 class CpuAdapters:
     """Satisfies `AdapterMemory` on a CPU."""
 
     def __init__(self, shapes: Mapping[str, Shapes | None], arena: Arena) -> None:
-        """shapes: those of the linear layers of each model; None of one that has none which adapt."""
+        """shapes: those of each model's linear layers; None for a model without any that adapters may
+        change."""
         self._served = {name: ServedAdapters(own) for name, own in shapes.items() if own is not None}
         self._arena = arena
         self._reader = ThreadPoolExecutor(1, "adapters")

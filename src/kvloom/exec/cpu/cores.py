@@ -3,12 +3,12 @@
 The threads of an OpenMP team wait for each other after each product, and sleep if that takes long. After a
 pause Linux may wake a thread on the core of the one that wakes it, and then leave both there for tens of
 milliseconds, though another core idles: a prefill of 64 tokens of a 100M model took 60 ms instead of 38 on
-two cores. So the threads of a job that begins after a pause are bound to a core each. Those of one that
-follows another are not, because they have their cores already, and a gateway that runs on one of these would
-hold the job up.
+two cores. So the threads of a job that begins after a pause are bound to a core each. The threads of a job
+that follows another are not bound, because they have their cores already, and a gateway that runs on one of
+these would hold the job up.
 
-Only a job on all the cores that this process may use is bound: one on some of them cannot know which ones
-others use.
+Only a job on all the cores that this process may use is bound. A job on some of them cannot know which cores
+other jobs use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvloom.kernels.cpu.affinity import bind_team
 PAUSE: Final = 0.02  # seconds without a job after which threads may wake on one core
 
 
-class Team:
+class ThreadTeam:
     """The OpenMP team of one thread that runs jobs. It is used on that thread alone."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -33,7 +33,7 @@ class Team:
         self._allowed = sorted(os.sched_getaffinity(0))
         self._now = now
         self._bound = False
-        """Each of its threads is bound to a core."""
+        """Whether each of its threads is bound to a core."""
         self._ended = float("-inf")
         """The time at which the last job ended."""
 

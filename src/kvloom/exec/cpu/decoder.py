@@ -42,7 +42,7 @@ _TABLE = 8192  # positions that are computed once; 8 MB for heads of 128
 
 class _Angles:
     """Cos and sin by position, which a rotary module computes once for the positions that steps often ask
-    for. Where what it computes changes with the longest position of a call, it is asked each time."""
+    for. If its result changes with the longest position of a call, the module is asked each time."""
 
     def __init__(self, rotary: Rotary, like: Tensor) -> None:
         self._rotary, self._like = rotary, like
@@ -248,7 +248,7 @@ def _layer(
 
 
 def _heads(q: int, kv: int, size: int, q_norm: nn.Module | None, k_norm: nn.Module | None) -> Heads | None:
-    """Returns the heads; None if their norms are not alike, and of one head each."""
+    """Returns the heads; None if their norms differ, or are not of one head each."""
     if q_norm is None and k_norm is None:
         return Heads(q, kv, size)
     if not (isinstance(q_norm, FusedRMSNorm) and isinstance(k_norm, FusedRMSNorm)):

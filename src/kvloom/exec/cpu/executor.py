@@ -17,7 +17,7 @@ from kvloom.exec.adapters import LayerName
 from kvloom.exec.attention import Forward, ForwardState, Scoring
 from kvloom.exec.cpu.adapted import PackedAdapter, adapted_rows
 from kvloom.exec.cpu.adapter_memory import CpuAdapters
-from kvloom.exec.cpu.cores import Team
+from kvloom.exec.cpu.cores import ThreadTeam
 from kvloom.exec.cpu.decoder import FusedDecoder, fuse_decoder
 from kvloom.exec.cpu.fuse import fuse_on_cpu, round_inputs
 from kvloom.exec.cpu.number_format import choose_format, own_format
@@ -43,8 +43,8 @@ _SMALL: Final = 1 << 20  # bytes of a weight that is not worth a mapping
 
 
 class CpuTarget:
-    """Computes in float32, over weights of 32 bits in oneDNN's layouts or of 16 bits in panels. A model that
-    cannot have the latter computes in the format of its weights."""
+    """A CPU as the target of loading: models compute in float32, over weights of 32 bits in oneDNN's layouts
+    or of 16 bits in panels. A model that cannot have panels computes in the format of its weights."""
 
     def check_floats(self) -> None:
         raise ConfigError(
@@ -136,7 +136,7 @@ class TorchExecutor:
         self.adapters: CpuAdapters | None = None
         self._slots = [ThreadPoolExecutor(1, f"job-{i}") for i in range(threads)]
         self._free = list(range(threads))
-        self._teams = [Team() for _ in range(threads)]
+        self._teams = [ThreadTeam() for _ in range(threads)]
         self.loans = CpuLoans(arena)
         self.compute = threads
         self.max_steps, self.lookahead = 1, 0
@@ -213,7 +213,7 @@ class TorchExecutor:
 
     @property
     def identities(self) -> dict[str, str]:
-        """Returns what tells each model's K and V from others'."""
+        """Returns the identity of each model's K and V, which tells them from those of others."""
         return {name: model.identity for name, model in self._models.items()}
 
     def heads(self, model: str) -> int:
@@ -280,7 +280,7 @@ class TorchExecutor:
         return JobResult(tokens, reports, prompts, seconds, part.lost, draft_seconds=draft_seconds)
 
     def _draft(self, slot: int, draft_steps: DraftSteps, share: int) -> None:
-        """Runs the steps of the model that drafts."""
+        """Runs the steps of the draft model."""
         for number in range(draft_steps.steps):
             step, ends = draft_steps.step(number, share)
             state = ForwardState(step.plan, self._views[step.model])
@@ -389,7 +389,7 @@ class CpuWorker:
         return cls(member.group, models, arena, begin.slots)
 
     def start(self, step: Step) -> None:
-        """Starts a step. What it says of the page map holds for those after it."""
+        """Starts a step. Its changes of the page map hold for later steps, too."""
         plan = self._maps[step.model].plan(step)
         state = ForwardState(plan, self._views[step.model])
         self._slots[step.slot].submit(self._run, step, state).add_done_callback(check)

@@ -29,7 +29,7 @@ def no_poll() -> None:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Returns True if oneDNN can hold this weight in its own layout, or panels of 16 bits can."""
+    """Returns True if this weight can be held in oneDNN's own layout, or in panels of 16 bits."""
     if weight.device.type != "cpu" or weight.dtype in narrow_formats():
         return weight.device.type == "cpu"
     return (
@@ -210,7 +210,7 @@ class Stage:
     def __init__(self, weights: Sequence[PackedWeight], ready: ReadyRows) -> None:
         self.weights = weights
         self.ready_bytes = ready.size
-        """What its products make of a row before they multiply, in bytes."""
+        """The bytes of the form into which its products bring a row of inputs before they multiply."""
         self._parts = ready.parts()
 
     @property

@@ -86,7 +86,8 @@ class QuantizedPanels:
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """Returns what says which form rows of inputs take for it, if all of a model round them or none."""
+        """Returns the key of the form that rows of inputs take for these panels, given that all products of a
+        model round inputs, or none does."""
         return self.groups, self.units, self.steps, self.zero
 
     @property
@@ -95,7 +96,8 @@ class QuantizedPanels:
         return self.groups * self.units * self._size
 
     def dequantized(self, first: int = 0, count: int | None = None) -> Tensor:
-        """Returns what `count` panels stand for, float32 [outputs, K]; all the others if None."""
+        """Returns the numbers that `count` panels stand for, float32 [outputs, K]; with None those of all the
+        panels that follow."""
         held = self.held[first:] if count is None else self.held[first : first + count]
         line = self.offset or self.head
         codes = held[..., self.head :].reshape(len(held), self.groups, -1)
@@ -108,7 +110,7 @@ class QuantizedPanels:
         return whole[: self.shape[0] - first * WIDTH]
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Returns what the outputs `ids` [N] stand for, float32 [N, K]."""
+        """Returns the numbers of the outputs `ids` [N], float32 [N, K]."""
         wanted, found = ids.to(torch.int32), torch.empty(len(ids), self.shape[1])
         call = LookupArguments(weight=ctypes.addressof(self.record), ids=wanted.data_ptr(), rows=len(ids))
         call.to, call.to_row = found.data_ptr(), self.shape[1] * _FLOAT
@@ -215,8 +217,8 @@ def _zero_of(weight: QuantizedWeight) -> tuple[int, Factors | None]:
 
 
 class ReadyRows:
-    """Lays out what a stage of the one-kernel step makes of each row of its inputs before it multiplies:
-    codes of 8 bits, or bfloat16, for each form that its weights read."""
+    """Lays out the forms into which a stage of the one-kernel step brings each row of its inputs before it
+    multiplies: codes of 8 bits, or bfloat16, for each form that its weights read."""
 
     def __init__(self) -> None:
         self._places = dict[tuple[int, ...], int]()
@@ -225,7 +227,7 @@ class ReadyRows:
         """Bytes."""
 
     def place(self, panels: QuantizedPanels) -> int:
-        """Returns at which byte of a row lies what these panels read: weights of one form read the same."""
+        """Returns the byte of a row from which these panels read: weights of one form read the same."""
         at = self._places.setdefault(panels.reads, self.size)
         if at == self.size:
             self._parts.append(ReadyArguments(ctypes.addressof(panels.record), at))
@@ -233,7 +235,7 @@ class ReadyRows:
         return at
 
     def place_rounded(self, panels: HalfPanels) -> int:
-        """Returns at which byte of a row its bfloat16 lie, if these panels round their inputs."""
+        """Returns the byte of a row at which its bfloat16 begin, if these panels round their inputs."""
         at = self._places.setdefault((), self.size)
         if at == self.size:
             self._parts.append(ReadyArguments(0, at, panels.rounds_at, panels.depth))
@@ -241,7 +243,7 @@ class ReadyRows:
         return at
 
     def parts(self) -> ctypes.Array[ReadyArguments]:
-        """Returns them as the kernel takes them."""
+        """Returns the forms as the kernel takes them."""
         return (ReadyArguments * len(self._parts))(*self._parts)
 
 
@@ -254,7 +256,7 @@ class PackedQuantizedLinear(nn.Module):
     """
 
     def __init__(self, weights: Sequence[QuantizedWeight], bias: Tensor | None, exact: bool = True) -> None:
-        """weights: of which each has the next outputs."""
+        """weights: each has the next outputs."""
         super().__init__()
         self.out_features, self.in_features = sum(one.shape[0] for one in weights), weights[0].shape[1]
         self.panels = [QuantizedPanels(weight) for weight in _joined(weights)]
@@ -304,7 +306,7 @@ class PackedQuantizedLinear(nn.Module):
         return cls([one.quantized for one in linears], bias)
 
     def dequantized(self) -> Tensor:
-        """Returns what the weights stand for, float32 [N, K]."""
+        """Returns the numbers of the weights, float32 [N, K]."""
         return torch.cat([one.dequantized() for one in self.panels])
 
     def forward(self, x: Tensor) -> Tensor:

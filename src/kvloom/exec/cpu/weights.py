@@ -1,8 +1,8 @@
 """Weights that sleep: each model's lie in a file of its own, mapped at the very addresses at which they were
 loaded. A model that sleeps has no page of it in memory; the system's page cache may keep some.
 
-So a model need not know that it sleeps, and what it computes can never be wrong for it: a page that is read
-too early comes from the file by itself, as late as that may be.
+So a model need not know that it sleeps, and never computes anything wrong because of it: a page that is read
+too early comes from the file by itself, only late.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SleepingModel:
 
     def read_part(self) -> bool:
         """Brings the next part into memory, the first layers' weights first. Returns whether that was the
-        last. Raises OSError if the disk does not give it."""
+        last. Raises OSError if it cannot be read."""
         left = _PART
         while self._read < len(self._spans) and left > 0:
             span = self._spans[self._read]

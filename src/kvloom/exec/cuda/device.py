@@ -1,4 +1,5 @@
-"""The device of a unit: which one, whether it can be used, what it has, and its streams.
+"""The device of a unit: finds it, checks whether it can be used, and holds its memory, its streams and its
+partitions.
 
 A stream is a queue of work: CUDA's, or the host's, which does work at once.
 """
@@ -40,12 +41,12 @@ class Recording(Protocol):
 
 class DeviceStream(Protocol):
     def entered(self) -> AbstractContextManager[object]:
-        """Sends what this thread asks for meanwhile to this stream."""
+        """Sends all work that this thread asks for meanwhile to this stream."""
 
     def mark(self) -> StreamEvent: ...
 
     def follow(self, mark: StreamEvent) -> None:
-        """Makes what comes later wait, on the device, for what is before `mark`."""
+        """Makes later work of this stream wait, on the device, for the work before `mark`."""
 
     def record(self, work: Callable[[], None]) -> Recording:
         """Records `work`, which must have run on this stream before, so that nothing is compiled or loaded on
@@ -285,7 +286,7 @@ class GpuDevice:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.torch.type == "cuda")
 
     def free(self) -> tuple[int, int]:
-        """Returns the bytes that nobody holds, and the bytes in all."""
+        """Returns the device's free bytes, and all its bytes."""
         if self.torch.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.torch)
             return free, total
@@ -308,7 +309,7 @@ class GpuDevice:
 
     @contextmanager
     def unasked(self) -> Iterator[None]:
-        """Makes what waits for the device meanwhile raise RuntimeError instead, on any thread, as far as
+        """Makes each call that waits for the device raise RuntimeError meanwhile, on any thread, as far as
         torch sees it. A recording that fails on that leaves torch's allocator as if it were still under
         way."""
         if self.torch.type != "cuda":
@@ -346,8 +347,8 @@ def host_device(compute: int) -> GpuDevice:
 
 def cuda_device(index: int, cut: Cut, operations: Operations) -> GpuDevice:
     """Returns GPU `index` of those this process sees. cut: makes complementary streams, with their
-    multiprocessors. operations: one of them is tried, so that what kernels lack is told before a model is
-    loaded. Raises ConfigError with what is wrong and what would be right."""
+    multiprocessors. operations: one of them is tried, so that an error tells what kernels lack before a model
+    is loaded. Raises ConfigError, which says what is wrong and what would be right."""
     _refuse_unusable(index)
     here = torch.device("cuda", index)
     try:

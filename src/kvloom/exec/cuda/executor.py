@@ -17,10 +17,10 @@ from torch import Tensor
 
 from kvloom.exec.cuda.device import GpuDevice, PartitionLane, StreamEvent
 from kvloom.exec.cuda.graphs import Buffers, DecodeSteps, PrefillSteps, buckets_up_to, prefill_sizes
+from kvloom.exec.cuda.memory_need import MemoryNeed, largest_jobs
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.offloaded import CudaLoans
 from kvloom.exec.cuda.prefill import Draws, prefill_inputs, prove_flash, rehearse, run_prefill
-from kvloom.exec.cuda.profile import MemoryNeed, largest_jobs
 from kvloom.exec.cuda.staging import SentInputs, Slots, Staging
 from kvloom.exec.cuda.weights import GpuWeights
 from kvloom.exec.sampler import prompt_logprobs
@@ -44,7 +44,7 @@ class StepProgress:
         self._lock = threading.Lock()
 
     def goes_on(self) -> bool:
-        """Returns whether there is to be another step, which has begun then."""
+        """Returns whether there is to be another step, and counts it as begun."""
         with self._lock:
             more = self.begun < self._most
             self.begun += more
@@ -100,10 +100,10 @@ class GpuExecutor:
         progress: Callable[[str], None] = lambda _: None,
         agree: Callable[[bool], bool] = bool,
     ) -> None:
-        """Runs what jobs will run, so that kernels are compiled, memory is taken and decode steps are
-        recorded. chunk: prompt tokens of a job. agree: returns whether all ranks have recorded a step, if
-        there are several; it raises if some have and others have not. Raises torch's OutOfMemoryError if the
-        rest of the memory is too little."""
+        """Runs each forward that jobs will run, so that kernels are compiled, memory is taken and decode
+        steps are recorded. chunk: prompt tokens of a job. agree: returns whether all ranks have recorded a
+        step, if there are several; it raises if some have and others have not. Raises torch's
+        OutOfMemoryError if the rest of the memory is too little."""
         self._begin(most_running, chunk)
         for name in self._models:
             with nullcontext() if self.weights is None else self.weights.awake(name):
@@ -126,16 +126,17 @@ class GpuExecutor:
         agree: Callable[[bool], bool] = bool,
         awake: Callable[[str], AbstractContextManager[None]] | None = None,
     ) -> MemoryNeed:
-        """Returns what jobs need beside weights and pool, in a pool of any size, by running the largest ones
-        on each lane. The executor is of no use for jobs afterwards. taken: returns the device's bytes that
-        count as taken now. awake: a context in which a model's weights are in memory; None if all always are.
-        The other parameters and errors are those of `prepare`.
+        """Returns the memory that jobs need beside weights and pool, in a pool of any size. It is found by
+        running the largest jobs on each lane. The executor is of no use for jobs afterwards. taken: returns
+        the device's bytes that count as taken now. awake: a context in which a model's weights are in memory;
+        None if all always are. The other parameters and errors are those of `prepare`.
 
-        The largest steps of a lane are recorded first, and others fit into their memory, as far as torch has
-        it. What the driver has for a recording is measured of the last, and taken for each."""
+        The largest steps of a lane are recorded first, and others fit into their memory, as far as torch
+        allocates it. The memory that the driver takes for a recording is measured on the last one, and
+        assumed for each."""
 
         def settled() -> int:
-            """Returns what is taken once this process keeps nothing that it does not use."""
+            """Returns the bytes that are taken once this process has given back all that it does not use."""
             self._device.settle()
             self._device.trim()
             return taken()
@@ -278,7 +279,7 @@ class GpuExecutor:
     # on a job's thread
 
     def _try(self, job: Job, lane: PartitionLane, staging: Staging) -> None:
-        """Does what `_run` does, with nobody to tell of it. Raises torch's OutOfMemoryError."""
+        """Does what `_run` does, with no caller to be told of its steps. Raises torch's OutOfMemoryError."""
         self._device.enter()
         self._ask(job, lane, staging, StepProgress(job.steps), lambda tokens: None)
 
@@ -349,7 +350,7 @@ class GpuExecutor:
 
     @contextmanager
     def _turn(self, job: Job, lane: PartitionLane) -> Iterator[None]:
-        """Sends what this thread asks for to the lane; nothing of others comes between."""
+        """Sends all work that this thread asks for to the lane; no other thread's work comes between."""
         with lane.lock, lane.entered(), self.loans.attend(job, lane):
             yield
 
@@ -415,8 +416,8 @@ class GpuExecutor:
 
 
 def _settle(lane: PartitionLane) -> None:
-    """Waits for what was asked for, which may still write to blocks that are about to be others'. The lane's
-    lock is held: an event in the middle of another thread's recording would be recorded."""
+    """Waits for the work that was asked for, because it may still write to blocks that others are about to
+    get. The lane's lock is held: an event in the middle of another thread's recording would be recorded."""
     with lane.lock:
         mark = lane.mark()
     mark.wait()

@@ -46,7 +46,7 @@ class AddressRange:
     address: int
     size: int  # of a granule, in bytes
     held: list[Any]
-    """The granule at each place; None where there is none. Nobody may touch those bytes."""
+    """The granule at each place; None if the place has none, and then nobody may touch its bytes."""
 
     @property
     def is_held(self) -> bool:
@@ -62,7 +62,7 @@ class _Addressed:
 
 
 class Granules:
-    """The physical memory of a unit. What no range has is `idle`. Threads may share it."""
+    """The physical memory of a unit. Granules that no range has are `idle`. Threads may share it."""
 
     def __init__(self, driver: DriverCalls, device: torch.device, block_bytes: int) -> None:
         """block_bytes: of which granules hold a whole number. Raises ConfigError if the device cannot map
@@ -143,8 +143,8 @@ class Granules:
                 raise OSError(errno.EIO, f"{self._device} maps no memory: {error}") from error
 
     def withdraw(self, whence: AddressRange, places: Sequence[int] | I64) -> None:
-        """Takes the granules of these places, which are idle then, and what they hold is lost. No work that
-        was asked for may touch them. Raises DriverError, with those before it taken, if the driver
+        """Takes the granules of these places away. They are idle then, and their content is lost. No work
+        that was asked for may touch them. Raises DriverError, with those before it taken, if the driver
         refuses."""
         with self._lock:
             self._driver.enter(self._index)
@@ -163,7 +163,8 @@ class Granules:
 
     @contextmanager
     def made(self, count: int) -> Iterator[None]:
-        """Has so many more granules meanwhile, and none that are idle afterwards. Raises ConfigError."""
+        """Makes so many more granules for the time of the context, and gives all idle ones back after it.
+        Raises ConfigError."""
         self.create(count)
         try:
             yield
@@ -218,7 +219,7 @@ class Granules:
 
 
 class GranuleArena:
-    """An arena some of whose granules weights have at other times. It satisfies `ArenaMemory`. Its address
+    """An arena whose granules may be given to weights for a time. It satisfies `ArenaMemory`. Its address
     never changes; blocks that are given up have no memory, and a device that touches them fails for good."""
 
     def __init__(self, granules: Granules, count: int, block_bytes: int) -> None:

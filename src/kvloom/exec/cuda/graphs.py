@@ -122,7 +122,8 @@ def _record(
 
 
 def _replay(step: _Step, arrays: Mapping[str, AnyArray], buffers: Buffers, sent: SentInputs) -> None:
-    """Runs a recording for what was sent, whose first arrays are like `arrays`, which it was recorded for."""
+    """Runs a recording for the inputs that were sent. Their first arrays are like `arrays`, for which it was
+    recorded."""
     tables, size = sent.arrays["tables"], Layout(arrays).size
     width = min(tables.shape[1], buffers.tables.shape[1])
     buffers.inputs[:size].copy_(sent.memory[:size])
@@ -131,8 +132,8 @@ def _replay(step: _Step, arrays: Mapping[str, AnyArray], buffers: Buffers, sent:
 
 
 class DecodeSteps:
-    """Runs a batch by the smallest recording that holds it; if there is none, as it is. poll: called after
-    each layer's attention, and recorded with it. state: what layers call."""
+    """Runs a batch by the smallest recording that holds it; if there is none, without a recording. poll:
+    called after each layer's attention, and recorded with it. state: what layers call."""
 
     def __init__(
         self,
@@ -152,9 +153,9 @@ class DecodeSteps:
         self._short: set[int] = set()  # sizes for which there was no room
 
     def record(self, rows: int, unasked: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
-        """Records for batches of up to `rows` sequences. unasked: a context in which a step raises that waits
-        for the device, if it can be told before recording. Returns False if the model cannot be recorded, and
-        runs step by step. Raises torch's OutOfMemoryError."""
+        """Records for batches of up to `rows` sequences. unasked: a context in which a step that waits for
+        the device raises an error, so that it is found before recording. Returns False if the model cannot be
+        recorded, and runs step by step. Raises torch's OutOfMemoryError."""
         for pages in self._model.widths(rows):
             tables = self._buffers.tables[:rows, :pages]
             step = _record(
@@ -179,8 +180,8 @@ class DecodeSteps:
             _log.warning("%s decodes without a graph of %d rows: %s", name, size, str(error)[:200])
 
     def arrays(self, job: Job) -> dict[str, AnyArray]:
-        """Returns what `run` needs on the device; the arrays of a recording come first, as they lie in its
-        inputs."""
+        """Returns the arrays that `run` needs on the device; those of a recording come first, as they lie in
+        its inputs."""
         plan = job.plan
         step = self._step(job.tokens.size, plan.tables.shape[1])
         rows = step.rows if step else job.tokens.size
@@ -219,9 +220,9 @@ class DecodeSteps:
 
 
 class PrefillSteps:
-    """Runs prefills of few sequences by the smallest recording that holds them, if they have few tokens, so
-    that the host takes longer to ask for them than the device to do them, or nearly as many as the
-    recording."""
+    """Runs prefills of few sequences by the smallest recording that holds them. It does so if they have few
+    tokens, so that the host takes longer to ask for them than the device to compute them, or nearly as many
+    tokens as the recording."""
 
     def __init__(self, model: DeviceModel, lane: PartitionLane, buffers: Buffers) -> None:
         self._model = model
@@ -240,7 +241,7 @@ class PrefillSteps:
         return step is not None
 
     def arrays(self, job: Job) -> dict[str, AnyArray] | None:
-        """Returns what `run` needs on the device; None if the job fits no recording."""
+        """Returns the arrays that `run` needs on the device; None if the job fits no recording."""
         step = next((step for step in self._steps if step.rows >= job.tokens.size), None)
         kept, most = job.kept, self._buffers.prompts
         sequences, pages = job.plan.tables.shape
@@ -255,7 +256,7 @@ class PrefillSteps:
             ("slot_page", rows, -1),
             ("slot_offset", rows, 0),
             ("starts", most, 0),
-            ("begins", most + 1, job.tokens.size),
+            ("cu_seqlens", most + 1, job.tokens.size),
             ("kept", most, 0),
         ):
             found[name] = padded(found[name], size, fill)
@@ -273,7 +274,7 @@ class PrefillSteps:
 
 
 def _padding(rows: int) -> dict[str, AnyArray]:
-    """Returns what all jobs are given of their rows, of padding alone."""
+    """Returns those inputs of a job that have an entry for each row, of padding alone."""
     return {
         "tokens": np.zeros(rows, dtype=np.int64),
         "positions": np.zeros(rows, dtype=np.int64),
@@ -292,6 +293,6 @@ def _prompt_arrays(tokens: int, prompts: int) -> dict[str, AnyArray]:
     return {
         **_padding(tokens),
         "starts": np.zeros(prompts, dtype=np.int32),
-        "begins": np.zeros(prompts + 1, dtype=np.int32),
+        "cu_seqlens": np.zeros(prompts + 1, dtype=np.int32),
         "kept": np.zeros(prompts, dtype=np.int64),
     }

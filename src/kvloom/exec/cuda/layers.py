@@ -23,12 +23,12 @@ from kvloom.exec.quantized import Factors, QuantizedLinear, QuantizedWeight, joi
 from kvloom.kernels.reference import Activation
 
 STEP: Final = 16
-"""What the sizes of a weight in FP8 are multiples of if torch's scaled product takes it."""
+"""The number of which both sizes of a weight in FP8 must be multiples for torch's scaled product."""
 
 
 class DeviceQuantizedLinear(nn.Module):
-    """Computes x [..., K] · weight [N, K]ᵀ + bias [N] in the number format of x. Inputs are what they are, or
-    rounded to FP8 if the weight is (W8A8), with a scale for each row."""
+    """Computes x [..., K] · weight [N, K]ᵀ + bias [N] in the number format of x. Inputs are not rounded, or
+    rounded to FP8 with a scale for each row if the weight is in FP8 (W8A8)."""
 
     codes: Tensor
     scales: Tensor
@@ -102,8 +102,8 @@ def _layers(module: nn.Module) -> Iterator[QuantizedLinear]:
 
 
 def hold_plainly(module: nn.Module) -> None:
-    """Makes plain tensors, in place, of what CPUs alone read in other forms: scales that are multiples of
-    what others share, and embeddings that stay in a mapped file."""
+    """Makes plain tensors, in place, of forms that CPUs alone read: scales that are multiples of shared ones,
+    and embeddings that stay in a mapped file."""
     for layer in _layers(module):
         held = layer.quantized
         offsets = None if held.offsets is None else _plain(held.offsets)
@@ -116,14 +116,14 @@ def hold_plainly(module: nn.Module) -> None:
 
 
 def quantized_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Yields what the quantised layers of a module hold, as `hold_plainly` leaves it."""
+    """Yields the tensors of a module's quantised layers, as `hold_plainly` leaves them."""
     for layer in _layers(module):
         held = layer.quantized
         yield from (one for one in (held.codes, held.scales, held.offsets) if isinstance(one, Tensor))
 
 
 def move_quantized(module: nn.Module, device: torch.device) -> None:
-    """Brings what `quantized_tensors` yields to a device."""
+    """Brings the tensors that `quantized_tensors` yields to a device."""
 
     def moved(factors: Factors) -> Factors:
         return factors.to(device) if isinstance(factors, Tensor) else factors
@@ -135,7 +135,7 @@ def move_quantized(module: nn.Module, device: torch.device) -> None:
 
 
 class _Ready(threading.local):
-    """The sum that the calling thread has normalised already, until the norm is asked for it."""
+    """The sum that the calling thread has normalised ahead, until the norm is called with it."""
 
     total: Tensor | None = None
     normal: Tensor | None = None
@@ -256,9 +256,9 @@ def _norms_of(layer: nn.Module) -> Sequence[str]:
 
 
 def _adds_alike(layer: nn.Module, names: Sequence[str], operations: Operations) -> bool:
-    """Returns whether the layer's own forward and a `ResidualLayer` give the same, and call attention with
-    the same, if simple functions stand in for attention, MLP and norms: they differ if there are factors, or
-    sums elsewhere."""
+    """Returns whether the layer's own forward and a `ResidualLayer` give the same result and call attention
+    with the same arguments, if simple functions stand in for attention, MLP and norms. They differ if the
+    layer has factors, or sums elsewhere."""
     device, size, asked = next(layer.parameters()).device, 16, list[dict[str, Any]]()
 
     def random(*shape: int) -> Tensor:
@@ -293,7 +293,7 @@ def _adds_alike(layer: nn.Module, names: Sequence[str], operations: Operations) 
 
 
 def fuse_on_device(model: nn.Module, operations: Operations) -> None:
-    """Fuses in place by what `operations` has."""
+    """Fuses the model in place, with the kernels of `operations`."""
 
     def rotate_both(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1

@@ -24,9 +24,9 @@ from kvloom.exec.cuda.layers import (
     quantized_tensors,
     round_inputs,
 )
+from kvloom.exec.cuda.memory_need import MemoryNeed
 from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.operations import Operations, triton_operations
-from kvloom.exec.cuda.profile import MemoryNeed
 from kvloom.exec.cuda.weights import GpuWeights, SleepingWeights
 from kvloom.exec.loader import LoadedModel, count_blocks, load_models
 from kvloom.exec.parallel.group import RankGroup, Team
@@ -45,11 +45,12 @@ _FP8: Final[KVDtype] = "float8_e4m3fn"
 
 
 class DeviceTarget:
-    """Brings weights from the mapped files straight to the device, each once; a rank's slices lie there."""
+    """A GPU as the target of loading: weights go from the mapped files straight to the device, each once, and
+    of a rank its slices."""
 
     def __init__(self, device: GpuDevice, operations: Operations, pool: int = 0, ranks: int = 1) -> None:
         """pool: bytes that are to be taken on the device beside the weights, as far as they are known. ranks:
-        that share the weights."""
+        the number of ranks that share the weights."""
         self._device = device
         self._operations = operations
         self._pool = pool
@@ -146,10 +147,11 @@ class DeviceTarget:
 
 
 class DeviceArena:
-    """Has `blocks` × `block_bytes` bytes. It is never resized: peers and recorded graphs hold its address."""
+    """The pool's memory on a device: `blocks` × `block_bytes` bytes. It is never resized, because peers and
+    recorded graphs hold its address."""
 
     def __init__(self, blocks: int, block_bytes: int, device: torch.device) -> None:
-        """Raises ConfigError with the bytes that are wanted if the device does not have them."""
+        """Raises ConfigError, which tells the bytes that are wanted, if the device does not have them."""
         self.blocks = blocks
         self.block_bytes = block_bytes
         size = blocks * block_bytes
@@ -192,8 +194,8 @@ def _open_driver(what: str) -> Driver:
 
 
 def open_gpu(name: str, cut: Cut, rank: int = 0) -> tuple[GpuDevice, Operations]:
-    """Returns the device of a rank of a unit whose first one's is `name`, and its kernels: ranks have GPUs
-    one after the other. cut: see `cuda_device`. Raises ConfigError."""
+    """Returns a rank's device and its kernels. name: the device of the unit's first rank; the others have the
+    GPUs that follow it. cut: see `cuda_device`. Raises ConfigError."""
     refuse_expandable(os.environ)
     os.environ.setdefault(*_QUEUES)
     try:
@@ -298,7 +300,7 @@ def _place(
     operations: Operations,
     need: MemoryNeed | None = None,
 ) -> dict[str, DeviceModel]:
-    """need: what was found by measuring these models, if they have been measured."""
+    """need: the memory need that was measured for these models, if it was."""
     models = {}
     for name, model in loaded.items():
         records, flash = (True, None) if need is None else (name not in need.plain, name in need.flash)
@@ -330,8 +332,9 @@ def rehearse(
 
 
 def all_alike(group: RankGroup | None) -> Callable[[bool], bool]:
-    """Returns a function that says whether a step has been recorded, which all ranks must find alike, or
-    their exchanges would differ. group: None of one rank."""
+    """Returns a function that takes whether this rank has recorded a step, and returns it. It raises
+    Unavailable if ranks differ in that, because their exchanges would differ. group: None if there is one
+    rank."""
 
     def agree(recorded: bool) -> bool:
         if group is not None and group.agree(recorded) != recorded:
@@ -350,9 +353,9 @@ def _check_room(
     team: Team | None = None,
     awake: Callable[[str], AbstractContextManager[None]] | None = None,
 ) -> tuple[int, MemoryNeed]:
-    """Returns the bytes that a pool may take on this device beside weights and jobs, the least of all ranks,
-    and what jobs need here; the log tells both. awake: see `GpuExecutor.measure`. Raises ConfigError if the
-    config asks for more."""
+    """Returns the bytes that a pool may take on this device beside weights and jobs, which is the least of
+    all ranks, and the memory that jobs need here. The log tells both. awake: see `GpuExecutor.measure`.
+    Raises ConfigError if the config asks for more."""
     progress("measuring the memory that jobs need")
     device.trim()
     (free, total), key = device.free(), "kv_memory" if awake is None else "memory"
@@ -384,9 +387,9 @@ def _measure(
     team: Team | None,
     awake: Callable[[str], AbstractContextManager[None]] | None,
 ) -> MemoryNeed:
-    """Returns what jobs need, measured in a pool of one page, and gives back all that this took. A unit whose
-    pool is what is left is alone on the device, so all that is taken meanwhile is its own, and counts; beside
-    others only what torch has taken does. Raises torch's OutOfMemoryError."""
+    """Returns the memory that jobs need, measured in a pool of one page, and gives back all that this took. A
+    unit whose pool is to have the rest of the device is alone there, so all memory that is taken meanwhile is
+    its own, and counts. Beside other units only torch's memory counts. Raises torch's OutOfMemoryError."""
     total = device.free()[1]
     page = max(one.geometry.blocks_per_page for one in loaded.values())
     arena = DeviceArena(page, spec.block_bytes, device.torch)

@@ -52,9 +52,9 @@ class _DeviceState(ABC):
         poll: Callable[[], None],
         sequences: int,
     ) -> None:
-        """multiprocessors: those of the stream. written: called after each layer's write, on whose stream it
-        is. poll: called after each layer's attention, at which others may have something to do. sequences:
-        those that FlashAttention would have for each KV head."""
+        """multiprocessors: those of the stream. written: called with each layer after its write, on the same
+        stream. poll: called after each layer's attention, to look for tasks of other units. sequences: the
+        number that FlashAttention would have for each KV head."""
         self._operations = operations
         self._places = places
         self._multiprocessors = multiprocessors
@@ -132,35 +132,36 @@ class DecodeState(_DeviceState):
 
 
 class PrefillState(_DeviceState):
-    """Attends for prompts. starts: [B] tokens that each sequence has; begins: [B + 1] rows; both int32."""
+    """Attends for prompts. starts: [B], the tokens that each sequence has cached; cu_seqlens: [B + 1], the
+    edges of the sequences' rows, which the kernels call `begins`; both int32."""
 
     def __init__(
         self,
         operations: Operations,
         places: Places,
         starts: Tensor,
-        begins: Tensor,
+        cu_seqlens: Tensor,
         multiprocessors: int,
         written: Callable[[int], None] = lambda layer: None,
         poll: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(operations, places, multiprocessors, written, poll, len(begins))
+        super().__init__(operations, places, multiprocessors, written, poll, len(cu_seqlens))
         self._starts = starts
-        self._begins = begins
+        self._cu_seqlens = cu_seqlens
 
     def _over_pages(
         self, out: Tensor, layer: int, q: Tensor, scale: float, window: int, softcap: float
     ) -> None:
         places = self._places
         self._operations.prefill_attention(
-            out, q, places.arena, places.page_map, layer, places.tables, self._starts, self._begins,
+            out, q, places.arena, places.page_map, layer, places.tables, self._starts, self._cu_seqlens,
             scale, window, softcap,
         )  # fmt: skip
 
     def _head_sequences(self, rows: int) -> HeadSequences:
         places = self._places
         given = self._operations.block_tables, places.page_map, places.tables
-        return HeadSequences.of_prompts(*given, self._starts, self._begins, rows, places.arena.shape[2])
+        return HeadSequences.of_prompts(*given, self._starts, self._cu_seqlens, rows, places.arena.shape[2])
 
 
 Send = Callable[[Mapping[str, AnyArray]], SentInputs]
@@ -179,8 +180,9 @@ class DevicePageMap:
         self._lock = threading.Lock()
 
     def refresh(self, plan: ForwardPlan, lane: PartitionLane, send: Send) -> SentInputs:
-        """Makes the map right for the pages of a plan, on the stream of the lane whose job has it. send: puts
-        arrays onto the device, with whatever else the job needs; what it returns is returned."""
+        """Brings the map up to date for the pages of a plan, on the stream of the lane that runs the plan's
+        job. send: sends arrays to the device, together with the job's other inputs; its result is
+        returned."""
         with self._lock:
             pages, seen = self._stale(plan)
             sent = send({"map_pages": pages, "map_rows": plan.page_map[pages]})
@@ -194,9 +196,9 @@ class DevicePageMap:
         return sent
 
     def _stale(self, plan: ForwardPlan) -> tuple[I64, I64]:
-        """Returns those of the pages that the forward may read or write whose rows the device has not, and
-        the rows' versions. Entries of a table past a sequence's own pages do no harm: their rows come again
-        when they are somebody's."""
+        """Returns the pages that the forward may read or write and whose rows the device does not have yet,
+        and the rows' versions. Entries of a table past a sequence's own pages do no harm: their rows are sent
+        again when somebody gets those pages."""
         if plan.versions is not self._counted:
             self._counted = plan.versions
             self._versions[:] = -1
@@ -272,12 +274,13 @@ class DeviceModel:
         return out
 
     def advance(self, sent: SentInputs, ids: Tensor) -> None:
-        """Turns a decode step's inputs into the next one's: ids [B] are what its first B rows have drawn."""
+        """Turns a decode step's inputs into the next step's. ids [B]: the tokens that its first B rows have
+        drawn."""
         names = ("tokens", "positions", "lengths", "slot_page", "slot_offset", "tables")
         self.operations.advance(ids, *(sent.arrays[name] for name in names), self.geometry.tokens_per_block)
 
     def copies(self, copies: tuple[PageCopy, ...]) -> dict[str, AnyArray]:
-        """Returns what `copy_pages` needs on the device."""
+        """Returns the arrays that `copy_pages` needs on the device."""
         lists = {
             "copy_sources": [copy.source for copy in copies],
             "copy_targets": [copy.target for copy in copies],
@@ -293,7 +296,7 @@ class DeviceModel:
         self.operations.copy_pages(self.memory, self.page_map.blocks, *lists, **self._layout)
 
     def rehearse_sends(self, sent: SentInputs) -> None:
-        """Copies no token of a block, as what is sent to other units is copied."""
+        """Runs the copy that sends to other units use, over no tokens."""
         ids, counts = sent.arrays["copy_sources"], sent.arrays["copy_counts"]
         lists = ids, ids, counts, counts
         self.operations.copy_blocks(self.memory, self.memory, *lists, **self._layout)

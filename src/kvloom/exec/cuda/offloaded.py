@@ -116,7 +116,7 @@ class OffloadedSteps:
         return known
 
     def forget(self) -> None:
-        """Forgets recordings: what they poll for has changed."""
+        """Forgets recordings, because the loan has changed for which they were made."""
         self._steps.clear()
 
     def lost(self) -> str | None:
@@ -169,7 +169,7 @@ def _products(module: nn.Module) -> Iterator[nn.Linear]:
 
 
 class CudaLoans:
-    """Gives the forwards of a unit their part in loans. Jobs call it in a turn of their lane."""
+    """The part that a unit's forwards have in loans. Jobs call it in a turn of their lane."""
 
     def __init__(
         self,
@@ -233,9 +233,9 @@ class CudaLoans:
 
     @contextmanager
     def attend(self, job: Job, lane: PartitionLane) -> Iterator[None]:
-        """Goes around a forward that a job asks for. It polls, or is waited for and followed by a single look
-        if tasks wait for the host. A forward with offloaded rows polls as well, but while it waits for others
-        somebody else has to attend for them."""
+        """A context around a forward that a job asks for. The forward polls. If tasks wait for the host, a
+        single look for them follows, and the job waits for both. A forward with offloaded rows polls as well,
+        but while it waits for another unit somebody else has to do the tasks."""
         server = self._server
         if server is None or job.offloaded is not None:
             yield

@@ -17,10 +17,9 @@ from kvloom.kernels.reference import Activation
 @dataclass(frozen=True, slots=True)
 class Operations:
     """The operations that the twins in `kernels/reference.py`, `kernels/mailbox_reference.py` and
-    `kernels/cuda/reference.py` define.
-    workspace: (q, lengths, kv_heads, multiprocessors, longest, window) → the parts in which a decode step's
-    attention does its work, or None for whole sequences. flash: attends instead of both attentions if
-    it is there and has room."""
+    `kernels/cuda/reference.py` define. workspace: (q, lengths, kv_heads, multiprocessors, longest, window) →
+    the parts in which a decode step's attention does its work, or None for whole sequences. flash:
+    FlashAttention, which attends in place of both attention kernels if it is there and has room."""
 
     write_kv: Callable[..., None]
     decode_attention: Callable[..., None]
@@ -43,7 +42,7 @@ class Operations:
 
 
 def plain_operations() -> Operations:
-    """Returns the twins: on any device, in any dtype, at any speed."""
+    """Returns the plain twins, which run on any device and in any dtype, at any speed."""
 
     def decode(*arguments: Any, workspace: None) -> None:
         reference.decode_attention(*arguments)

@@ -1,5 +1,5 @@
-"""Prefill jobs on a device: the inputs and the forward of one, the draws of any job, and what is run at the
-start to see that a model's forwards work."""
+"""Prefill jobs on a device: their inputs and their forward, the draws of any job, and the forwards that are
+run at the start to see that a model works."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class Draws:
     def take(
         self, logits: Tensor, sent: Mapping[str, Tensor], step: int = 0
     ) -> tuple[Tensor, Sequence[TokenLogprob | None]]:
-        """Takes logits [R, V] of a step and the arrays on the device, and returns ids [R] there, and what was
-        asked for beside, if anything was. It waits for the device only if the host has a say."""
+        """Takes logits [R, V] of a step and the arrays on the device, and returns ids [R] there, and
+        log-probabilities if they were asked for. It waits for the device only if the host has a say."""
         if self.on_device:
             ids = logits.argmax(-1)
             if self.arrays:
@@ -82,7 +82,7 @@ def _simple(row: SampleRow) -> bool:
 
 
 def prefill_inputs(job: Job) -> dict[str, AnyArray]:
-    """Returns what a forward needs on the device; the arrays of a recording come first."""
+    """Returns the arrays that a forward needs on the device; those of a recording come first."""
     plan = job.plan
     return {
         "tokens": job.tokens,
@@ -90,7 +90,7 @@ def prefill_inputs(job: Job) -> dict[str, AnyArray]:
         "slot_page": plan.slot_page,
         "slot_offset": plan.slot_offset,
         "starts": plan.starts.astype(np.int32),
-        "begins": np.concatenate(([0], np.cumsum(plan.appends))).astype(np.int32),
+        "cu_seqlens": np.concatenate(([0], np.cumsum(plan.appends))).astype(np.int32),
         "kept": job.kept,
         "tables": widened(plan.tables),
     }
@@ -107,14 +107,14 @@ def run_prefill(
     places = Places(
         model.arena, model.page_map.blocks, arrays["tables"], arrays["slot_page"], arrays["slot_offset"]
     )
-    new = arrays["starts"], arrays["begins"]
+    new = arrays["starts"], arrays["cu_seqlens"]
     state = PrefillState(model.operations, places, *new, multiprocessors, written, poll)
     return model.logits(arrays["tokens"], arrays["positions"], state, arrays["kept"])
 
 
 def rehearse(model: DeviceModel, tokens: int, device: GpuDevice) -> None:
-    """Runs a prefill of so many tokens that are written nowhere, copies of no tokens, a draw, and what lies
-    between two steps, so that their kernels are compiled."""
+    """Runs a prefill of so many tokens that are written nowhere, copies of no tokens, a draw, and the kernel
+    that leads from one step to the next, so that all of them are compiled."""
     lane, none = device.partitions.whole, np.zeros(tokens, dtype=np.int32)
     draws = Draws.of((SampleRow(0, 0, 0, SamplingParams(max_tokens=1, seed=0, temperature=1.0)),))
     arrays: dict[str, AnyArray] = {
@@ -124,7 +124,7 @@ def rehearse(model: DeviceModel, tokens: int, device: GpuDevice) -> None:
         "slot_offset": none,
         "tables": widened(np.zeros((1, model.geometry.pages(tokens)), dtype=np.int32)),
         "starts": none[:1],
-        "begins": np.asarray([0, tokens], dtype=np.int32),
+        "cu_seqlens": np.asarray([0, tokens], dtype=np.int32),
         "kept": np.asarray([tokens - 1]),
         "lengths": none[:1],
         **draws.arrays,
@@ -144,10 +144,10 @@ _CLOSE: Final = {torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 
 
 def prove_flash(model: DeviceModel, device: GpuDevice) -> DeviceModel:
-    """Returns the model with what attends for it from now on, and logs that. FlashAttention stays if the
-    logits of a short prompt, in two parts and a decode step, are those that the kernels here give: a package
-    may be built without a form of attention, or not for this torch. A model of which this is known already
-    stays as it is."""
+    """Returns the model with FlashAttention or without it, and logs which. FlashAttention stays if the logits
+    of a short prompt, in two parts and a decode step, are those that the kernels here give: a package may be
+    built without a form of attention, or not for this torch. A model that has been compared before stays as
+    it is."""
     if model.proved:
         return model
     model, flash = replace(model, proved=True), model.operations.flash
@@ -192,7 +192,7 @@ def _short_logits(model: DeviceModel, device: GpuDevice) -> Tensor:
                 "slot_page": (positions // size).astype(np.int32),
                 "slot_offset": (positions % size).astype(np.int32),
                 "starts": np.asarray([start], dtype=np.int32),
-                "begins": np.asarray([0, end - start], dtype=np.int32),
+                "cu_seqlens": np.asarray([0, end - start], dtype=np.int32),
                 "lengths": np.asarray([end], dtype=np.int32),
                 "kept": np.asarray([end - start - 1]),
                 "tables": np.pad(np.arange(pages, dtype=np.int32), (0, width - pages))[None],

@@ -73,8 +73,8 @@ class Staging:
         return SentInputs(memory, layout.views(memory))
 
     def fetch(self, values: Tensor) -> Tensor:
-        """Returns values [n] int64 in the host's memory, once what the current stream has to do until here is
-        done; there until the next call but one."""
+        """Returns values [n] int64 in the host's memory. They are right once the current stream has done its
+        work up to here, and stay until the next call but one."""
         size = values.numel() * values.itemsize
         self._outputs.rotate()
         if self._outputs[0].numel() < size:
@@ -93,8 +93,8 @@ def padded(values: AnyArray, size: int, fill: int = 0) -> AnyArray:
 
 
 def widened(tables: I32) -> I32:
-    """Returns tables [B, P] with columns of 0 up to a multiple of 16, or kernels would be compiled anew for
-    odd rows."""
+    """Returns tables [B, P], filled up with columns of 0 to a multiple of 16, or kernels would be compiled
+    anew for odd rows."""
     return np.pad(tables, ((0, 0), (0, -tables.shape[1] % _COLUMNS)))
 
 

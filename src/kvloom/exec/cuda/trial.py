@@ -1,5 +1,5 @@
-"""A trial of what lanes are asked for, before anything is loaded, and what a refusal means for whoever has to
-mend it."""
+"""A trial of the kinds of work that lanes do, before anything is loaded. A refusal becomes an error that says
+what has to be mended."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Trial:
         self._out = torch.zeros(_SIZE, _SIZE, dtype=torch.bfloat16, device=device)
 
     def ask(self) -> None:
-        """Asks the current stream for them."""
+        """Asks the current stream for all of them."""
         torch.mm(self._gated(self._x, "silu"), self._one, out=self._out)
 
     def check(self) -> None:
-        """Waits for what was asked for. Raises RuntimeError if it is wrong."""
+        """Waits for the work that was asked for. Raises RuntimeError if a result is wrong."""
         found = self._out.float().cpu()
         self._out.zero_()
         # It is computed only now: what it leaves in freed memory would pass for the work of a kernel that

@@ -92,7 +92,8 @@ class _Layout:
 
 
 def _layer(name: str) -> int:
-    """Returns the layer whose weight has this name; −1 for what is in none, and may be needed at once."""
+    """Returns the layer whose weight has this name; −1 for a weight that is in no layer, and may be needed at
+    once."""
     found = re.search(r"\.(\d+)\.", name)
     return int(found[1]) if found else -1
 
@@ -157,8 +158,8 @@ class SleepingWeights:
             return self.is_there
 
     def follow(self, lane: PartitionLane, layer: int | None = None) -> None:
-        """Lets what comes later in the lane wait, on the device, for the weights up to and with a layer's, or
-        for all. The first part has been read."""
+        """Lets later work of the lane wait, on the device, for the weights up to and with a layer's, or for
+        all. It is called when the first part has been read."""
         if self.is_there:
             return
         with self._lock:
@@ -215,8 +216,8 @@ class GpuWeights:
 
     @contextmanager
     def awake(self, model: str) -> Iterator[None]:
-        """Has a model's weights there meanwhile, in the place of the pool's last blocks, before there are
-        jobs."""
+        """A context in which a model's weights are in memory, in the place of the pool's last blocks, before
+        there are jobs."""
         blocks = np.arange(self._arena.blocks - self.blocks[model], self._arena.blocks, dtype=np.int32)
         self.make_room(blocks)
         while not self._models[model].read_part():

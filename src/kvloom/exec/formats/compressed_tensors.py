@@ -37,7 +37,7 @@ _KINDS: Final[Mapping[str, tuple[str, ...]]] = {
     "float-quantized": ("float",),
     "naive-quantized": ("int", "float"),
 }
-"""What codes may be, by the name of the format."""
+"""The types that codes may have, by the name of the format."""
 _PACKED: Final = "pack-quantized"
 CODES: Final = "I8", "F8_E4M3"
 """The number formats of codes that are not packed: integers, and floats."""

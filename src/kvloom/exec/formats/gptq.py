@@ -31,8 +31,8 @@ _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)  # where a word holds the first, se
 
 
 def gptq(config: Mapping[str, Any]) -> Reader:
-    """Reads what https://github.com/ModelCloud/GPTQModel and AutoGPTQ write, as `nn_modules/qlinear/torch.py`
-    and `utils/model.py` of the former read it.
+    """Reads what https://github.com/ModelCloud/GPTQModel and AutoGPTQ write, as GPTQModel's
+    `nn_modules/qlinear/torch.py` and `utils/model.py` read it.
 
     `qweight` is int32 [K · bits / 32, N], whose words hold neighbours of a column of the transposed matrix,
     the first in the lowest bits; `qzeros` int32 [G, N · bits / 32], whose words hold neighbours of a row;

@@ -1,4 +1,5 @@
-"""The tensors of quantised checkpoints: where they are stored, how bits lie in them, what is wrong with them.
+"""The tensors of quantised checkpoints: finds them in the files, unpacks their bits, and says what is wrong
+with them.
 
 All numbers are little-endian, as safetensors wants it.
 """
@@ -86,7 +87,7 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of what `read` returns, at most."""
+        """Returns the most bytes that the result of `read` takes."""
         rows, columns = self.shape
         return rows * (columns * self.bits // 8 + self.groups * 4 * (1 + self.offsets))
 
@@ -112,7 +113,8 @@ def part_of(parts: Parts, name: str) -> StoredTensor:
 
 
 def config_error(key: str, value: object, *right: object) -> ConfigError:
-    """Returns the error that a value of the config is wrong. right: what would not be."""
+    """Returns the error which says that a value of the config is wrong. right: a value that would be
+    right."""
     shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
     return ConfigError(f"its {KEY}: {key}: {shown}; {' or '.join(map(str, right))} is right")
 
@@ -156,7 +158,7 @@ def signed(numbers: Tensor) -> Tensor:
 
 def made(bits: Bits, codes: Tensor, scales: Tensor, zeros: Tensor | int, of: StoredTensor) -> QuantizedWeight:
     """Returns the weight whose elements are scale · (code - zero). zeros: [N, G], or one for all. With scales
-    of 16 bits all numbers on the way are exact in float32, and so is what the weight stands for."""
+    of 16 bits all numbers on the way are exact in float32, and so are the elements."""
     wide = scales.to(torch.float32).contiguous()
     offsets = None
     if isinstance(zeros, Tensor) and bool(zeros.any()):

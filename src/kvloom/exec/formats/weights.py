@@ -52,7 +52,7 @@ class QuantizedTensors(Mapping[str, QuantizedWeight]):
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of all quantised weights together, at most."""
+        """Returns the most bytes that all quantised weights take together."""
         return sum(layout.nbytes for layout in self.layouts.values())
 
     @property

@@ -2,8 +2,8 @@
 
 Every number of the config that decides over sizes is compared with tensors that the file has, so that no
 module is made larger than the file. The keys are those of
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and what they mean for a model is what llama.cpp's
-convert_hf_to_gguf.py has made them from.
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; for the meaning of each see how llama.cpp's
+convert_hf_to_gguf.py makes it.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ _SOFTMAX: Final = 1  # of `expert_gating_func`
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """Holds where a weight of transformers' lies: in one tensor of the file or, rows after rows of each
-    expert, in several."""
+    """The place of one of transformers' weights: one tensor of the file or, rows after rows of each expert,
+    several."""
 
     parts: tuple[TensorRecord, ...]
 
@@ -121,8 +121,8 @@ def weights_of(header: GgufHeader) -> Mapping[str, StoredWeight]:
 
 
 def with_experts_apart(weights: Mapping[str, StoredWeight]) -> Mapping[str, StoredWeight]:
-    """Returns the weights; of layers in which experts are quantised, those of the linear layers that
-    `split_experts` makes of each. weights: of shapes that fit."""
+    """Returns the weights with quantised experts apart: their stacked tensors become weights of the linear
+    layers that `split_experts` makes of each expert. weights: their shapes fit."""
     apart = {
         match[1]
         for name, weight in weights.items()
@@ -162,7 +162,7 @@ def _plain_matrices(header: GgufHeader) -> Iterator[TensorRecord]:
 
 
 def row_order(name: str, header: GgufHeader, config: Any) -> NDArray[np.int64] | None:
-    """Returns where in the file each row of a tensor lies, or None if they are in their order. name: as
+    """Returns the place in the file of each row of a tensor, or None if the rows are in their order. name: as
     transformers has it.
 
     llama.cpp rotates neighbours of a head in Llama's models, and transformers rotates the halves of a head,
@@ -245,8 +245,8 @@ def read_config(header: GgufHeader) -> PretrainedConfig:
 
 
 def _experts(values: _Values) -> dict[str, Any]:
-    """Returns what a mixture's config has beside a plain model's; nothing if it is none. Raises
-    ConfigError."""
+    """Returns the values that a mixture's config has beside those of a plain model; none if it is no mixture.
+    Raises ConfigError."""
     if not values.maybe("expert_count"):
         return {}
     kind = _MODEL_TYPES[values.architecture]

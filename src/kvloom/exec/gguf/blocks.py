@@ -40,12 +40,12 @@ class _Factors:
     """Holds the scales or the offsets of blocks."""
 
     factors: Floats
-    """[blocks, 1]: what a file has in float16."""
+    """[blocks, 1], the numbers that a file has in float16."""
     numbers: Bytes | None = None
     """If a block has more than one group, the integers that its factor is multiplied by [blocks, G]."""
 
     def of_rows(self, rows: int) -> Factors:
-        """Returns them as those of so many rows."""
+        """Returns the factors in the shape of so many rows."""
         factors = torch.from_numpy(self.factors.reshape(rows, -1))
         if self.numbers is None:
             return factors
@@ -65,7 +65,7 @@ class _Groups:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How a type's blocks become the one form of quantised weights."""
+    """A type of blocks, and how they become the one form of quantised weights."""
 
     bits: Bits
     group: int
@@ -155,8 +155,8 @@ _LAYOUTS: Final[Mapping[str, _Layout]] = {
 
 
 def held_bytes(record: TensorRecord) -> int:
-    """Returns the bytes that a quantised matrix takes as a `QuantizedWeight`. What is float16 in the file is
-    held so, and a block's integers are bytes."""
+    """Returns the bytes that a quantised matrix takes as a `QuantizedWeight`. Numbers in float16 stay so, and
+    a block's integers are bytes."""
     layout, block = _LAYOUTS[record.type.name], record.type.block
     numbers = 0 if block == layout.group else record.elements // layout.group
     factors = 2 * record.elements // block
@@ -178,7 +178,7 @@ def _read_rows(opened: BinaryIO, record: TensorRecord) -> Iterator[tuple[slice, 
 
 
 def _weight_of(rows: Bytes, record: TensorRecord) -> QuantizedWeight:
-    """Returns what rows of a matrix hold. Raises ConfigError."""
+    """Returns the codes, scales and offsets of rows of a matrix. Raises ConfigError."""
     layout = _LAYOUTS[record.type.name]
     with np.errstate(invalid="ignore", over="ignore"):  # of scales that are refused below
         groups = layout.unpack(rows.reshape(-1, record.type.size))
@@ -201,8 +201,8 @@ def _weight_of(rows: Bytes, record: TensorRecord) -> QuantizedWeight:
 def read_quantized(
     opened: BinaryIO, record: TensorRecord, order: NDArray[np.int64] | None = None
 ) -> QuantizedWeight:
-    """Returns a quantised matrix. order: for each row, where it lies in the file. Raises ConfigError if a
-    scale is infinite."""
+    """Returns a quantised matrix. order: the place of each row in the file. Raises ConfigError if a scale is
+    infinite."""
     layout = _LAYOUTS[record.type.name]
     rows, columns = record.shape
     size = rows * columns * layout.bits // 8

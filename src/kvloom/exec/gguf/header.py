@@ -1,4 +1,4 @@
-"""The header of a GGUF file, which a stranger may have made: its values, and where its tensors lie.
+"""The header of a GGUF file, which a stranger may have made: its values, and the places of its tensors.
 
 The file is not believed: each length is compared with the bytes that are there before anything is made of
 it, and each tensor must lie inside the file, beside the others. The layout is that of versions 2 and 3 of
@@ -171,7 +171,7 @@ _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _SCALARS: Final[Mapping[int, str]] = {
     **{0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 }
-"""What the format's types of values are for `struct` and `array`; 7 is a Boolean."""
+"""The codes that `struct` and `array` have for the format's types of values; 7 is a Boolean."""
 _TEXT, _ARRAY = 8, 9
 
 
@@ -204,8 +204,8 @@ class _Reader:
         return GgufHeader(self._file, values, self._placed(records, values))
 
     def _take(self, length: int) -> int:
-        """Returns where the next `length` bytes begin, and goes beyond them. Raises ConfigError if they are
-        not there."""
+        """Returns the position at which the next `length` bytes begin, and goes beyond them. Raises
+        ConfigError if they are not there."""
         at = self._at
         if length > self._end - at:
             size = len(self._data)

@@ -1,8 +1,8 @@
 """The tokenizer, chat template and sampling defaults that a GGUF file holds.
 
 Vocabularies of two kinds are served: byte-level BPE (`gpt2`), and BPE over SentencePiece's spelling
-(`llama`). The keys are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. How a kind of
-text splitting (`tokenizer.ggml.pre`) works is what the models' own tokenizers do.
+(`llama`). The keys are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Each kind of text
+splitting (`tokenizer.ggml.pre`) is done as the models' own tokenizers do it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Splitting:
     """How a byte-level vocabulary's texts are normalised and split."""
 
     regex: str | None
-    """What is split off; None stands for GPT-2's own."""
+    """The pattern of the pieces into which texts are split; None stands for GPT-2's own."""
     composed: bool = False
     """Whether texts are brought to Unicode's form C before."""
     whole: bool = False
@@ -100,7 +100,7 @@ def read_tokenizer(header: GgufHeader) -> PreTrainedTokenizerFast:
 
 
 def read_sampling(header: GgufHeader) -> SamplingDefaults:
-    """Returns what the file says of how the model is to be sampled. Raises ConfigError."""
+    """Returns the file's defaults for sampling. Raises ConfigError."""
     names = {
         "temperature": "temp",
         "top_p": "top_p",
@@ -116,7 +116,7 @@ def read_sampling(header: GgufHeader) -> SamplingDefaults:
 
 
 class _Vocabulary:
-    """The tokens, and what the file says of them."""
+    """The tokens, and the file's lists about them."""
 
     def __init__(self, header: GgufHeader) -> None:
         """Raises ConfigError if lists that belong together have other lengths."""
@@ -159,8 +159,8 @@ class _Vocabulary:
         raise ConfigError(f"its tokenizer has the merge {text[:60]!r}, which is no pair of its tokens")
 
     def _merges_by_score(self, scores: Sequence[float]) -> list[tuple[str, str]]:
-        """Returns the pairs that make tokens, as SentencePiece joins them: the best score first, as
-        transformers orders them where scores are equal."""
+        """Returns the pairs that make tokens, as SentencePiece joins them: the best score first, and equal
+        scores in transformers' order."""
         found: list[tuple[float, int, int, str, str]] = []
         for token, score in zip(self.tokens, scores, strict=True):
             halves = ((token[:at], token[at:]) for at in range(1, len(token)))
@@ -176,8 +176,8 @@ class _Vocabulary:
         return [AddedToken(token, normalized=False, special=kind == _CONTROL) for token in alike]
 
     def special(self, name: str) -> str | None:
-        """Returns the token with a part to play, or None if there is none. Raises ConfigError for one beyond
-        the vocabulary."""
+        """Returns the special token of this part (as `bos` or `eos`), or None if there is none. Raises
+        ConfigError for one beyond the vocabulary."""
         key = f"tokenizer.ggml.{name}_token_id"
         token = self._header.count(key)
         if token is not None and token >= len(self.tokens):

@@ -1,1 +1,1 @@
-"""Models that make vectors of texts: what their files say of them, and how they run."""
+"""Models that make vectors of texts: how their files are read, and how they run."""

@@ -1,5 +1,5 @@
-"""What a checkpoint's files say of a model that makes vectors: sentence-transformers' own files beside the
-weights, or an architecture that classifies with one label."""
+"""Reads from a checkpoint's files how a model makes vectors: from sentence-transformers' own files beside the
+weights, or from an architecture that classifies with one label."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ class Pooling:
     normalized: bool = False
     """Whether vectors have the length 1."""
     sigmoid: bool = False
-    """Whether a score is the sigmoid of what the head gives."""
+    """Whether a score is the sigmoid of the head's output."""
     most_tokens: int | None = None
-    """Of a text; None for as many as the model has positions for."""
+    """The most tokens of a text; None for as many as the model has positions for."""
     lower: bool = False
     """Whether texts are to be in small letters."""
     prefix: str = ""
-    """What every text gets in front of it (the default prompt)."""
+    """The text that is put in front of every text (the default prompt)."""
 
 
 def read_pooling(folder: Path, config: Mapping[str, Any]) -> Pooling | None:
-    """Returns what the files in the folder say; None for a model that generates. Raises ConfigError for what
-    is not served, and for an encoder whose files say nothing."""
+    """Returns how the model makes vectors, by the files in the folder; None for a model that generates.
+    Raises ConfigError for a way that is not served, and for an encoder whose files do not say how."""
     name = str((config.get("architectures") or [""])[0])
     if name.endswith(_CLASSIFIES):
         return _scores(name, config)
@@ -103,7 +103,7 @@ def _embeds(folder: Path) -> Pooling:
 
 
 def _default_prompt(folder: Path) -> str:
-    """Returns what sentence-transformers puts in front of a text that is encoded without further words."""
+    """Returns the prompt that sentence-transformers puts in front of a text by default."""
     config = _read(folder, _PROMPTS, dict) if (folder / _PROMPTS).is_file() else {}
     name, prompts = config.get("default_prompt_name"), config.get("prompts")
     if name is None:

@@ -1,5 +1,5 @@
-"""Models that make vectors: texts in one row without padding, through transformers' own layers, and what
-becomes of each text's last hidden states.
+"""Models that make vectors: texts run in one row without padding through transformers' own layers, and each
+text's last hidden states become its vector.
 
 Where a text's positions begin, and which of its states a head reads, is not taken from an architecture's
 name: the loader tries, and keeps what agrees with the stock model's own answer.
@@ -98,7 +98,7 @@ _POOLED: Final[dict[Mode, Callable[[Tensor], Tensor]]] = {
 
 @dataclass
 class _Output(BaseModelOutputWithPooling):  # type: ignore[misc]
-    """What a model below a head gives, with what decoders' heads pass on."""
+    """The output of a model below a head, with the fields that decoders' heads pass on."""
 
     cache: None = None
 
@@ -132,8 +132,8 @@ class PooledModel:
     """Whether the model is told which tokens are of the second text of a pair."""
 
     def __call__(self, tokens: I64, lengths: I64, pairs: tuple[int, ...]) -> Tensor:
-        """Takes the tokens [N] of texts, the length [B] of each and where the second text of a pair begins in
-        it, and returns vectors [B, size] in float32."""
+        """Takes the tokens [N] of texts, the length [B] of each and the position at which the second text of
+        a pair begins in it, and returns vectors [B, size] in float32."""
         edges: list[int] = np.concatenate(([0], lengths.cumsum())).tolist()
         inside = np.arange(tokens.size) - np.repeat(edges[:-1], lengths)
         kinds = {}
@@ -167,9 +167,9 @@ def _no_cache(module: Any) -> dict[str, bool]:
 def prove_pooled(
     module: Any, pooling: Pooling, prepare: Callable[[nn.Module], None], *, types: bool
 ) -> PooledModel:
-    """Returns the model that makes of texts in one row what the stock module makes of each alone. prepare:
-    makes the module fast, in place; types: whether its tokenizer tells the texts of a pair apart. Raises
-    ConfigError if there is none."""
+    """Returns the model that makes the same vectors of texts in one row as the stock module makes of each
+    text alone. prepare: makes the module fast, in place; types: whether its tokenizer tells the texts of a
+    pair apart. Raises ConfigError if there is none."""
     config = module.config
     generator = torch.Generator().manual_seed(0)
     low, size = 3, int(config.vocab_size)  # past the tokens that mostly stand for padding
@@ -210,7 +210,7 @@ def prove_pooled(
 
 
 def _stock(module: Any, text: Tensor, *, scores: bool) -> Tensor:
-    """Returns what the stock module makes of one text [1, n]: its score, or the mean of its states."""
+    """Returns the stock module's result for one text [1, n]: its score, or the mean of its states."""
     if scores:
         logits: Tensor = module(input_ids=text, **_no_cache(module)).logits
         return logits

@@ -43,7 +43,7 @@ class HeadSequences:
     kv_heads: int
     tables: Tensor  # [layers, S, pages] int32: blocks; undefined past a sequence's length
     lengths: Tensor  # [S] int32, of K and V; a sequence of 0 sees nothing, and gets 0
-    begins: Tensor | None  # [S + 1] int32: their rows of q; None if each has one
+    cu_seqlens: Tensor | None  # [S + 1] int32: the edges of their rows of q; None if each has one
 
     @classmethod
     def of_steps(
@@ -64,19 +64,19 @@ class HeadSequences:
         page_map: Tensor,
         tables: Tensor,
         starts: Tensor,
-        begins: Tensor,
+        cu_seqlens: Tensor,
         rows: int,
         page_tokens: int,
     ) -> HeadSequences:
         """Returns those of a prefill of `rows` rows, head after head. Behind the B sequences of a head one
-        more has the rows from begins[B] on, which are padding, and no K and V. starts [B] and begins [B + 1]
-        are int32, all else is as in `of_steps`."""
+        more has the rows from cu_seqlens[B] on, which are padding, and no K and V. starts [B] and
+        cu_seqlens [B + 1] are int32, all else is as in `of_steps`."""
         (_, layers, kv_heads), (batch, pages) = page_map.shape, tables.shape
-        lengths = starts + begins.diff()
+        lengths = starts + cu_seqlens.diff()
         blocks = tables.new_empty(layers, kv_heads, batch + 1, pages)
         block_tables(blocks[:, :, :batch].transpose(1, 2), page_map, tables, lengths, page_tokens)
-        first = torch.arange(kv_heads, dtype=torch.int32, device=begins.device) * rows
-        edges = F.pad((first[:, None] + begins).flatten(), (0, 1), value=kv_heads * rows)
+        first = torch.arange(kv_heads, dtype=torch.int32, device=cu_seqlens.device) * rows
+        edges = F.pad((first[:, None] + cu_seqlens).flatten(), (0, 1), value=kv_heads * rows)
         return cls(kv_heads, blocks.flatten(1, 2), F.pad(lengths, (0, 1)).repeat(kv_heads), edges)
 
 
@@ -124,7 +124,7 @@ class FlashAttention:
         returns what `decode_attention` and `prefill_attention` give, with zeros for padding. multiprocessors:
         those that the current stream has."""
         rows, count, head_dim = q.shape
-        group, steps = count // heads.kv_heads, heads.begins is None
+        group, steps = count // heads.kv_heads, heads.cu_seqlens is None
         if steps:
             given = q.reshape(-1, 1, group, head_dim)
         else:
@@ -136,7 +136,7 @@ class FlashAttention:
             arena[:, 1].unsqueeze(2),
             cache_seqlens=heads.lengths,
             page_table=heads.tables[layer],
-            cu_seqlens_q=heads.begins,
+            cu_seqlens_q=heads.cu_seqlens,
             max_seqlen_q=None if steps else rows,
             softmax_scale=scale,
             causal=True,

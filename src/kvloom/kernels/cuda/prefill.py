@@ -139,7 +139,8 @@ def prefill_attention(
     softcap: float = 0.0,
 ) -> Launch:
     """Computes causal attention of the new tokens of B sequences, packed: sequence b's queries are rows
-    [begins[b], begins[b + 1]) of q [N, heads, D], at positions from starts[b] on.
+    [begins[b], begins[b + 1]) of q [N, heads, D], at positions from starts[b] on. FlashAttention calls
+    `begins` cu_seqlens.
 
     K and V, the new tokens' too, are read from the pool: arena [blocks, 2, T, D]; page_map [pages, layers,
     kv_heads], tables [B, pages of the longest], starts [B] and begins [B + 1] are int32 on the device, and

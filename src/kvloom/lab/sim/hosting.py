@@ -22,12 +22,12 @@ class Cores:
 
     def __init__(self, count: float) -> None:
         self._count = count
-        self._threads: list[Thread] = []
+        self._threads: list[HostedThread] = []
         self._devices: list[tuple[Wish, Callable[[], None]]] = []
 
-    def thread(self) -> Thread:
+    def thread(self) -> HostedThread:
         """Returns one more thread, which is idle."""
-        thread = Thread(self)
+        thread = HostedThread(self)
         self._threads.append(thread)
         return thread
 
@@ -36,15 +36,15 @@ class Cores:
         can have has changed."""
         self._devices.append((wish, changed))
 
-    def leave(self, thread: Thread, wish: Wish) -> None:
-        """Takes a thread and a device out, which want nothing any more."""
+    def leave(self, thread: HostedThread, wish: Wish) -> None:
+        """Takes a thread and a device out, which want no cores any more."""
         self._threads.remove(thread)
         self._devices = [one for one in self._devices if one[0] != wish]
         self.changed()
 
     @property
     def over(self) -> float:
-        """Returns how many more want to run than there are cores; negative where some are idle."""
+        """Returns how many more want to run than there are cores; negative if some are idle."""
         threads, jobs = sum(thread.busy for thread in self._threads), sum(wish() for wish, _ in self._devices)
         return threads + jobs - self._count
 
@@ -57,15 +57,17 @@ class Cores:
             changed()
 
 
-class Thread:
-    """CPU work in a queue; its time is the running loop's."""
+class HostedThread:
+    """A modelled thread: CPU work in a queue. Its time is the running loop's."""
 
     def __init__(self, cores: Cores) -> None:
         self._cores = cores
         self._pace = 1.0
         self._since = 0.0
         self._queued = self._done = 0.0  # CPU seconds so far; `done` as of `since`
-        self._waiting: deque[tuple[float, Callable[[], None]]] = deque()  # who, and for how much to be done
+        self._waiting: deque[tuple[float, Callable[[], None]]] = (
+            deque()
+        )  # the work queued up to each call, and the call
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -131,11 +133,11 @@ class Thread:
             call()
 
 
-class Worker:
-    """One thread that requests and tokens go through."""
+class HostedLoop:
+    """The event loop of one process, through which requests and tokens go."""
 
     def __init__(self, cores: Cores, upkeep: Upkeep) -> None:
-        self.thread: Thread = cores.thread()
+        self.thread: HostedThread = cores.thread()
         self._upkeep = upkeep
 
     def tokens(self, count: int) -> None:
@@ -158,8 +160,8 @@ class HostedMachine:
         self.hosting = hosting
         self.cores = Cores(hosting.cores)
         roles: list[Role] = ["client", "gateway"] if client_here else ["gateway"]
-        self.ways = [Worker(self.cores, hosting.upkeep(role)) for role in roles]
-        """Those whose work a request is, one after the other, before an engine has it."""
+        self.hops = [HostedLoop(self.cores, hosting.upkeep(role)) for role in roles]
+        """The loops that a request passes, one after the other, before an engine has it."""
 
 
 class HostedUnit:
@@ -168,7 +170,7 @@ class HostedUnit:
     def __init__(self, machine: HostedMachine, between: Callable[[int], float] | None) -> None:
         """between: returns the seconds of the engine's own work after a job of so many sequences, before it
         can launch the next; None for no work."""
-        self.loop = Worker(machine.cores, machine.hosting.upkeep("engine"))
+        self.loop = HostedLoop(machine.cores, machine.hosting.upkeep("engine"))
         self._machine = machine
         self._between = between or (lambda _: 0.0)
         self._jobs = 0.0
@@ -203,30 +205,30 @@ class HostedUnit:
         many tokens is a frame on its way to the client."""
 
         def seen() -> None:
-            for worker in (self.loop, *self._machine.ways[::-1]):
-                worker.tokens(tokens)
+            for loop in (self.loop, *self._machine.hops[::-1]):
+                loop.tokens(tokens)
             call()
 
         self.loop.thread.after(self._between(batch), seen)
 
 
 class HostedServer:
-    """Satisfies `Generator`: a server to which requests go the ways of a machine, and its frames back."""
+    """Satisfies `Generator`: a server behind the loops of a machine, which requests and frames pass."""
 
     def __init__(self, server: Generator, machine: HostedMachine) -> None:
         self._server = server
-        self._ways = machine.ways
+        self._hops = machine.hops
 
     async def models(self) -> list[ModelCard]:
         return await self._server.models()
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
-        for worker in self._ways:
-            await worker.take_request()
+        for loop in self._hops:
+            await loop.take_request()
         async with aclosing(self._server.start_generate(body)) as frames:
             async for frame in frames:
-                for worker in reversed(self._ways) if frame else ():
-                    await worker.passed()
+                for loop in reversed(self._hops) if frame else ():
+                    await loop.passed()
                 yield frame
 
     async def abort(self, request: str, choice: int | None = None) -> None:

@@ -33,15 +33,17 @@ class RemoteAttention:
     """Attention of the last rows of one forward, done by a lender."""
 
     def __init__(self, tasks: TaskSender, home: int, plan: ForwardPlan, lost: str | None = None) -> None:
-        """home: the number of rows before these. plan: over the loan's blocks. lost: why nobody is to be
-        asked. Raises ValueError if the plan is not one of a decode step."""
+        """home: the number of rows before these. plan: over the loan's blocks. lost: the reason why the
+        lender is not to be asked, if there is one. Raises ValueError if the plan is not one of a decode
+        step."""
         if plan.versions is None or plan.copies or plan.sends or (plan.appends != 1).any():
             raise ValueError("offloaded rows: want a plain decode step, with the versions of its page map")
         self.home = home
         self.count = len(plan.sequences)
         self.positions = plan.positions
         self.lost = lost
-        """Why the lender has not attended, from where it failed on; these rows' attention is zeros then."""
+        """The reason why the lender has not attended from some layer on; the attention of these rows is zeros
+        then."""
         self._tasks = tasks
         if self.count and lost is None:
             lengths = (plan.starts + 1).astype(np.int32)
@@ -78,12 +80,12 @@ class RemoteAttention:
 
     @property
     def paused(self) -> bool:
-        """The step has ended before its end: somebody is to wait for an output."""
+        """Whether the step has stopped before its end, because an output has to be waited for."""
         return bool(self._tasks.record.paused != NOWHERE)
 
     def resume(self, qkv: Tensor, attended: Tensor, records: npt.NDArray[Any]) -> None:
-        """Waits for that output, into the rows of `attended` [B, heads · D], and lets the step go on from
-        there. qkv [B, (heads + 2 kv_heads) · D or more]; records: the attention's of all layers."""
+        """Waits for that output, puts it into the rows of `attended` [B, heads · D], and lets the step go on
+        from there. qkv [B, (heads + 2 kv_heads) · D or more]; records: the attention's of all layers."""
         record = self._tasks.record
         layer = int(record.paused)
         attention, form = records[layer], self._tasks.form
@@ -105,8 +107,8 @@ class RemoteAttention:
 
 
 class Polls:
-    """The polls of one forward of a unit that lends: it does what tasks there are between its operators or
-    their parts."""
+    """The polls of one forward of a unit that lends: it does the tasks that have come, between its operators
+    or their parts."""
 
     def __init__(self, server: AttentionServer, split: OperatorSplit) -> None:
         self.split = split
@@ -118,7 +120,7 @@ class Polls:
         self._last: tuple[int, int] | None = None
 
     def poll(self) -> None:
-        """Looks for tasks after a product, or what else is no attention."""
+        """Looks for tasks after a product, or another operator that is no attention."""
         self.longest = max(self.longest, self.attended())
 
     def attended(self) -> float:
@@ -147,22 +149,23 @@ class ForwardOffload:
     remote: RemoteAttention | None = None
     polls: Polls | None = None
     lost: str | None = None
-    """Why offloaded rows, and copies before the forward, do not count; known when it has ended."""
+    """The reason why offloaded rows, and copies before the forward, do not count; None if they do. It is
+    known when the forward has ended."""
 
 
 class CpuLoans:
-    """The loans of a unit, as its forwards deal with them; any thread may run one."""
+    """The loans of a unit, as its forwards use them. Any thread may run a forward."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self.borrowed: dict[str, BorrowedBlocks] = {}
-        """What the unit's models have borrowed."""
+        """The loans that the unit's models have from others."""
         self.server: AttentionServer | None = None
         """The server of the loan to another unit, if there is one."""
 
     @contextmanager
     def attend(self, job: Job) -> Iterator[ForwardOffload]:
-        """Goes around the one forward of a job."""
+        """A context around the one forward of a job."""
         server = self.server
         if job.offloaded is not None:
             part = self.offloaded(job, job.offloaded)
@@ -183,7 +186,7 @@ class CpuLoans:
                 polls.split.ran(len(job.tokens), polls.longest, polls.pieces)
 
     def offloaded(self, job: Job, rows: OffloadedRows) -> ForwardOffload:
-        """Copies what moves, and begins the attention of the offloaded rows."""
+        """Copies the K and V that move, and begins the attention of the offloaded rows."""
         loan, lost = self.borrowed[job.model], None
         try:
             for move in rows.moves:

@@ -61,8 +61,9 @@ class OperatorSplit:
         """[S] pieces that there are after each operator."""
 
     def runs(self, rows: int) -> int:
-        """Returns into how many runs of rows a forward of many, which goes layer by layer, cuts its products:
-        so many that the longest, did all take as long, would stall by no more than is allowed."""
+        """Returns the number of runs of rows into which a forward of many rows, which goes layer by layer,
+        cuts its products: so many that no run would stall a task for longer than is allowed, if all products
+        took as long as the longest."""
         rule = self._rule()
         bound = rule.ahead + 2 * rule.most if rule else 0.0
         wanted = -(-self._longest * rows // bound) if bound else 1
@@ -76,8 +77,8 @@ class OperatorSplit:
         self._landed(np.array(times))
 
     def begin(self, limits: Sequence[int], threads: int = 1) -> None:
-        """Begins a step of operators that can have so many parts each, of which the thread that looks may do
-        all, and looks `threads` times as often then."""
+        """Begins a step whose operators can have so many parts each. The thread that looks for tasks may do
+        all parts of an operator alone, and then looks `threads` times as often."""
         self._limits = limits
         if len(self.parts) != len(limits):
             self.parts = np.ones(len(limits), np.int64)
@@ -103,14 +104,14 @@ class OperatorSplit:
 
 
 class AttentionServer:
-    """Serves the tasks of one loan. Each is done by whoever finds it: a forward of our own models, which
-    polls between its operators or their parts (`polled`), or, while none does, a thread that sleeps until
-    there is a task."""
+    """Serves the tasks of one loan. A task is done by the thread that finds it: that of a forward of our own
+    models, which polls between its operators or their parts (`polled`), or, while no forward polls, a thread
+    that sleeps until there is a task."""
 
     def __init__(self, lending: Lending, arena: Arena, borrow: Borrow, ended: Callable[[str], None]) -> None:
         """borrow: its terms, and its process' id. ended: called once, on any thread, with the reason, when
-        the borrower has left, is gone or breaks the rules; not by `close`. From then on no lent block is
-        touched. Raises OSError if the process is gone."""
+        the borrower has left, is gone or breaks the rules; not by `close`. No lent block is touched from then
+        on. Raises OSError if the process is gone."""
         self._receiver = lending.receiver
         self._mailbox = lending.mailbox.memory
         self._terms = borrow
@@ -146,8 +147,8 @@ class AttentionServer:
         self._gaps.append(self._polling.gaps)
 
     def lively(self) -> bool:
-        """Returns whether the forward that is to begin had better poll: a task has come lately. Otherwise it
-        takes the fastest way there is, and the thread does what comes meanwhile."""
+        """Returns whether the forward that is to begin should poll, because a task has come lately. Otherwise
+        it runs in the fastest way there is, and the thread does the tasks that come meanwhile."""
         with self._counting:
             if self._seen != self._polling.tasks:
                 self._seen, self._lively = self._polling.tasks, _LIVELY
@@ -155,7 +156,7 @@ class AttentionServer:
             return self._lively > 0
 
     def poll(self) -> None:
-        """Does what is there, unless another thread is at it."""
+        """Does the tasks that are there, unless another thread does."""
         threads = torch.get_num_threads()
         if threads == 1:
             self._polling.once()
@@ -171,16 +172,16 @@ class AttentionServer:
         return int(self._polling.record.busy)
 
     def enter(self) -> None:
-        """Does what is there. The caller polls from here on."""
+        """Does the tasks that are there. The caller polls from here on."""
         self._polling.enter()
 
     def leave(self) -> None:
-        """Does what is there. The caller polls no more: the thread does."""
+        """Does the tasks that are there. The caller polls no more; the server's thread does."""
         self._polling.leave()
 
     @contextmanager
     def polled(self) -> Iterator[None]:
-        """Goes around what the caller does while it polls."""
+        """A context in which the caller polls."""
         self.enter()
         try:
             yield
@@ -189,15 +190,16 @@ class AttentionServer:
 
     @contextmanager
     def operator(self) -> Iterator[None]:
-        """Goes around a forward that does not poll: it is one operator, before and after which there is a
-        look."""
+        """A context around a forward that does not poll. It counts as one operator, before and after which
+        the server looks for tasks."""
         with self.polled():
             began, busy = time.monotonic_ns(), self.busy
             yield
             self.landed(np.array([max(0, time.monotonic_ns() - began - (self.busy - busy)) / 1e9]))
 
     def waits(self) -> Waits:
-        """Returns how long the last tasks have waited, and how long by the model they should have."""
+        """Returns the seconds that the last tasks have waited, and those that they should have waited by the
+        queueing model."""
         served, ahead = self._polling.served(), self._ahead()
         recent = tuple(self._recent)
         times, gap = np.concatenate(recent) if recent else np.zeros(0), self._gap()
@@ -221,8 +223,8 @@ class AttentionServer:
         return Gap(gaps[-1] - gaps[0], self._polling.wake)
 
     def take_back(self, numbers: AnyArray) -> None:
-        """Lets no task reach these blocks of the loan any more; when it returns, none that does is under
-        way."""
+        """Lets no task reach these blocks of the loan any more. When it returns, no task that reaches them is
+        under way."""
         with self._polling.held():
             self._receiver.forget(numbers)
 
@@ -234,7 +236,7 @@ class AttentionServer:
         self._thread.join(_SECONDS)
 
     def _ahead(self) -> float:
-        """Returns K − N of the paper, not below 0."""
+        """Returns the paper's K − N, or 0 if that is negative."""
         return max(0.0, self._receiver.meanwhile - _mean(self._polling.served().services))
 
     def _rule(self) -> Rule | None:
@@ -257,7 +259,8 @@ class AttentionServer:
                     self._end(End.CLOSED, "the borrower has left")
 
     def _check(self) -> int:
-        """Checks what a kernel does not take, which calls this with the lock. Mostly it is forged."""
+        """Checks a task that a kernel does not take; the kernel calls this with the lock. Mostly such a task
+        is forged."""
         self._receiver.done = self._polling.record.done
         with self._guarded():
             task = None if self._over else self._receiver.next()
@@ -282,7 +285,7 @@ class AttentionServer:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Goes around work with the lock: whatever goes wrong ends the loan."""
+        """A context around work with the lock: an error in it ends the loan."""
         try:
             yield
         except BadRequest as error:

@@ -1,4 +1,5 @@
-"""The compiled end of a loan at the lender: what a kernel needs to find tasks and to do them by itself."""
+"""The compiled end of a loan at the lender: the records by which a kernel finds tasks and does them by
+itself."""
 
 from __future__ import annotations
 
@@ -40,14 +41,14 @@ class TaskTimes:
     """The last tasks, in seconds."""
 
     waits: list[float]
-    """From being posted to being found."""
+    """Seconds from the post of a task until it is found."""
     services: list[float]
-    """From there to the end."""
+    """Seconds from then to its end."""
 
 
 class Polling:
-    """The records that kernels are given, by `address`. Whoever does a task, in a kernel or here, holds the
-    lock."""
+    """The records that kernels are given, by `address`. A thread that does a task, in a kernel or here, holds
+    the lock."""
 
     def __init__(
         self,
@@ -121,26 +122,27 @@ class Polling:
         )
 
     def once(self) -> None:
-        """Does what is there on this thread alone, without the GIL, unless another is at it."""
+        """Does the tasks that are there on this thread alone, without the GIL, unless another thread does."""
         poll_once(self._once, 1)
 
     def watch(self) -> None:
-        """Sleeps until a task comes, and does it, while no forward looks for tasks; for a moment. For one
-        thread."""
+        """While no forward looks for tasks, sleeps until a task comes and does it, or returns after a moment.
+        One thread alone calls it."""
         watch(self._watch, 1)
 
     def enter(self) -> None:
-        """Does what is there. The caller looks for tasks from here on, so nobody is woken for them."""
+        """Does the tasks that are there. The caller looks for tasks from here on, so nobody is woken for
+        them."""
         clock = np.zeros(2, np.int64)
         enter_once(PollOnce(self.address, clock.ctypes.data), 1)
 
     def leave(self) -> None:
-        """Does what is there. The caller looks no more."""
+        """Does the tasks that are there. The caller looks for tasks no more."""
         clock = np.zeros(2, np.int64)
         leave_once(PollOnce(self.address, clock.ctypes.data), 1)
 
     def taken(self) -> bool:
-        """Takes the lock if nobody has it, and returns whether; then `free` is to follow."""
+        """Takes the lock if nobody has it. Returns whether it did; `free` is to follow then."""
         return self._lock.try_take()
 
     def free(self) -> None:
@@ -159,7 +161,8 @@ class Polling:
             self.free()
 
     def prepare(self, task: Task) -> None:
-        """Gives kernels the descriptor of a task that is checked: others of its iteration need not be."""
+        """Gives kernels the descriptor of a task that is checked. Other tasks of its iteration need no check
+        then."""
         told, own = task.descriptor, self._own
         rows, width = told.tables.shape
         own.tables[:rows, :width] = told.tables
@@ -177,7 +180,8 @@ class Polling:
         self.record.closed, self.record.iteration = 1, -1
 
     def arguments(self, task: Task, threads: int) -> AttentionArguments:
-        """Returns those of a task, which appends and attends in one; q and k come turned and normalised."""
+        """Returns the attention arguments of a task, which appends and attends in one; q and k come rotated
+        and normalised."""
         found = self._over(task.descriptor, task.layer, threads)
         qkv, out, record = self._mailbox.qkv[task.slot], self._mailbox.out[task.slot], self.record
         found.q, found.out = qkv.ctypes.data, out.ctypes.data
@@ -186,7 +190,8 @@ class Polling:
         return found
 
     def _over(self, told: TaskDescriptor, layer: int, threads: int) -> AttentionArguments:
-        """Returns those of any task over `told`, but for its q, k, v, output and scoring."""
+        """Returns the attention arguments of any task over `told`, but for its q, k, v, output and
+        scoring."""
         form, size = self._mailbox.form, self._mailbox.form.head_dim * 4
         view = self._arena.view(form.head_dim, self._dtype)
         rows, span = len(told.lengths), span_of(len(told.lengths), form.kv_heads, threads)
@@ -226,7 +231,7 @@ class Polling:
 
     @property
     def tasks(self) -> int:
-        """Tasks that were ever done."""
+        """The number of tasks that were done so far."""
         return int(self.record.tasks)
 
     def served(self) -> TaskTimes:
@@ -240,7 +245,8 @@ class Polling:
 
     @property
     def wake(self) -> float:
-        """Mean seconds until a task that comes then is found; 0 if nobody knows."""
+        """The mean seconds until a task that comes while no forward looks is found; 0 if that is not
+        known."""
         return self.record.delay / self.record.met / 1e9 if self.record.met else 0.0
 
 

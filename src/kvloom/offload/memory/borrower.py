@@ -47,7 +47,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Mean:
-    """The mean of the last numbers, of which the newest count most."""
+    """A moving mean of numbers, of which the newest count most."""
 
     def __init__(self) -> None:
         self.value = 0.0
@@ -70,8 +70,8 @@ class TaskSender:
         self.spent: I64 = np.zeros(self.form.layers + 2, np.int64)
         """Nanoseconds that the kernel has worked on each layer itself; two words more are for the clock."""
         self.record = _record(self._memory, self.spent)
-        """By this a kernel posts and collects the tasks of an iteration that has begun; `settle` follows.
-        `collect` goes on with what the kernel leaves undone."""
+        """The record by which a kernel posts and collects the tasks of an iteration that has begun; `settle`
+        follows. `collect` goes on with tasks that the kernel leaves undone."""
         self._iteration = START
         self._rows = 0
         self._begun = 0.0  # the iteration
@@ -100,8 +100,8 @@ class TaskSender:
         memory.head[0] = (self._iteration, rows, len(changed))
 
     def post(self, layer: int, qkv: Floats, scale: float, window: int, softcap: float) -> int:
-        """Asks for attention of qkv [B, heads + 2 kv_heads, D] and returns the task. Raises QueueFull if as
-        many as there are slots wait, Unavailable if the lender takes none."""
+        """Asks for attention of qkv [B, heads + 2 kv_heads, D] and returns the task. Raises QueueFull if
+        tasks wait in all slots, Unavailable if the lender takes none."""
         memory = self._memory
         self._refuse_over()
         if (self.record.count - memory.done.get()) & MASK >= self.form.slots:
@@ -120,7 +120,7 @@ class TaskSender:
 
     def collect(self, task: int, out: Floats) -> None:
         """Waits for a task's output, into out [B, heads, D]. Raises Unavailable if the lender is gone, gives
-        up, or takes longer than is waited for."""
+        up, or takes too long."""
         memory = self._memory
         due, looks = time.monotonic() + self._patience, 0
         if self.record.paused == NOWHERE:  # else the kernel has looked, and noted the time
@@ -146,7 +146,7 @@ class TaskSender:
                 self._meanwhile.take(spent / 1e9)
 
     def close(self) -> None:
-        """Tells the lender that no more comes."""
+        """Tells the lender that no more tasks come."""
         self._memory.left.set(End.CLOSED)
         self._memory.posted.wake()
 
@@ -210,7 +210,8 @@ def _mapped(peer: ShmPeer, place: bytes) -> OffloadMailbox:
 
 
 class LentMemory(ABC, Generic[Bytes]):
-    """Blocks of a lender's arena, mapped, counted from 0, and copied to and from as long as they are lent."""
+    """The lent blocks of a lender's arena, mapped and counted from 0. They are copied to and from as long as
+    they are lent."""
 
     piece = PIECE
     """Bytes copied between two looks at the ledger."""
@@ -251,7 +252,7 @@ class LentMemory(ABC, Generic[Bytes]):
         self._copy(source, self._memory, own, self._blocks[away], counts)
 
     def take(self, target: Bytes, own: I32, away: I32, counts: I32) -> None:
-        """Copies the way back."""
+        """Copies in the other direction."""
         self._copy(self._memory, target, self._blocks[away], own, counts)
 
     def _copy(self, source: Bytes, target: Bytes, from_: I32, to: I32, counts: I32) -> None:
@@ -301,7 +302,7 @@ class BorrowedBlocks(LentMemory[npt.NDArray[np.uint8]]):
 
 
 def refuse_other(made: MailboxForm, borrow: Borrow, pages: int, unit: str) -> None:
-    """Raises BadRequest if the mailbox of the lender `unit` is not for what was asked for."""
+    """Raises BadRequest if the mailbox of the lender `unit` has other sizes than were asked for."""
     form = borrow.form
     sizes = form.layers, borrow.heads, form.kv_heads, form.head_dim
     if made != MailboxForm(made.slots, borrow.rows, borrow.width, pages, *sizes):

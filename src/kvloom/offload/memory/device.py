@@ -1,4 +1,4 @@
-"""A loan between two units of one GPU, at both ends, but for what is computed in it.
+"""A loan between two units of one GPU, at both ends, without the attention that is computed in it.
 
 Its mailbox lies in the device's memory: the words and arrays of `mailbox.py`, worked by kernels on both
 sides. The lender makes it, and exports it as it does its arena; the borrower maps it, and says so by the word
@@ -86,7 +86,8 @@ class LenderDeviceMailbox:
     def __init__(
         self, form: MailboxForm, dtype: MailboxDtype, device: torch.device, start: int = START
     ) -> None:
-        """start: what the counters begin with. Raises ConfigError if the device has no memory for it."""
+        """start: the number at which the counters begin. Raises ConfigError if the device has no memory for
+        it."""
         refuse_slots(form)
         self.form = form
         self._dtype: MailboxDtype = dtype
@@ -101,7 +102,7 @@ class LenderDeviceMailbox:
 
     @property
     def left(self) -> bool:
-        """The borrower writes nothing any more."""
+        """Whether the borrower writes nothing any more."""
         return bool(self.tensors.word("left"))
 
     def place(self, device: DeviceMemory) -> bytes:
@@ -167,12 +168,11 @@ class BorrowerDeviceMailbox:
         self.state.step.zero_()
 
     def fail(self, why: Trouble) -> None:
-        """Lets nothing be posted any more, and nobody wait, from here on the current stream."""
+        """From here on the current stream nothing is posted any more, and nobody waits."""
         self.state.status.fill_(why)
 
     def close(self) -> None:
-        """Tells the lender that no more comes, and that nothing of this side writes to its memory any
-        more."""
+        """Tells the lender that no more tasks come, and that this side writes to its memory no more."""
         self.tensors.word("left").fill_(End.CLOSED)
 
 
@@ -201,7 +201,7 @@ class BorrowedDeviceBlocks(LentMemory[Tensor]):
             raise
 
     def close(self) -> None:
-        """Tells the lender that no more comes, unless its process is gone."""
+        """Tells the lender that no more tasks come, unless its process is gone."""
         if not has_ended(self.process):
             self.mailbox.close()
 
@@ -245,10 +245,11 @@ class DeviceLending:
 
     @property
     def unused(self) -> bool:
-        """The borrower writes to the mailbox no more. Until then its memory must not become anything
+        """Whether the borrower writes to the mailbox no more. Until then its memory must not become anything
         else."""
         return self.mailbox.left or has_ended(self._process)
 
     def close(self) -> bool:
-        """Lets the borrower begin no copy any more. Returns False while it is at one, for milliseconds."""
+        """Lets the borrower begin no copy any more. Returns False while a copy is under way, for
+        milliseconds."""
         return self._lent.close()

@@ -1,5 +1,4 @@
-"""The lender's end of a loan: lends the blocks, finds tasks, and lets none of them name anything but lent
-blocks."""
+"""The lender's end of a loan: lends the blocks, finds tasks, and lets no task reach any but lent blocks."""
 
 from __future__ import annotations
 
@@ -69,7 +68,8 @@ class Lending:
         self.loan = self._lent.loan
 
     def close(self) -> bool:
-        """Lets the borrower begin no copy any more. Returns False while it is at one, for milliseconds."""
+        """Lets the borrower begin no copy any more. Returns False while a copy is under way, for
+        milliseconds."""
         if not self._lent.close():
             return False
         self.mailbox.close()
@@ -101,7 +101,7 @@ class Task:
     iteration: int
     layer: int
     posted: int
-    """When, in nanoseconds of the monotonic clock, as the borrower says."""
+    """The time of the post, in nanoseconds of the monotonic clock, as the borrower says."""
     scale: float
     window: int
     softcap: float
@@ -119,8 +119,8 @@ class TaskReceiver:
         form = mailbox.form
         self.map: I32 = np.zeros((form.pages, form.layers, form.kv_heads), np.int32)
         self.known = np.zeros(form.pages, np.bool_)
-        """`map` has the own blocks of the borrower's pages, `known` which pages it has told. Whoever else
-        checks descriptors writes there too."""
+        """`map` has the own blocks of the borrower's pages; `known` says which pages the borrower has told.
+        Other code that checks descriptors writes there too."""
         self.done = mailbox.done.get()
         """The number of the last task that is done."""
         self._iteration = -1
@@ -128,8 +128,8 @@ class TaskReceiver:
         self._descriptor = TaskDescriptor(nothing, nothing.reshape(0, 0), self.map, nothing, nothing)
 
     def forget(self, numbers: AnyArray) -> None:
-        """Lets these blocks of the loan, as the borrower counts them, be reached no more. Whoever names one
-        of them nevertheless, or one that was forgotten before, gets one that is still lent."""
+        """Lets these blocks of the loan, as the borrower counts them, be reached no more. A task that names
+        one of them nevertheless, or one that was forgotten before, gets a block that is still lent."""
         gone = self.lent[numbers]
         left = self.lent[~np.isin(self.lent, gone)][0]
         self.lent[np.isin(self.lent, gone)] = left
@@ -137,17 +137,17 @@ class TaskReceiver:
 
     @property
     def meanwhile(self) -> float:
-        """Seconds of work, as the borrower says, that it does itself while it waits for a task."""
+        """The seconds that the borrower says it computes itself while it waits for a task."""
         return _seconds(float(self._memory.pace[0]))
 
     @property
     def period(self) -> float:
-        """Seconds, as the borrower says, from one iteration to the next."""
+        """The seconds that the borrower says pass from one iteration to the next."""
         return _seconds(float(self._memory.pace[1]))
 
     @property
     def left(self) -> bool:
-        """The borrower wants no more."""
+        """Whether the borrower has left."""
         return self._memory.left.get() != End.NONE
 
     def next(self) -> Task | None:
@@ -183,12 +183,12 @@ class TaskReceiver:
             memory.done.wake()
 
     def end(self, why: End) -> None:
-        """Takes no more tasks, and tells whoever waits for one."""
+        """Takes no more tasks, and tells the borrower if it waits for one."""
         self._memory.over.swap(why)
         self._memory.done.wake()
 
     def _read(self, iteration: int) -> TaskDescriptor:
-        """Copies first and then checks: the borrower may write meanwhile."""
+        """Copies the descriptor first and then checks it, because the borrower may write meanwhile."""
         memory, form = self._memory, self._memory.form
         told, rows, changed = memory.head[0].item()
         if told != iteration or not 0 < rows <= form.rows or not 0 <= changed <= form.pages:
@@ -222,7 +222,7 @@ class TaskReceiver:
 
 
 def _seconds(told: float) -> float:
-    """Returns what is believed of a number that anybody may have written."""
+    """Returns a number that anybody may have written, bounded to what can be true."""
     return min(told, _LONGEST) if told > 0 else 0.0
 
 

@@ -48,7 +48,7 @@ ENDS: Final[Mapping[int, str]] = {
     End.FORGED: "refuses what this unit wrote to it",
     End.FAILED: "failed to attend",
 }
-"""What a lender says that has ended a loan."""
+"""The reasons that a lender gives for having ended a loan."""
 _DOUBLES: Final = np.dtype("<f8")
 
 
@@ -98,17 +98,17 @@ class SharedCounter:
         self.address = address
 
     def get(self) -> int:
-        """Loads with acquire order: what its writer stored before is seen from here on."""
+        """Loads with acquire order: all that its writer stored before is seen from here on."""
         call = SignalArguments(self.address, 0, 0)
         look(call, 1)
         return int(call.value)
 
     def set(self, value: int) -> None:
-        """Stores with release order: who sees the value sees what was stored before it."""
+        """Stores with release order: a reader that sees the value sees all that was stored before it."""
         tell(SignalArguments(self.address, value & MASK, 0), 1)
 
     def swap(self, value: int) -> int:
-        """Stores, and returns what was there; what is read after this is read after the store is seen."""
+        """Stores, and returns the value before. Later reads happen after the store is seen."""
         call = SignalArguments(self.address, value & MASK, 0)
         swap(call, 1)
         return int(call.value)
@@ -120,7 +120,8 @@ class SharedCounter:
         return bool(call.value)
 
     def spin(self, seen: int, spins: int) -> int:
-        """Looks until the word differs from `seen`, `spins` times at most, without the GIL; returns it."""
+        """Looks until the word differs from `seen`, `spins` times at most, without the GIL. Returns the
+        word."""
         call = SignalArguments(self.address, seen & MASK, spins)
         spin(call, 1)
         return int(call.value)
@@ -258,7 +259,7 @@ class LenderMailbox:
     """The lender's mailbox: made here, open to the borrower as long as its descriptor is."""
 
     def __init__(self, form: MailboxForm, start: int = START) -> None:
-        """start: what the counters begin with. Raises ConfigError if the system gives no memory."""
+        """start: the number at which the counters begin. Raises ConfigError if the system gives no memory."""
         refuse_slots(form)
         self._fd = create_memfd(WHAT)
         try:
@@ -279,7 +280,7 @@ class LenderMailbox:
         return msgspec.msgpack.encode(self._place)
 
     def close(self) -> None:
-        """Lets no other process find the mailbox any more; who has mapped it keeps it."""
+        """Lets no other process find the mailbox any more; a process that has mapped it keeps it."""
         os.close(self._fd)
 
 

@@ -22,7 +22,8 @@ KEEPER_SECONDS: Final = 10.0  # for a keeper to end
 
 
 class KeeperOrder(Struct, frozen=True, kw_only=True):
-    """Tells a keeper where it is, and with what it knows its fleet."""
+    """The order to a keeper: its host's address, and the secret, the certificate and the name of its
+    fleet."""
 
     host: str
     """The address at which others reach this host."""
@@ -54,7 +55,7 @@ class NodeAgent:
         return {key: path for key, path in paths.items() if not os.access(path, os.R_OK)}
 
     def machine(self) -> tuple[int, int, int]:
-        """Returns what this node has, as `Machine` does."""
+        """Returns this node's cores, memory and GPUs, as `Machine` has them."""
         here = Machine.here()
         return here.cores, here.memory, here.gpus
 

@@ -25,35 +25,35 @@ class NodeFound(Struct, frozen=True, tag="found"):
 
 
 class NodeGone(Struct, frozen=True, tag="gone"):
-    """Ray has a node no more."""
+    """Tells that Ray has a node no more."""
 
     name: str
 
 
 class NodeProblem(Struct, frozen=True, tag="problem"):
-    """A node of Ray's has no keeper."""
+    """Tells that a node of Ray's has no keeper."""
 
     name: str
     problem: str
 
 
 class Looked(Struct, frozen=True, tag="looked"):
-    """All nodes that Ray has were told."""
+    """Tells that all nodes that Ray has were told."""
 
 
 class SignOfLife(Struct, frozen=True, tag="alive"):
-    """Asks the controller for one, and is its answer."""
+    """Asks the controller for a sign of life, and is the controller's answer."""
 
     lease: float = 0.0
     """In the answer, the seconds for which a node's lease holds."""
 
 
 class AttachView(Struct, frozen=True, tag="view"):
-    """The first words of who shows the fleet."""
+    """The first words of a process that shows the fleet."""
 
 
 class EndFleet(Struct, frozen=True, tag="end"):
-    """Ends the fleet. why: as a person is told."""
+    """Ends the fleet. why: the reason, for people."""
 
     why: str
 
@@ -126,12 +126,12 @@ class Joins(Protocol):
     """Hears which nodes a cluster has."""
 
     def join(self, name: str, address: str) -> None:
-        """A node has come. address: of its keeper."""
+        """Hears that a node has come. address: that of its keeper."""
 
     def leave(self, name: str) -> None: ...
 
     def warn(self, name: str, problem: str) -> None:
-        """A node cannot be used."""
+        """Hears that a node cannot be used."""
 
 
 def show(screen: Screen, shown: ToView) -> None:

@@ -79,7 +79,7 @@ class ControllerActor:
 
 
 class KeptController:
-    """A controller's process, as the actor sees it."""
+    """The controller's process, as the actor starts and watches it."""
 
     def __init__(self, order: bytes, clock: Clock) -> None:
         self._order = order
@@ -96,7 +96,8 @@ class KeptController:
 
     async def keep(self, address: Future[str]) -> None:
         """Starts it, tells it of nodes, and starts it again when it has died, until the fleet is ended.
-        address: is told where it is once it has started first, or why it has not."""
+        address: gets the path of its socket once it has started for the first time, or the reason why it has
+        not."""
         while not self.ended:
             try:
                 path = await self._started()
@@ -198,7 +199,7 @@ class KeptController:
 
 
 async def _latest(queue: asyncio.Queue[Message]) -> Message:
-    """Returns what was put there last, once something was."""
+    """Waits until something was put there, and returns the latest of it."""
     latest = await queue.get()
     while not queue.empty():
         latest = queue.get_nowait()

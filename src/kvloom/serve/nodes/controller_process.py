@@ -74,7 +74,7 @@ class SharedScreen(Screen):
         self._ready: FleetReady | None = None
 
     def attach(self, view: _Attached) -> None:
-        """Lets a view show what is shown now, and all that comes."""
+        """Lets a view show what the screen shows now, and all later changes."""
         for of, (text, _) in self._steps.items():
             view.send(Step(text.removeprefix(f"{of}: "), of))
         if self._ready is not None:
@@ -143,8 +143,8 @@ class ClusterHosts:
         *,
         end: Callable[[str], None],
     ) -> None:
-        """node: that of this process; context: with which keepers are called; end: ends the fleet, and is
-        told why. Raises ConfigError if what is kept of the fleet cannot be used."""
+        """node: the node of this process; context: the TLS context by which keepers are called; end: called
+        with the reason, ends the fleet. Raises ConfigError if what is kept of the fleet cannot be used."""
         host = (config.gateways or (node,))[0] if config.host in ("0.0.0.0", "::") else config.host
         self.url = shown_url(config, host, config.port)
         self.store = CopiedSpec(home.spec, self._copy)

@@ -1,4 +1,5 @@
-"""Processes that outlive who has started them. Whoever comes later finds one by a file that it has locked."""
+"""Processes that outlive the process that has started them. A later one finds such a process by a file that
+it has locked."""
 
 from __future__ import annotations
 
@@ -64,10 +65,10 @@ def _told(lock: Path) -> tuple[str, int]:
 
 
 def find_or_start(lock: Path, module: str, order: bytes, log: Path, environment: Mapping[str, str]) -> str:
-    """Returns the address of the process that has locked `lock`, which is started if none runs.
+    """Returns the address of the process that has locked `lock`. It is started if none runs.
 
-    module: what it runs; order: a line for its stdin; log: takes what it prints as errors. Raises Unavailable
-    with the last line of the log if it ends as it starts, and OSError if it cannot be started."""
+    module: the module that it runs; order: a line for its stdin; log: the file that takes its stderr. Raises
+    Unavailable with the last line of the log if it ends as it starts, and OSError if it cannot be started."""
     if address := address_at(lock):
         return address
     with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600), "ab") as errors:
@@ -87,8 +88,9 @@ def find_or_start(lock: Path, module: str, order: bytes, log: Path, environment:
 
 
 def claim(lock: Path, address: str, what: str) -> None:
-    """Locks `lock` until this process ends, and tells the address there, and to who has started it, to whom
-    nothing is said any more. what: this process, for a person. Raises ConfigError if another one runs."""
+    """Locks `lock` until this process ends, and writes the address there and to the process that has started
+    this one, to which nothing is written any more. what: the name of this process for people. Raises
+    ConfigError if another one runs."""
     file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     if not _locked(file):
         raise ConfigError(f"this host has {what} already; one is right")
@@ -103,7 +105,8 @@ def claim(lock: Path, address: str, what: str) -> None:
 
 
 def _locked(file: int) -> bool:
-    """Locks a file, unless a process has it. Those who look whether one has it have it for a moment."""
+    """Locks a file, unless a process has it. A process that looks whether it is locked locks it itself for a
+    moment."""
     for _ in range(LOOKS):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,5 +1,5 @@
-"""The files of a fleet of several hosts, on the host of its controller: what it was told to be, what it is to
-be by now, and where its controller is.
+"""The files of a fleet of several hosts, on the host of its controller: the settings with which it was begun,
+its present specification, and its controller's address.
 
 They last until the fleet is ended, so that a controller that comes again, after its process, Ray or the host
 has died, goes on with the fleet that there was.
@@ -42,13 +42,13 @@ class FleetOrder(Struct, frozen=True, kw_only=True):
 
     settings: Settings
     machines: tuple[Machine, ...]
-    """What the nodes had as the fleet began."""
+    """The memory, cores and GPUs that the nodes had as the fleet began."""
     node: str
-    """That of the controller."""
+    """The node of the controller."""
     folder: str
-    """The fleet's own, of a `FleetHome`."""
+    """The fleet's own folder, that of a `FleetHome`."""
     secret: str
-    """What the fleet's processes tell each other."""
+    """The secret that the fleet's processes tell each other."""
     identity: FleetIdentity
 
     @property
@@ -67,9 +67,9 @@ class FleetHome:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.spec = folder / "spec.json"
-        """Keeps what the fleet is to be by now."""
+        """The file that keeps the fleet's present specification."""
         self.lock = folder / "controller"
-        """Is locked by the controller's process, and tells where it listens."""
+        """The file that the controller's process locks, and in which it writes where it listens."""
         self.log = folder / "controller.log"
         self._order = folder / "order.json"
 
@@ -149,7 +149,7 @@ class FleetHome:
         return kept is not None and kept.secret == order.secret
 
     def end(self) -> None:
-        """Keeps nothing of the fleet but the log of its controller."""
+        """Removes all that is kept of the fleet, except the log of its controller."""
         for path in (self._order, self.spec, self.lock):
             with suppress(OSError):
                 path.unlink()

@@ -73,17 +73,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a keeper is, and with what it knows its fleet."""
+    """The host of a keeper, and the certificate and secrets of its fleet."""
 
     host: str
     """The address at which others reach this host."""
     folder: Path
-    """The fleet's own at this host."""
+    """The fleet's own folder at this host."""
     identity: TlsFiles
     secret: str
-    """What callers of engines must know."""
+    """The secret that callers of engines must know."""
     running: Path
-    """By which its engines count as running for the host's next keeper."""
+    """The file by which its engines count as running for the host's next keeper."""
 
 
 class Keeper:

@@ -1,7 +1,7 @@
 """The process of a host's keeper: `python -m kvloom.serve.nodes.keeper_process`.
 
-It reads a `KeeperOrder` from its stdin, prints the address at which controllers find it, and says nothing to
-who has started it any more.
+It reads a `KeeperOrder` from its stdin, prints the address at which controllers find it, and then nothing
+more.
 """
 
 from __future__ import annotations

@@ -65,19 +65,19 @@ class _Node:
 
     name: str
     address: str
-    """Its keeper's."""
+    """The address of its keeper."""
     wire: Wire[FromKeeper] | None = None
-    """None while the keeper does not answer."""
+    """The connection to the keeper; None while the keeper does not answer."""
     phase: Literal["there", "silent", "lost"] = "lost"
-    """What the controller was told of it last."""
+    """The last report about it to the controller."""
     until: float = 0.0
-    """When the last lease that it was given is over, by this host's clock."""
+    """The time at which its last lease is over, by this host's clock."""
     leaves: bool = False
-    """Whether it is said to be no more; then it is forgotten as soon as it is lost."""
+    """Whether it has left the cluster; then it is forgotten as soon as it is lost."""
     touch: asyncio.Task[None] | None = None
-    """Keeps in touch with it."""
+    """The task that keeps in touch with it."""
     problem: str = ""
-    """Why its keeper did not answer the last time."""
+    """The reason why its keeper did not answer the last time."""
     tried: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once its keeper has answered, or has not."""
     closed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -127,7 +127,7 @@ class NodesLauncher:
     # -- nodes ------------------------------------------------------------------------------------------
 
     def join(self, name: str, address: str) -> None:
-        """Keeps in touch with a node from now on. address: of its keeper."""
+        """Keeps in touch with a node from now on. address: that of its keeper."""
         node = self._nodes.setdefault(name, _Node(name, address))
         node.leaves = False
         if node.touch is None or node.address != address:
@@ -174,7 +174,8 @@ class NodesLauncher:
         del self._nodes[node.name]
 
     async def _follow(self, node: _Node, wire: Wire[FromKeeper]) -> str:
-        """Follows what a keeper says. Returns why that is over. Raises Unavailable for nonsense."""
+        """Follows a keeper's messages. Returns the reason why they have ended. Raises Unavailable for
+        nonsense."""
         why = "its keeper has closed the connection"
         messages = wire.messages()
         try:

@@ -67,7 +67,8 @@ def connected(address: str) -> Iterator[None]:
 
 
 def machines() -> list[Machine]:
-    """Returns what the cluster's nodes have. Raises ConfigError if a node does not tell."""
+    """Returns the memory, cores and GPUs of the cluster's nodes. Raises ConfigError if a node does not tell
+    them."""
     alive = _alive()
     told = _asked([_agent(identifier).machine.remote() for identifier in alive])
     return [
@@ -247,8 +248,8 @@ def _agent_name(identifier: str) -> str:
 
 
 def _detached(name: str, actor: type, there: Mapping[str, Any]) -> Any:
-    """Returns what starts an actor, or finds it: it outlives who has started it, and Ray starts it again when
-    it dies. there: the options that say on which node."""
+    """Returns a handle that starts an actor, or finds it. The actor outlives the process that has started it,
+    and Ray starts it again when it dies. there: the options that say on which node."""
     return ray.remote(actor).options(
         name=name,
         namespace=NAMESPACE,
@@ -262,7 +263,7 @@ def _detached(name: str, actor: type, there: Mapping[str, Any]) -> Any:
 
 
 def _asked(calls: Sequence[Any]) -> list[Any]:
-    """Returns what agents answer. Raises ConfigError."""
+    """Returns the answers of agents. Raises ConfigError."""
     try:
         return list(ray.get(calls, timeout=AGENT_SECONDS))
     except RayError as error:
@@ -270,7 +271,7 @@ def _asked(calls: Sequence[Any]) -> list[Any]:
 
 
 def _why(error: Exception) -> str:
-    """Returns what an actor has raised, in one line."""
+    """Returns an actor's error in one line."""
     cause = getattr(error, "cause", None) or error
     return " ".join(str(cause).split())[:300] or type(cause).__name__
 

@@ -1,4 +1,5 @@
-"""Whether the hosts of a cluster reach each other, which is asked before Ray is, that would wait for long."""
+"""Checks whether the hosts of a cluster reach each other. This comes before Ray is asked, which would wait
+for long."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ REACH_SECONDS: Final = 5.0  # for the head to answer
 
 
 def host_and_port(text: str, key: str) -> tuple[str, int]:
-    """Returns the two parts of `HOST:PORT`. key: what stands before the text in a message. Raises
+    """Returns the two parts of `HOST:PORT`. key: the words that stand before the text in a message. Raises
     ConfigError."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
@@ -23,7 +24,7 @@ def host_and_port(text: str, key: str) -> tuple[str, int]:
 
 def require_head(head: str, key: str) -> None:
     """Raises ConfigError if nothing takes connections at a cluster's head within a few seconds. head:
-    `HOST:PORT`; key: what stands before it in a message."""
+    `HOST:PORT`; key: the words that stand before it in a message."""
     if problem := _problem(host_and_port(head, key)):
         raise ConfigError(f"{key}: cannot be reached ({problem}); HOST:PORT of a cluster's head is right")
 
@@ -40,7 +41,8 @@ def require_own(address: str) -> None:
 
 
 def require_no_ray(address: str) -> None:
-    """Raises ConfigError if this host is in a cluster already: Ray would count what it has twice."""
+    """Raises ConfigError if this host is in a cluster already: Ray would count its memory, cores and GPUs
+    twice."""
     node = f"--node_ip_address={address}".encode()
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):

@@ -20,7 +20,7 @@ from kvloom.types.errors import Unavailable
 from kvloom.types.spec import EngineSpec
 
 VERSION: Final = 2
-"""Of these messages. Both ends must have the same."""
+"""The version of these messages. Both ends must have the same."""
 LONGEST: Final = 1 << 26  # bytes of a message
 CONNECT_SECONDS: Final = 5.0
 _LENGTH: Final = struct.Struct(">I")
@@ -37,7 +37,7 @@ class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
 
 
 class StartOrder(Struct, frozen=True, tag="start"):
-    """Starts a process of a unit. engine: what it is to serve."""
+    """Starts a process of a unit. engine: the specification that it is to serve."""
 
     component: str
     generation: int
@@ -45,7 +45,7 @@ class StartOrder(Struct, frozen=True, tag="start"):
 
 
 class StartGateway(Struct, frozen=True, tag="start_gateway"):
-    """Starts a gateway. gateway: what it is to be, but for what the host knows."""
+    """Starts a gateway. gateway: its specification, but for the part that the host knows."""
 
     component: str
     generation: int
@@ -60,7 +60,7 @@ class Tell(Struct, frozen=True, tag="tell"):
 
 
 class ForgetOrder(Struct, frozen=True, tag="forget"):
-    """Keeps nothing of a gateway that has no process. With the last of the host its address is closed."""
+    """Forgets a gateway that has no process. With the last gateway of the host, its address is closed."""
 
     component: str
 
@@ -110,7 +110,7 @@ class Leaving(Struct, frozen=True, tag="leaving"):
 
 
 class HeardAt(Struct, frozen=True, tag="heard"):
-    """Passes on what a component's process is reported to do, or says."""
+    """Passes on a report about a component's process, or a message from it."""
 
     component: str
     heard: Started | Answered | Ended | Missed | StartProgress | Said | Noted
@@ -140,7 +140,7 @@ class Wire(Generic[Message]):
         writer: asyncio.StreamWriter,
         kind: object,
     ) -> None:
-        """kind: what the other end says."""
+        """kind: the type of the other end's messages."""
         self._reader = reader
         self._writer = writer
         self._decode: Callable[[bytes], Message] = msgspec.msgpack.Decoder(kind).decode
@@ -153,7 +153,8 @@ class Wire(Generic[Message]):
             self._writer.write(_LENGTH.pack(len(data)) + data)
 
     async def messages(self) -> AsyncIterator[Message]:
-        """Yields what comes, until the connection ends. Raises Unavailable for what is no message."""
+        """Yields the messages that come, until the connection ends. Raises Unavailable for bytes that are no
+        message."""
         while True:
             try:
                 [length] = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))

@@ -105,7 +105,7 @@ class ChildProcess:
 
     @classmethod
     async def start(cls, name: str, module: str, inherit: Sequence[int] = (), spawn: Spawn = execute) -> Self:
-        """Starts `module` as a process of its own. Raises what `spawn` raises, and OSError."""
+        """Starts `module` as a process of its own. Raises the errors of `spawn`, and OSError."""
         with ExitStack() as ours, ExitStack() as theirs:
             orders, order = _pipe(theirs, ours)
             output, out = _pipe(ours, theirs)
@@ -145,7 +145,7 @@ class ChildProcess:
         return lines(self._output)
 
     async def ended(self) -> str:
-        """Waits for the process's end, and returns how it came, in words. Its reports and its output end soon
+        """Waits for the process's end, and returns in words how it ended. Its reports and its output end soon
         after it, though a process that it has left behind may hold its pipes."""
         code = await self._process.wait()
         asyncio.get_running_loop().call_later(REST_SECONDS, self._pipes.close)
@@ -162,7 +162,7 @@ class ChildProcess:
 
 
 async def lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Yields what comes line by line; a line without end comes in pieces."""
+    """Yields a stream line by line; a line without end comes in pieces."""
     rest = b""
     while piece := await stream.read(LONGEST_LINE):
         *whole, rest = LINE_END.split(rest + piece)

@@ -21,11 +21,12 @@ Answer = TypeVar("Answer")
 
 
 class FleetClient:
-    """Satisfies `FleetControl`. Whoever listens there by now answers. It keeps nothing between calls."""
+    """Satisfies `FleetControl`. The gateway that listens there by now answers. It keeps nothing between
+    calls."""
 
     def __init__(self, where: str, *, secret: str, tls: ssl.SSLContext | None = None) -> None:
         """where: the path of a Unix socket, at which no stranger can call, so that none can be in the way; or
-        `https://HOST:PORT`. tls: with which another host's gateway is called."""
+        `https://HOST:PORT`. tls: the context by which another host's gateway is called."""
         self._where = where
         self._tls = tls
         self._head = f"host: gateway\r\nauthorization: Bearer {secret}\r\nconnection: close\r\n"
@@ -40,11 +41,11 @@ class FleetClient:
         await self._call("POST", "/admin/scale", msgspec.json.encode(steps))
 
     async def cards(self, unit: str) -> list[ModelCard]:
-        """Returns what a unit serves, or has served last, as far as the gateway knows."""
+        """Returns the models that a unit serves, or has served last, as far as the gateway knows."""
         return _read(await self._call("GET", f"/admin/units/{unit}/cards"), list[ModelCard])
 
     async def traffic(self) -> list[TrafficHour]:
-        """Returns what the gateways of its host were asked."""
+        """Returns the traffic of the gateways of its host."""
         return decode_hours(await self._call("GET", "/admin/traffic/host"))[0]
 
     async def _call(self, method: str, path: str, body: bytes = b"") -> bytes:

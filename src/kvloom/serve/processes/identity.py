@@ -1,7 +1,8 @@
 """The certificate by which the processes of a fleet on several hosts know each other.
 
 There is one for a fleet, made when the fleet starts or given, and each process of the fleet has it with its
-key. Who shows it is of the fleet; who does not is cut off during the handshake, on either side.
+key. A process that shows it belongs to the fleet; one that does not is cut off during the handshake, on
+either side.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class FleetIdentity(Struct, frozen=True):
 
     @staticmethod
     def read(files: TlsFiles) -> FleetIdentity:
-        """Returns the one that a fleet is given: the first certificate of the file, and its key. Raises
+        """Returns the certificate that a fleet is given: the first one of the file, with its key. Raises
         ConfigError if the fleet's processes would refuse it."""
         try:
             server_context(files)
@@ -54,7 +55,7 @@ class FleetIdentity(Struct, frozen=True):
 
     @staticmethod
     def make() -> FleetIdentity:
-        """Returns a new one, which no other fleet has."""
+        """Returns a new certificate, which no other fleet has."""
         # Fleets of one host do without this library.
         from cryptography import x509  # noqa: PLC0415
         from cryptography.hazmat.primitives import hashes, serialization  # noqa: PLC0415

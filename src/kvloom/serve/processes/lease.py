@@ -1,4 +1,4 @@
-"""Leases: until when a host's processes may serve.
+"""Leases: the times until which a host's processes may serve.
 
 A fleet's controller gives each host a lease, again and again. A host that is cut off hears of no other one,
 and its engines end when theirs is over; the controller starts none of their units elsewhere before. So no
@@ -35,8 +35,8 @@ def count_as_running(file: Path) -> int:
 
 
 def wait_until_none_runs(file: Path) -> None:
-    """Waits until all processes that count as running have ended: those of a keeper that was killed may need
-    some seconds, and the next keeper must not tell that it has none of them before."""
+    """Waits until all processes that count as running have ended. Those of a killed keeper may need some
+    seconds, and the next keeper must not say before that they are gone."""
     held = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(held, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Logging that neither blocks nor raises, whatever becomes of the place that it is written to."""
+"""Logging that neither blocks nor raises, whatever happens to the place that it is written to."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Background:
         self._thread.start()
 
     def post(self, call: Callable[[], object], of: int = 1) -> None:
-        """Lets the thread call a function soon. If too many wait already, it is lost. of: for how many lines
-        it counts then."""
+        """Lets the thread call a function soon. If too many wait already, it is lost. of: the number of lines
+        for which it counts then."""
         try:
             self._calls.put_nowait((call, of))
         except queue.Full:
@@ -56,7 +56,7 @@ class Background:
 
     @property
     def lost(self) -> int:
-        """What was lost and has not been told yet."""
+        """The number of lost lines that has not been told yet."""
         return self._lost
 
     @property

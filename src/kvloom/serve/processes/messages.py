@@ -25,26 +25,26 @@ from kvloom.types.spec import EngineSpec, ProgramSpec, SchedulerSpec
 
 
 class EngineOrder(Struct, frozen=True, kw_only=True):
-    """Tells an engine what to serve."""
+    """The order to an engine: the specification that it is to serve."""
 
     spec: EngineSpec
     socket: str
     """The path at which it serves the verbs."""
     secret: str
-    """What callers must know."""
+    """The secret that callers must know."""
     host: str = ""
     """The address at which it serves them to other hosts as well; empty if there are none."""
     identity: TlsFiles | None = None
-    """With what it and its callers on other hosts know each other."""
+    """The certificate by which it and its callers on other hosts know each other."""
     running: str = ""
     """The file by which it counts as running for the host's next keeper; empty if there is none."""
     lease: float | None = None
-    """When it is to end unless it has heard of a `Lease` by then; None if it ends with its supervisor
-    alone."""
+    """The time at which it is to end unless it has heard of a `Lease` by then; None if it ends with its
+    supervisor alone."""
 
 
 class GatewaySpec(Struct, frozen=True, kw_only=True):
-    """Tells what every gateway of a fleet is to be, on whichever host."""
+    """The settings that all gateways of a fleet have, on whichever host."""
 
     host: str = ""
     """The address at which clients connect."""
@@ -53,27 +53,28 @@ class GatewaySpec(Struct, frozen=True, kw_only=True):
     """Keys without names."""
     max_body: int
     max_connections: int
-    """Those of one address."""
+    """The most connections of one address."""
     program: ProgramSpec
-    """The config's, which runs if no other one is set."""
+    """The config's router program, which runs if no other one is set."""
     folder: str
-    """Where a program of the user's own is looked for."""
+    """The folder in which a program of the user's own is looked for."""
     admin_keys: frozenset[str] = frozenset()
     keys: str = ""
     """The file of keys with names; empty if there is none."""
     share_prefixes: Literal["auto", "all", "key"] = "auto"
     access_log: bool = False
-    otlp: str = ""
-    """Where traces go; nowhere if it is empty."""
     """Whether a line is logged for each request."""
+    otlp: str = ""
+    """The address to which traces are sent; if it is empty, none are."""
     audit_file: str = ""
-    """Where the audit trail is written; empty for the log."""
+    """The file to which the audit trail is written; empty for the log."""
     traffic: str = ""
-    """Where the traffic is kept on a host; empty for the fleet's own folder, which ends with the fleet."""
+    """The folder of a host in which the traffic is kept; empty for the fleet's own folder, which ends with
+    the fleet."""
     memory: int = 0
     """Bytes that were free, on all machines of the fleet together, before it began."""
     cores: int = 0
-    """Those of these machines."""
+    """The cores of all machines of the fleet."""
     drain: float = 60.0
     """Seconds for which requests at a unit that is to restart or to stop are waited for."""
     patience: float = PATIENCE
@@ -93,18 +94,18 @@ class GatewayOrder(GatewaySpec, frozen=True, kw_only=True):
     the fleet."""
 
     secret: str
-    """What it tells engines."""
+    """The secret by which engines know it."""
     listeners: tuple[int, ...]
     """The descriptors of the listening sockets, which it inherits."""
     sockets: str
-    """Where the engines' sockets are."""
+    """The folder of the engines' sockets."""
     node: str = ""
     """The node that it is on: engines there are called at their sockets. Empty on one host."""
     address: str = ""
     """The address of its host at which it answers the fleet's own processes of other hosts; empty if there
     are none."""
     identity: TlsFiles | None = None
-    """With what it and processes on other hosts know each other."""
+    """The certificate by which it and processes on other hosts know each other."""
 
 
 class SchedulerOrder(Struct, frozen=True, kw_only=True):
@@ -115,11 +116,11 @@ class SchedulerOrder(Struct, frozen=True, kw_only=True):
     """The path of the socket at which the gateway answers the fleet's own processes; empty if gateways are
     on nodes, of which `Gateways` tells."""
     secret: str
-    """What gateways must be told."""
+    """The secret by which gateways know it."""
     sockets: str
     """The fleet's own folder, in which the engines' sockets are."""
     identity: TlsFiles | None = None
-    """With what it and gateways on nodes know each other."""
+    """The certificate by which it and gateways on nodes know each other."""
 
 
 class Lease(Struct, frozen=True, tag="lease"):
@@ -133,7 +134,7 @@ class Gateways(Struct, frozen=True, tag="gateways"):
     """Tells the fleet scheduler of all gateways on nodes."""
 
     endpoints: tuple[str, ...]
-    """Where they answer the fleet's own processes."""
+    """The addresses at which they answer the fleet's own processes."""
 
 
 class RetireOrder(Struct, frozen=True, tag="retire"):
@@ -167,11 +168,11 @@ class OrderRefused(Struct, frozen=True, tag="refused"):
 
 
 Said = Edit | UnitSeen | Counted
-"""What a gateway says to the fleet's controller."""
+"""A message of a gateway to the fleet's controller."""
 GatewayNews = Snapshot | Change | Edited | Journaled | RetireOrder
-"""What a gateway is told while it serves."""
+"""A message to a gateway while it serves."""
 Told = GatewayNews | Lease | Gateways
-"""What a process is told after its order."""
+"""A message to a process after its order."""
 Order = EngineOrder | GatewayOrder | SchedulerOrder | Told
 ChildReport = StartProgress | Ready | Alive | OrderRefused | Said | Noted
 

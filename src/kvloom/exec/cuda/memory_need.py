@@ -26,17 +26,17 @@ _BENT: Final = SamplingParams(
     logprobs=MOST_LOGPROBS,
     prompt_logprobs=MOST_LOGPROBS,
 )
-"""The parameters of a draw that takes as much memory as any: the host has a say in it."""
+"""The parameters of a draw that takes as much memory as any: one in which the host has a say."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """The bytes that jobs take, and how each model's are run."""
+    """The bytes that jobs take, and how each model's jobs run."""
 
     kept: int
     """Bytes that stay taken: inputs, recordings, workspaces of libraries, and kernels."""
     running: int
-    """Bytes that jobs take while they run, of all that run at the same time."""
+    """Bytes that jobs take only while they run, summed over the jobs that run at the same time."""
     plain: frozenset[str] = frozenset()
     """The models whose steps cannot be recorded."""
     flash: frozenset[str] = frozenset()
@@ -54,9 +54,9 @@ class MemoryNeed:
 
 
 def largest_jobs(name: str, model: DeviceModel, rows: int, chunk: int) -> tuple[Job, Job]:
-    """Returns a model's jobs that take the most memory: a prefill of `chunk` tokens, of each of which the
-    log-probability is wanted, of as many sequences as tables are largest for, and a decode step of `rows`
-    sequences. `rows` tokens are drawn after each. They write K and V nowhere."""
+    """Returns the two jobs of a model that take the most memory. One is a prefill of `chunk` tokens with the
+    log-probability of each, of so many sequences that its tables are the largest; the other is a decode step
+    of `rows` sequences. `rows` tokens are drawn after each. They write K and V nowhere."""
     prompts = tuple(PromptRow(row, 0, MOST_LOGPROBS) for row in range(chunk))
     last = tuple(SampleRow(chunk - 1, key, 0, _BENT) for key in range(rows))
     each = tuple(SampleRow(row, row, 0, _BENT) for row in range(rows))
@@ -71,7 +71,7 @@ def largest_jobs(name: str, model: DeviceModel, rows: int, chunk: int) -> tuple[
 
 
 def _plan(name: str, model: DeviceModel, sequences: int, tokens: int, pages: int) -> ForwardPlan:
-    """Returns the plan of sequences that append so many tokens together, all but the first one each, with
+    """Returns a plan of sequences that together append so many tokens, each but the first one token, with
     tables of so many pages."""
     geometry, appends = model.geometry, np.ones(sequences, dtype=np.int64)
     appends[0] += tokens - sequences
