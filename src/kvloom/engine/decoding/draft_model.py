@@ -25,6 +25,8 @@ from kvloom.types.request import ModelCard
 from kvloom.types.spec import MOST_ROWS
 
 _LONGEST_GAP: Final = 64  # new sequences, of which one explores if drafts do not pay
+_FIRST_WAIT: Final = 16  # steps without drafts before a trial of those that do not pay
+_LONGEST_WAIT: Final = 128
 
 
 class DraftModel:
@@ -36,6 +38,8 @@ class DraftModel:
         self._times = StepTimes()
         self._gap = 1  # one new sequence in so many may compute its whole prompt for a trial
         self._left = 0  # sequences that begin before the next one does
+        self._wait = _FIRST_WAIT  # steps without drafts from the next trial to the one after it
+        self._until_trial = _FIRST_WAIT  # steps without drafts before the next trial
 
     @classmethod
     def of(cls, queue: ModelQueue, target: ModelCard) -> DraftModel:
@@ -76,12 +80,23 @@ class DraftModel:
         far as is known: it is not known which K and V have given way since."""
         return sequence.tokens.length - draft_state_of(sequence).followed
 
-    def may_try(self, sequence: OneSequence) -> bool:
-        """Returns whether a trial that does not pay is worth the tokens that are to be computed for it first.
-        It is for a sequence that explores; later it is for one for which drafts have paid, if few tokens are
-        to be computed."""
+    def takes_trial(self, sequence: OneSequence) -> bool:
+        """Returns whether drafts of a sequence are tried though they do not pay, and counts that as a trial.
+
+        A sequence that explores does so once. Of those for which drafts have paid, one at a time makes a
+        trial if few tokens are to be computed for it first, and waits twice as long after each: to draft for
+        one takes nearly as long as to draft for all, so trials of each would slow down a large batch."""
         state = draft_state_of(sequence)
-        return state.explores or (state.has_paid and self.lacking(sequence) <= MOST_ROWS)
+        if state.explores:
+            return True
+        if self._until_trial > 0 or not state.has_paid or self.lacking(sequence) > MOST_ROWS:
+            return False
+        self._until_trial, self._wait = self._wait, min(2 * self._wait, _LONGEST_WAIT)
+        return True
+
+    def passed(self, steps: int) -> None:
+        """Takes note of steps without drafts."""
+        self._until_trial -= steps
 
     def next_explores(self) -> bool:
         """Returns whether a sequence that begins may compute a long prompt for a trial. While drafts do not
@@ -95,7 +110,7 @@ class DraftModel:
 
     def paid(self) -> None:
         """Takes note that drafts pay."""
-        self._gap = 1
+        self._gap, self._wait = 1, _FIRST_WAIT
 
     def room(self, view: UnitView) -> int:
         """Returns the blocks that drafts may hold during a job: those that nobody wants, and no more than its

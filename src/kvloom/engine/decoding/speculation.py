@@ -33,6 +33,7 @@ from kvloom.types.job import JobResult, Phase
 from kvloom.types.spec import MOST_DRAFTED, MOST_ROWS, EngineSpec
 
 MOST_STEPS_UNLOOKED: Final = 8  # decode steps before drafts are looked for again
+_MOST_IN_A_ROW: Final = 64  # steps with drafts before one without, by which it is seen whether they pay still
 _LARGEST_BACKLOG: Final = 16
 """The most tokens that the draft model may have to compute first, for each token that is left to make. The
 products of so many tokens take about as long as reading the weights, and that is the cost of a draft step. So
@@ -70,6 +71,8 @@ class Speculation:
         target = self._targets.get(queue.card.name)
         if target is None or target.rests or steps == 1:
             return steps
+        if target.compares:
+            return 1
         known = [sequence.draft_state for sequence in queue.running if sequence.draft_state is not None]
         if len(known) == len(queue.running) and all(one.backoff_left for one in known):
             steps = min(steps, 1 + min(one.backoff_left for one in known))
@@ -101,6 +104,7 @@ class _TargetModel:
         self.drafter = drafter
         self._times = StepTimes()
         self._budget = LossBudget()
+        self._in_a_row = 0  # steps with drafts since the last one without
         self._rates = [Acceptance() for _ in (SIZES if drafter is None else (1,))]
 
     @property
@@ -108,9 +112,14 @@ class _TargetModel:
         """Whether nothing is drafted, because drafts have cost too much of late."""
         return self._budget.spent
 
+    @property
+    def compares(self) -> bool:
+        """Whether the next step has no drafts because all of late had, so that its time is known."""
+        return self._in_a_row >= _MOST_IN_A_ROW
+
     def drafts(self, ready: Sequence[OneSequence], view: UnitView, free: int) -> Proposal | None:
         queue, rows = self._queue, len(ready)
-        if not 0 < rows < MOST_ROWS or not queue.planner.multi_step or self.rests:
+        if not 0 < rows < MOST_ROWS or not queue.planner.multi_step or self.rests or self.compares:
             return None
         found = {sequence: drafted for sequence in ready if (drafted := self._proposed(sequence))}
         if not found or queue.cache.shares_a_tail([sequence.id for sequence in ready]):
@@ -143,7 +152,7 @@ class _TargetModel:
                 taken[sequence] = length
                 continue
             tried = state.refused(len(found[sequence]))
-            if tried and (self.drafter is None or self.drafter.may_try(sequence)):
+            if tried and (self.drafter is None or self.drafter.takes_trial(sequence)):
                 taken[sequence] = tried
         if self.drafter is not None and any(lengths):
             self.drafter.paid()
@@ -181,10 +190,14 @@ class _TargetModel:
     def note_verified(self, inflight: InflightBatch, valid: Mapping[int, int], result: JobResult) -> None:
         job, rows, steps = inflight.job, len(inflight.batch), max(1, inflight.steps(result))
         if inflight.tokens == rows and job.draft_steps is None:  # nothing was drafted
+            self._in_a_row = 0
             self._budget.earn(steps)
+            if self.drafter is not None:
+                self.drafter.passed(steps)
         else:  # a job that verifies drafts has one step
             plain = self._times.expected(rows, rows, result.seconds)[0]
             made = sum(valid.get(sequence.id, 1) for sequence, _ in inflight.batch)
+            self._in_a_row += 1
             self._budget.note(result.seconds / plain if plain else 0.0, made / rows)
         self._times.note(inflight.tokens, (result.seconds - result.draft_seconds) / steps)
         for sequence, count in inflight.batch:

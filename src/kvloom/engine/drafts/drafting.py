@@ -10,7 +10,6 @@ from kvloom.engine.drafts.ngrams import NgramIndex
 
 _FIRST_BACKOFF: Final = 16  # steps
 _LONGEST_BACKOFF: Final = 1024
-_LONGEST_IF_LIKELY: Final = 128  # steps between two trials of drafts that are likely, but do not pay
 _TRIAL: Final = 2  # tokens that are drafted after a backoff, whether they pay or not
 _HOPELESS: Final = 0.3  # the rate below which drafts that do not pay back off
 
@@ -36,8 +35,6 @@ class DraftState:
     """Steps for which nothing is drafted yet."""
     backoff: int = _FIRST_BACKOFF
     """Steps of the next backoff."""
-    refusals: int = 0
-    """Steps in which likely drafts did not pay, since the last trial."""
     trial_due: bool = False
     """Whether the next drafts are tried even if they do not pay."""
 
@@ -56,13 +53,13 @@ class DraftState:
     def passed(self, steps: int) -> None:
         """Takes note of steps for which nothing was looked for."""
         self.backoff_left = max(0, self.backoff_left - steps)
-        self.refusals += steps
 
     def refused(self, found: int) -> int:
-        """Takes note that none of the `found` drafted tokens pays. Returns how many are tried anyway.
+        """Takes note that of the `found` tokens that are drafted none pays. Returns how many are tried
+        anyway.
 
-        A draft model with a good acceptance rate does not back off: its drafts may pay again in a smaller
-        batch. After so many refused steps it still makes a trial, because only a trial updates the rate."""
+        Likely drafts of a model do not back off, because they may pay again in a smaller batch. How often
+        they are tried is the draft model's to say: only a trial updates the rate."""
         if self.trial_due:
             self.trial_due = False
             return min(_TRIAL, found)
@@ -70,10 +67,7 @@ class DraftState:
             self.backoff_left, self.trial_due = self.backoff, True
             self.backoff = min(2 * self.backoff, _LONGEST_BACKOFF)
         elif self.index is None:
-            self.refusals += 1
-            if self.refusals >= self.backoff:
-                self.refusals, self.trial_due = 0, True
-                self.backoff = min(2 * self.backoff, _LONGEST_IF_LIKELY)
+            return min(_TRIAL, found)
         return 0
 
     def paid(self) -> None:

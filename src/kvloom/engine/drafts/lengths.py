@@ -12,14 +12,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from statistics import median
 from typing import Final
 
 from kvloom.engine.batching.adbs import WEIGHTS
 
 LEAST_GAIN: Final = 1.03  # the least speed-up for which drafts are taken
 SURE: Final = 0.98  # the highest acceptance rate that is assumed
-_WINDOW: Final = 5  # the last steps of so many rows that count
+_WINDOW: Final = 8  # the last steps of so many rows that count
 _OLD: Final = 256  # steps after which what was seen counts no more
 _MOST_LOST: Final = 0.02  # the part of the time of steps without drafts that is credited to the budget
 _FIRST_BUDGET: Final = 8.0  # what the budget holds at first, in steps without drafts
@@ -51,11 +50,15 @@ class Acceptance:
 
 
 class StepTimes:
-    """Estimates the seconds of a decode step from recent steps of about as many rows."""
+    """Estimates the seconds of a decode step as the shortest of recent steps of about as many rows.
+
+    Whatever else the machine does can only make a step longer. By a mean or a median, drafts would begin
+    when the last steps without them happened to be long, and would go on for as long as nothing corrects
+    that."""
 
     def __init__(self) -> None:
         self._last: dict[int, deque[float]] = {}
-        self._known: dict[int, tuple[int, float]] = {}  # the last step of so many rows, and the median
+        self._known: dict[int, tuple[int, float]] = {}  # the last step of so many rows, and the shortest
         self._steps = 0
 
     def note(self, rows: int, seconds: float) -> None:
@@ -65,7 +68,7 @@ class StepTimes:
         if rows in self._known and self._known[rows][0] < self._steps - _OLD:
             last.clear()
         last.append(seconds)
-        self._known[rows] = self._steps, median(last)
+        self._known[rows] = self._steps, min(last)
 
     def expected(self, least: int, most: int, unseen: float = 1.0) -> list[float]:
         """Returns the seconds of a step of each number of rows from `least` to `most`. One that was not seen
