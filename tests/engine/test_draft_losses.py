@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.engine.drafts.lengths import LossBudget
+from kvloom.engine.drafts.lengths import LossBudget, StepTimes
 
 FIRST, SAVED = 8.0, 32.0  # steps that may be lost at first, and at most
-PART = 0.02  # of all steps without drafts that may be lost
+PART = 0.01  # of all steps without drafts that may be lost
 MOST_LOST = 3.0  # by one of STEPS
 STEPS = st.tuples(st.floats(0.5, 4.0), st.floats(1.0, 8.0))  # the time and the tokens of one with drafts
 
@@ -31,7 +31,7 @@ def test_drafts_that_lose_come_back_after_steps_without_them() -> None:
     for _ in range(9):
         budget.note(2.0, 1.0)
     assert budget.spent
-    budget.earn(49)
+    budget.earn(99)
     assert budget.spent
     budget.earn(2)
     assert not budget.spent
@@ -53,3 +53,10 @@ def test_gains_are_saved_up_to_a_bound() -> None:
         assert not budget.spent, left
         budget.note(2.0, 1.0)
     assert budget.spent
+
+
+def test_steps_that_the_machine_made_longer_make_no_step_expected_longer() -> None:
+    times = StepTimes()
+    for seconds in (1.0, 3.0, 2.5, 4.0, 1.1, 6.0):
+        times.note(4, seconds)
+    assert times.expected(4, 4) == [1.0]

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from kvloom.engine.drafts.lengths import StepTimes
 from kvloom.engine.engine import Engine
 from kvloom.types.errors import ConfigError
-from kvloom.types.request import Guide, StartGenerate
-from kvloom.types.spec import EngineSpec
+from kvloom.types.request import Guide, StartGenerate, TokenEvent
+from kvloom.types.spec import MOST_DRAFTED, EngineSpec
 from tests.checkpoints import VOCAB, make_checkpoint, make_repeating
 from tests.engines import Answer, ask, body, running, spec_of
 from tests.examples import examples
@@ -209,6 +209,61 @@ def test_drafts_that_cost_more_than_is_expected_are_few(
     monkeypatch.setattr(StepTimes, "expected", expected)
     few = asyncio.run(drafted())
     assert 0 < 2 * few < many
+
+
+def test_trials_of_drafts_that_have_paid_take_turns(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts pay until all sequences have had some, and never again. Then one sequence at a time makes a trial
+    of two tokens, after 16 steps, 32 more, 64 more and each 128 more."""
+    count, tokens = 8, 200
+    costly = False
+
+    def expected(times: StepTimes, least: int, most: int, unseen: float = 1.0) -> list[float]:
+        if most == least:
+            return [50.0]
+        return [1000.0 * (1 + (row if costly else 0)) for row in range(most - least + 1)]
+
+    monkeypatch.setattr(StepTimes, "expected", expected)
+    bodies = [body("m", [i, i + 1], max_tokens=tokens, seed=i, temperature=0.3) for i in range(count)]
+
+    async def later() -> int:
+        nonlocal costly
+        left, before = count, 0
+        async with running(speculating(paths, SMALL)) as engine:
+
+            async def follow(request: StartGenerate) -> None:
+                nonlocal costly, left, before
+                seen = 0
+                async for frame in engine.start_generate(request):
+                    more = sum(isinstance(event, TokenEvent) for event in frame)
+                    if seen < 20 <= seen + more:
+                        left -= 1
+                        if not left:
+                            costly, before = True, (await engine.load()).models["m"].drafted_tokens_total
+                    seen += more
+
+            await asyncio.gather(*map(follow, bodies))
+            return (await engine.load()).models["m"].drafted_tokens_total - before
+
+    under_way = MOST_DRAFTED * count  # of steps that were decided before
+    assert asyncio.run(later()) <= under_way + 2 * 4
+
+
+def test_some_steps_have_no_drafts_however_well_these_pay(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = dict[int, list[int]]()  # rows of steps, by who noted them
+    note = StepTimes.note
+
+    def noting(times: StepTimes, rows: int, seconds: float) -> None:
+        noted.setdefault(id(times), []).append(rows)
+        note(times, rows, seconds)
+
+    monkeypatch.setattr(StepTimes, "note", noting)
+    bodies = [body("m", [i, i + 1], max_tokens=400, seed=i, temperature=0.3) for i in range(8)]
+    asyncio.run(answers(speculating(paths, SMALL), bodies, 8))
+    verified = max(noted.values(), key=max)
+    in_a_row = "".join("d" if rows > 8 else "." for rows in verified).split(".")
+    assert max(map(len, in_a_row)) == 64
 
 
 @BOTH

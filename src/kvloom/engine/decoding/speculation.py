@@ -125,8 +125,10 @@ class _TargetModel:
         if not found or queue.cache.shares_a_tail([sequence.id for sequence in ready]):
             return None
         lengths = self._lengths(found, rows)
+        if not lengths:
+            return None
         needs = sum(queue.cache.blocks_for(s.id, 1 + lengths.get(s, 0)) for s in ready)
-        if not lengths or needs > free:
+        if needs > free:
             return None
         tokens = {sequence.id: found[sequence][:length] for sequence, length in lengths.items()}
         if self.drafter is None:
@@ -161,15 +163,17 @@ class _TargetModel:
     def _proposed(self, sequence: OneSequence) -> list[int]:
         """Returns the tokens that are drafted for a sequence, up to its end, after which none would count. If
         a model is to draft them, it returns as many zeros."""
+        state = sequence.draft_state
+        if sequence.guide or sequence.transfer or (state is not None and state.tick_backoff()):
+            return []
         tokens, limit = sequence.tokens, self._queue.card.context_length
         if self.drafter is not None:
             limit = min(limit, self.drafter.context_length)
         most = min(MOST_DRAFTED, sequence.remaining - 1, limit - tokens.length - 1)
-        if most < 1 or sequence.guide or sequence.transfer:
+        if most < 1:
             return []
-        state = sequence.draft_state = sequence.draft_state or self._first_state(sequence)
-        if state.tick_backoff():
-            return []
+        if state is None:
+            state = sequence.draft_state = self._first_state(sequence)
         if self.drafter is not None:
             worth = self.drafter.lacking(sequence) <= _LARGEST_BACKLOG * sequence.remaining
             return [0] * most if worth else []

@@ -20,7 +20,7 @@ LEAST_GAIN: Final = 1.03  # the least speed-up for which drafts are taken
 SURE: Final = 0.98  # the highest acceptance rate that is assumed
 _WINDOW: Final = 8  # the last steps of so many rows that count
 _OLD: Final = 256  # steps after which what was seen counts no more
-_MOST_LOST: Final = 0.02  # the part of the time of steps without drafts that is credited to the budget
+_MOST_LOST: Final = 0.01  # the part of the time of steps without drafts that is credited to the budget
 _FIRST_BUDGET: Final = 8.0  # what the budget holds at first, in steps without drafts
 _MOST_SAVED: Final = 32.0  # the most that it holds, because what drafts bring varies from step to step
 
@@ -77,10 +77,15 @@ class StepTimes:
         is left out, only the ratios of the numbers mean something then."""
         since = self._steps - _OLD
         known = {rows: seconds for rows, (step, seconds) in self._known.items() if step >= since}
+        if not known:
+            known = {least: unseen}
+        seen, at = sorted(known), 0
         found = list[float]()
         for rows in range(least, most + 1):
-            near = min(known, key=lambda other: abs(other - rows), default=rows)
-            found.append(known.get(near, unseen) * (WEIGHTS + rows) / (WEIGHTS + near))
+            while at + 1 < len(seen) and seen[at + 1] - rows <= abs(rows - seen[at]):
+                at += 1
+            near = seen[at]
+            found.append(known[near] * (WEIGHTS + rows) / (WEIGHTS + near))
         return found
 
 
