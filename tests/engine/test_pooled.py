@@ -6,16 +6,21 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from msgspec.structs import replace
 
 from kvloom.engine.engine import Engine
+from kvloom.exec.cpu.executor import load_executor
+from kvloom.types.clock import WallClock
 from kvloom.types.errors import BadRequest
 from kvloom.types.request import EndEvent, SamplingParams, StartGenerate
+from kvloom.types.spec import Quotas
+from kvloom.types.transfer import NoTransport
 from kvloom.types.verbs import Pin, Prefix, PrepRecv, RemoteSend
 from tests.checkpoints import make_checkpoint
-from tests.engines import running, spec_of
+from tests.engines import running, running_over, spec_of
 from tests.pooled import make_encoder, save_pooling
 
 TEXT = [2, 40, 41, 3]
@@ -73,5 +78,27 @@ def test_verbs_of_k_and_v_are_refused(paths: dict[str, Path]) -> None:
                 with pytest.raises(BadRequest, match="vectors makes vectors of texts and keeps no K and V"):
                     await asked
             assert [end.reason for end in await ends(engine, body("e", 3))] == ["stop"] * 3
+
+    run(test)
+
+
+class HastyClock(WallClock):
+    """Counts a thousand seconds for each one, so that every period ends between two jobs."""
+
+    def now(self) -> float:
+        return 1000.0 * super().now()
+
+
+@pytest.mark.parametrize("quotas", get_args(Quotas))
+def test_a_unit_whose_models_all_make_vectors_goes_on(paths: dict[str, Path], quotas: Quotas) -> None:
+    """None of them has a quota that could be moved."""
+
+    async def test() -> None:
+        spec = spec_of({"vectors": paths["vectors"]}, kv_bytes=1 << 20, block_bytes=2048)
+        spec = replace(spec, quotas=quotas)
+        executor = load_executor(spec)
+        async with running_over(spec, executor, NoTransport(spec.unit), clock=HastyClock()) as engine:
+            for request in range(20):
+                assert [end.reason for end in await ends(engine, body(f"e{request}", 3))] == ["stop"] * 3
 
     run(test)

@@ -212,8 +212,8 @@ def test_drafts_that_cost_more_than_is_expected_are_few(
 
 
 def test_trials_of_drafts_that_have_paid_take_turns(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts pay until all sequences have had some, and never again. Then one sequence at a time makes a trial
-    of two tokens, after 16 steps, 32 more, 64 more and each 128 more."""
+    """Drafts pay until all sequences have had some, and never again. Then one sequence at a time makes a
+    trial of two tokens, after 16 steps, 16 more, 32 more and so on."""
     count, tokens = 8, 200
     costly = False
 

@@ -103,7 +103,7 @@ class QuotaTuner:
         self._quotas: dict[str, int] = {}
         """The quotas of the models while weights take none of the pool."""
         self._clock = clock
-        self._moves = spec.quotas == "adaptive"
+        self._moves = spec.quotas == "adaptive" and bool(queues)
         self._changed = set(queues.values())
         self._held = dict.fromkeys(queues.values(), 0)  # blocks, as was last observed
         if self._moves:
@@ -173,7 +173,7 @@ class SequenceTuner(QuotaTuner):
         super().__init__(queues, spec, pool, clock)
         self._most = spec.max_running
         self._geometries = {name: queue.cache.geometry for name, queue in self._queues.items()}
-        self._moves_caps = spec.quotas == "sequences"
+        self._moves_caps = spec.quotas == "sequences" and bool(self._queues)
         self._ran = dict.fromkeys(self._queues, 0)  # summed over jobs
         self._cap(initial_caps(self._quotas, self._geometries))
 

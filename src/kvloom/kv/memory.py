@@ -9,6 +9,8 @@ from typing import Final
 
 MEMINFO: Final = Path("/proc/meminfo")
 CGROUP: Final = Path("/sys/fs/cgroup")
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
+_MALLOC: Final = {_M_TRIM_THRESHOLD: 1 << 30, _M_MMAP_THRESHOLD: 1 << 30, _M_ARENA_MAX: 1}
 
 
 def available_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
@@ -33,6 +35,16 @@ def return_free_memory() -> None:
     between what stays. Other libraries than glibc do it by themselves, or not at all."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def keep_freed_memory() -> None:
+    """Lets the C library keep what jobs free from now on, instead of returning it to the kernel, and take it
+    from one heap for all threads. Otherwise each job's temporaries come as new pages, and to clear and map
+    these took a sixth of a forward of a small encoder. Other libraries than glibc stay as they are."""
+    with suppress(AttributeError, OSError):
+        library = ctypes.CDLL(None)
+        for parameter, value in _MALLOC.items():
+            library.mallopt(parameter, value)
 
 
 def _table(file: Path) -> dict[str, int]:

@@ -26,6 +26,7 @@ from kvloom.exec.loader import check_model
 from kvloom.journal.log import Outbox
 from kvloom.kernels.cpu.warm import is_warm, kernels, warm
 from kvloom.kv.arena import Arena, ArenaMemory
+from kvloom.kv.memory import keep_freed_memory
 from kvloom.offload.cpu.attention import CpuOffloadBackend
 from kvloom.offload.loan_manager import LoanManager
 from kvloom.offload.terms import TAKE_BACK, OffloadBackend
@@ -109,6 +110,7 @@ async def serve(parent: Parent, order: EngineOrder, lease: HeldLease | None = No
                 if spec.weave is not None:
                     beside.append(group.create_task(_borrow(engine, spec, spec.weave, order, clock)))
                 keep_out_of_collections()
+                keep_freed_memory()
                 await server.serve(listeners)
                 for task in beside:
                     task.cancel()

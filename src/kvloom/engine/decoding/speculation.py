@@ -29,7 +29,7 @@ from kvloom.engine.inflight import InflightBatch, Proposal
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.sequence import Sequence as OneSequence
 from kvloom.types.errors import ConfigError
-from kvloom.types.job import JobResult, Phase
+from kvloom.types.job import DraftSteps, JobResult, Phase
 from kvloom.types.spec import MOST_DRAFTED, MOST_ROWS, EngineSpec
 
 MOST_STEPS_UNLOOKED: Final = 8  # decode steps before drafts are looked for again
@@ -124,8 +124,7 @@ class _TargetModel:
         found = {sequence: drafted for sequence in ready if (drafted := self._proposed(sequence))}
         if not found or queue.cache.shares_a_tail([sequence.id for sequence in ready]):
             return None
-        lengths = self._lengths(found, rows)
-        if not lengths:
+        if not (lengths := self._lengths(found, rows)):
             return None
         needs = sum(queue.cache.blocks_for(s.id, 1 + lengths.get(s, 0)) for s in ready)
         if needs > free:
@@ -134,9 +133,7 @@ class _TargetModel:
         if self.drafter is None:
             return Proposal(tokens)
         steps = self.drafter.begin(lengths, min(self.drafter.room(view), free) - needs)
-        if steps is None:
-            return None
-        return Proposal({one.sequence: tokens[one.sequence] for one in steps.sequences if one.count}, steps)
+        return None if steps is None else Proposal(_drafted(tokens, steps), steps)
 
     def _lengths(self, found: Mapping[OneSequence, list[int]], rows: int) -> dict[OneSequence, int]:
         """Returns how many drafted tokens are to be tried for each sequence. found: the tokens that were
@@ -213,3 +210,8 @@ class _TargetModel:
                 self._queue.stats.accepted_tokens += right
         if self.drafter is not None and job.draft_steps is not None:
             self.drafter.ended(job.draft_steps, inflight.batch, valid, result.draft_seconds)
+
+
+def _drafted(tokens: Mapping[int, list[int]], steps: DraftSteps) -> dict[int, list[int]]:
+    """Returns those of the tokens that the steps draft."""
+    return {one.sequence: tokens[one.sequence] for one in steps.sequences if one.count}
