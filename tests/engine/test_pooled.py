@@ -102,3 +102,17 @@ def test_a_unit_whose_models_all_make_vectors_goes_on(paths: dict[str, Path], qu
                 assert [end.reason for end in await ends(engine, body(f"e{request}", 3))] == ["stop"] * 3
 
     run(test)
+
+
+@pytest.mark.parametrize(("models", "jobs"), [(["vectors"], 1), (["vectors", "text"], 4)])
+def test_jobs_of_texts_are_larger_if_there_are_no_streams(
+    paths: dict[str, Path], models: list[str], jobs: int
+) -> None:
+    async def test() -> None:
+        spec = spec_of({name: paths[name] for name in models}, kv_bytes=1 << 20, block_bytes=2048)
+        spec = replace(spec, chunk_tokens=3 * len(TEXT), vector_tokens=12 * len(TEXT))
+        async with running(spec) as engine:
+            await ends(engine, body("e", 12))
+            assert (await engine.load()).models["vectors"].prefill_jobs_total == jobs
+
+    run(test)

@@ -81,6 +81,7 @@ from kvloom.types.errors import ConfigError
 from kvloom.types.service import PATIENCE, GroupSpec
 from kvloom.types.spec import (
     DEFAULT_POLICY,
+    VECTOR_TOKENS,
     AdapterSpec,
     EngineSpec,
     Policy,
@@ -335,6 +336,7 @@ class Config(ConfigSection):
             max_running=self.max_running,
             max_waiting=self.max_waiting,
             chunk_tokens=self.chunk_tokens or default_chunk(device),
+            vector_tokens=self.chunk_tokens or VECTOR_TOKENS,
             threads=threads,
             priorities=self.priorities,
             lease=self.lease,

@@ -67,6 +67,8 @@ class Scheduler:
         self._tuner = tuner
         self._arrivals = arrivals
         self._spec = spec
+        generates = any(queue.card.task == "generate" for queue in queues.values())
+        self._chunk = spec.chunk_tokens if generates else spec.vector_tokens or spec.chunk_tokens
         self._clock = clock
         self._policy = POLICIES[spec.policy]
         self._mixes = spec.abilities.mixes
@@ -160,7 +162,7 @@ class Scheduler:
     def _start_prompts(self, queue: ModelQueue, action: Prefill | Mixed) -> bool:
         """Starts a prefill or a mixed job. The latter is a prefill, too, if the decode step waits for a
         sequence that is about to arrive, and a decode step if the prompts that it admits need no prefill."""
-        running, tokens = len(queue.running), self._spec.chunk_tokens
+        running, tokens = len(queue.running), self._chunk
         if action.tokens is not None:
             tokens = min(tokens, action.tokens)
         ready: list[Sequence] = []

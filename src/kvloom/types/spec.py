@@ -170,6 +170,10 @@ def default_chunk(device: str) -> int:
     return CHUNK_TOKENS if device == "cpu" else GPU_CHUNK_TOKENS
 
 
+VECTOR_TOKENS: Final = 2048
+"""Tokens of texts that a job takes by default if no model of the unit generates: there are no streams that it
+could hold up, and it computes more at once."""
+
 _ON_GPUS: Final[tuple[KVDtype, ...]] = ("auto", "float32", "bfloat16", "float8_e4m3fn")
 
 
@@ -184,6 +188,8 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     max_waiting: int
     chunk_tokens: int
     threads: int
+    vector_tokens: int | None = None
+    """Tokens of texts that a job takes at most if no model of the unit generates; None: `chunk_tokens`."""
     unit: str = "unit-0"
     priorities: tuple[Level, ...] = ()  # levels of execution priority, which the unit's load tells
     lease: float = 30.0  # seconds for which a reservation is kept without being renewed
