@@ -176,6 +176,7 @@ class _TargetModel:
             return [0] * most if worth else []
         assert state.index is not None
         drafted, state.kind = state.index.draft(tokens, most)
+        state.looked(len(drafted))
         ends = sequence.sampling.stop_token_ids
         return next((drafted[:i] for i, token in enumerate(drafted) if token in ends), drafted)
 
@@ -183,7 +184,8 @@ class _TargetModel:
         """Returns the draft state of a sequence for which nothing was drafted yet."""
         rates = [rate.prior() for rate in self._rates]
         if self.drafter is not None:
-            cached, explores = self.drafter.cached(sequence), self.drafter.next_explores()
+            cached = self.drafter.cached(sequence)
+            explores = not self._rates[0].likely and self.drafter.next_explores()
             return DraftState(rates, followed=cached, explores=explores, trial_due=explores)
         most = sequence.prompt_length + sequence.sampling.max_tokens
         return DraftState(rates, NgramIndex(min(self._queue.card.context_length, most)))

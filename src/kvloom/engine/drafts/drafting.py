@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from kvloom.engine.drafts.lengths import Acceptance
+from kvloom.engine.drafts.lengths import HOPELESS, Acceptance
 from kvloom.engine.drafts.ngrams import NgramIndex
 
 _FIRST_BACKOFF: Final = 16  # steps
 _LONGEST_BACKOFF: Final = 1024
 _TRIAL: Final = 2  # tokens that are drafted after a backoff, whether they pay or not
-_HOPELESS: Final = 0.3  # the rate below which drafts that do not pay back off
+_LONGEST_MISS: Final = 7  # steps without a look after many looks that found nothing
 
 
 @dataclass(slots=True)
@@ -35,6 +35,8 @@ class DraftState:
     """Steps for which nothing is drafted yet."""
     backoff: int = _FIRST_BACKOFF
     """Steps of the next backoff."""
+    misses: int = 0
+    """Looks in a row that found no n-gram, up to `_LONGEST_MISS`."""
     trial_due: bool = False
     """Whether the next drafts are tried even if they do not pay."""
 
@@ -54,6 +56,12 @@ class DraftState:
         """Takes note of steps for which nothing was looked for."""
         self.backoff_left = max(0, self.backoff_left - steps)
 
+    def looked(self, found: int) -> None:
+        """Takes note that a look for n-grams has found so many tokens. After each look that finds none, one
+        step more goes by until the next, because looking takes time too."""
+        self.misses = 0 if found else min(self.misses + 1, _LONGEST_MISS)
+        self.backoff_left = max(self.backoff_left, self.misses)
+
     def refused(self, found: int) -> int:
         """Takes note that of the `found` tokens that are drafted none pays. Returns how many are tried
         anyway.
@@ -63,7 +71,7 @@ class DraftState:
         if self.trial_due:
             self.trial_due = False
             return min(_TRIAL, found)
-        if self.rate < _HOPELESS:
+        if self.rate < HOPELESS:
             self.backoff_left, self.trial_due = self.backoff, True
             self.backoff = min(2 * self.backoff, _LONGEST_BACKOFF)
         elif self.index is None:

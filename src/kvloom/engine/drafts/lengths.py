@@ -18,6 +18,8 @@ from kvloom.engine.batching.adbs import WEIGHTS
 
 LEAST_GAIN: Final = 1.03  # the least speed-up for which drafts are taken
 SURE: Final = 0.98  # the highest acceptance rate that is assumed
+HOPELESS: Final = 0.3  # the rate below which drafts that do not pay back off
+_KNOWN: Final = 4.0  # tried tokens from which on a rate is more than an assumption
 _WINDOW: Final = 8  # the last steps of so many rows that count
 _OLD: Final = 256  # steps after which what was seen counts no more
 _MOST_LOST: Final = 0.01  # the part of the time of steps without drafts that is credited to the budget
@@ -43,6 +45,11 @@ class Acceptance:
     def rate(self) -> float:
         """The probability that the next drafted token is right if those before it are."""
         return min(SURE, self.right / self.tried)
+
+    @property
+    def likely(self) -> bool:
+        """Whether it is known, and not only assumed, that drafts are right often enough to be looked for."""
+        return self.tried >= _KNOWN and self.rate >= HOPELESS
 
     def prior(self) -> Acceptance:
         """Returns the same rate with the weight of two tokens, as the prior of a new sequence."""
