@@ -1,0 +1,38 @@
+"""What a process keeps of the memory that it frees."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+_PAGES = """
+import ctypes, resource, threading
+from kvloom.kv.memory import keep_freed_memory
+library = ctypes.CDLL(None)
+library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+size = 64 << 20
+
+def take():
+    place = library.malloc(size)
+    ctypes.memset(place, 1, size)
+    library.free(place)
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+keep_freed_memory()
+take()
+before = faults()
+for _ in range(3):
+    take()
+thread = threading.Thread(target=take)
+thread.start()
+thread.join()
+print((faults() - before) * resource.getpagesize() / size)
+"""
+
+
+def test_memory_that_was_freed_is_taken_again_without_new_pages() -> None:
+    """Four more blocks of one size, the last one on another thread, take no new pages to speak of."""
+    ran = subprocess.run([sys.executable, "-c", _PAGES], capture_output=True, text=True, check=True)
+    assert float(ran.stdout) < 0.1
