@@ -266,9 +266,12 @@ class Agent:
             _log.debug("dropping a write: %s", error)
 
     def close(self) -> None:
+        """Ends the agent with its threads, of which none must outlive the interpreter. Nothing else may be
+        called any more."""
         for name in list(self._known):
             self.part(name)
         self._agent.deregisterMem(self._memory, [])
+        self._agent = None
 
 
 def _settings(host: str) -> dict[str, str]:

@@ -42,6 +42,7 @@ from kvloom.types.spec import TransportName
 from kvloom.types.transfer import Transfer, TransferMeter, Transport
 
 _COPIED: Final = 8 << 20  # bytes by which the rate of this host's memory is measured
+_END_SECONDS: Final = 2.0  # for the thread that measures, once the ways are closed
 
 _log = logging.getLogger(__name__)
 
@@ -232,7 +233,7 @@ class Paths:
         self._to_measure.put(None)
         for way in self._ways:
             way.close_all()
-        # Nobody waits for the thread: what it measures ends in seconds, and decides nothing any more.
+        self._thread.join(_END_SECONDS)  # what it measures fails, because the ways are closed
 
 
 @dataclass(frozen=True, slots=True)
