@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from kvloom.engine.drafts.lengths import StepTimes
 from kvloom.engine.engine import Engine
 from kvloom.types.errors import ConfigError
-from kvloom.types.request import Guide, StartGenerate, TokenEvent
-from kvloom.types.spec import MOST_DRAFTED, EngineSpec
+from kvloom.types.request import Guide, StartGenerate
+from kvloom.types.spec import MOST_ROWS, EngineSpec
 from tests.checkpoints import VOCAB, make_checkpoint, make_repeating
 from tests.engines import Answer, ask, body, running, spec_of
 from tests.examples import examples
@@ -59,6 +59,7 @@ def even_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         return [1000.0] * (most - least + 1) if most > least else [50.0]
 
     monkeypatch.setattr(StepTimes, "expected", expected)
+    monkeypatch.setattr(StepTimes, "typical", lambda *_: 1000.0)
 
 
 def speculating(paths: Paths, how: str, **changes: int) -> EngineSpec:
@@ -203,49 +204,36 @@ def test_drafts_that_cost_more_than_is_expected_are_few(
 
     many = asyncio.run(drafted())
 
-    def expected(times: StepTimes, least: int, most: int, unseen: float = 1.0) -> list[float]:
-        return [1e-9] * (most - least + 1)
-
-    monkeypatch.setattr(StepTimes, "expected", expected)
+    monkeypatch.setattr(StepTimes, "typical", lambda *_: 1e-9)
     few = asyncio.run(drafted())
     assert 0 < 2 * few < many
 
 
-def test_trials_of_drafts_that_have_paid_take_turns(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts pay until all sequences have had some, and never again. Then one sequence at a time makes a
-    trial of two tokens, after 16 steps, 16 more, 32 more and so on."""
-    count, tokens = 8, 200
-    costly = False
+def test_trials_of_drafts_take_turns(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts pay at first, and then never again. From there on one of eight sequences at a time makes a trial
+    of two tokens, after 16 steps without drafts, 16 more, 32 more and each 64 more."""
+    count, looks, noted = 8, 0, dict[int, list[int]]()
+    note = StepTimes.note
 
     def expected(times: StepTimes, least: int, most: int, unseen: float = 1.0) -> list[float]:
+        nonlocal looks
         if most == least:
             return [50.0]
-        return [1000.0 * (1 + (row if costly else 0)) for row in range(most - least + 1)]
+        looks += 1
+        return [1000.0 * (1 + (row if looks > 3 else 0)) for row in range(most - least + 1)]
+
+    def noting(times: StepTimes, rows: int, seconds: float) -> None:
+        noted.setdefault(id(times), []).append(rows)
+        note(times, rows, seconds)
 
     monkeypatch.setattr(StepTimes, "expected", expected)
-    bodies = [body("m", [i, i + 1], max_tokens=tokens, seed=i, temperature=0.3) for i in range(count)]
-
-    async def later() -> int:
-        nonlocal costly
-        left, before = count, 0
-        async with running(speculating(paths, SMALL)) as engine:
-
-            async def follow(request: StartGenerate) -> None:
-                nonlocal costly, left, before
-                seen = 0
-                async for frame in engine.start_generate(request):
-                    more = sum(isinstance(event, TokenEvent) for event in frame)
-                    if seen < 20 <= seen + more:
-                        left -= 1
-                        if not left:
-                            costly, before = True, (await engine.load()).models["m"].drafted_tokens_total
-                    seen += more
-
-            await asyncio.gather(*map(follow, bodies))
-            return (await engine.load()).models["m"].drafted_tokens_total - before
-
-    under_way = MOST_DRAFTED * count  # of steps that were decided before
-    assert asyncio.run(later()) <= under_way + 2 * 4
+    monkeypatch.setattr(StepTimes, "note", noting)
+    bodies = [body("m", [i, i + 1], max_tokens=200, seed=i, temperature=0.3) for i in range(count)]
+    asyncio.run(answers(speculating(paths, SMALL), bodies, count))
+    steps = max(noted.values(), key=max)  # of the target model
+    paid = max(at for at, rows in enumerate(steps) if rows > count + 2)
+    after = steps[paid + 1 : paid + 1 + 16 + 1 + 16 + 1 + 32 + 1 + 64]
+    assert after == [8] * 16 + [10] + [8] * 16 + [10] + [8] * 32 + [10] + [8] * 64
 
 
 def test_some_steps_have_no_drafts_however_well_these_pay(
@@ -264,6 +252,29 @@ def test_some_steps_have_no_drafts_however_well_these_pay(
     verified = max(noted.values(), key=max)
     in_a_row = "".join("d" if rows > 8 else "." for rows in verified).split(".")
     assert max(map(len, in_a_row)) == 64
+
+
+def test_trials_that_are_due_at_once_make_no_step_too_large(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts of 40 sequences out of 4 tokens pay at first, are mostly wrong, and then pay no more."""
+    looks, noted = 0, list[int]()
+
+    def expected(times: StepTimes, least: int, most: int, unseen: float = 1.0) -> list[float]:
+        nonlocal looks
+        looks += 1
+        return [1000.0 * (1 + (row if looks > 60 else 0)) for row in range(most - least + 1)]
+
+    monkeypatch.setattr(StepTimes, "expected", expected)
+    monkeypatch.setattr(StepTimes, "note", lambda _, rows, seconds: noted.append(rows))
+    few = dict.fromkeys(range(20, 24), 100.0)
+    bodies = [
+        body("m", [20 + i % 4, i], max_tokens=200, seed=i, temperature=2.0, logit_bias=few) for i in range(40)
+    ]
+    asyncio.run(answers(speculating(paths, "ngram", max_running=40), bodies, 40))
+    trials = [rows for rows in noted[100:] if rows > 40]
+    assert trials
+    assert max(noted) <= MOST_ROWS
 
 
 @BOTH

@@ -211,7 +211,8 @@ class Llumlet:
 
     def _stuck(self) -> Iterator[MigrationCandidate]:
         """Yields waiting requests of the models whose first waiting request finds no room, in their order.
-        Requests with several choices stay, and so do those of which something has been computed."""
+        Requests with several choices stay, and so do those of which something has been computed, here or
+        elsewhere."""
         for queue in () if self._in_order else filter(self._blocked, self._queues.values()):
             for sequence in queue.waiting:
                 stream = self._requests.stream(sequence.request)

@@ -35,7 +35,7 @@ _PERIOD = 8.0  # seconds, MuxServe's
 
 
 class PooledPlanner(DecodePlanner[Sequence]):
-    """A cache that plans nothing and has nothing to give back, because texts of which vectors are made have
+    """Plans nothing and has nothing to give back, because texts of which vectors are made have
     no pages."""
 
     def release(self, sequence: Sequence) -> None:

@@ -10,7 +10,7 @@ from typing import Final
 MEMINFO: Final = Path("/proc/meminfo")
 CGROUP: Final = Path("/sys/fs/cgroup")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
-_MALLOC: Final = {_M_TRIM_THRESHOLD: 1 << 30, _M_MMAP_THRESHOLD: 1 << 30, _M_ARENA_MAX: 1}
+_KEPT: Final = 256 << 20  # bytes at most that jobs have freed
 
 
 def available_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
@@ -38,13 +38,16 @@ def return_free_memory() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Lets the C library keep what jobs free from now on, instead of returning it to the kernel, and take it
-    from one heap for all threads. Otherwise each job's temporaries come as new pages, and to clear and map
-    these took a sixth of a forward of a small encoder. Other libraries than glibc stay as they are."""
+    """Lets the C library keep what is freed from now on, up to `_KEPT`, instead of returning it to the
+    kernel, with one heap for all threads that begin later. Otherwise each job's temporaries come as new pages, and to
+    clear and map these took a sixth of a forward of a small encoder. Only glibc is told."""
     with suppress(AttributeError, OSError):
         library = ctypes.CDLL(None)
-        for parameter, value in _MALLOC.items():
-            library.mallopt(parameter, value)
+        for most in (_KEPT, 32 << 20):  # older ones refuse the first
+            if library.mallopt(_M_MMAP_THRESHOLD, most):
+                break
+        library.mallopt(_M_TRIM_THRESHOLD, _KEPT)
+        library.mallopt(_M_ARENA_MAX, 1)
 
 
 def _table(file: Path) -> dict[str, int]:

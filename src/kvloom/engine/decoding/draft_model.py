@@ -26,7 +26,10 @@ from kvloom.types.spec import MOST_ROWS
 
 _LONGEST_GAP: Final = 64  # new sequences, of which one explores if drafts do not pay
 _FIRST_WAIT: Final = 16  # steps without drafts before a trial of those that do not pay
-_LONGEST_WAIT: Final = 128
+_LONGEST_WAIT: Final = 64
+_MOST_LACKING: Final = (
+    2 * _LONGEST_WAIT
+)  # tokens that may be computed for a trial, so that who tried may again
 
 
 class DraftModel:
@@ -80,37 +83,35 @@ class DraftModel:
         far as is known: it is not known which K and V have given way since."""
         return sequence.tokens.length - draft_state_of(sequence).followed
 
-    def takes_trial(self, sequence: OneSequence) -> bool:
-        """Returns whether drafts of a sequence are tried though they do not pay, and counts that as a trial.
-
-        A sequence that explores does so once. Of those for which drafts have paid, one at a time makes a
-        trial if few tokens are to be computed for it first, and waits twice as long after each: to draft for
-        one takes nearly as long as to draft for all, so trials of each would slow down a large batch."""
-        state = draft_state_of(sequence)
-        if state.explores:
-            return True
-        if self._until_trial > 0 or not state.has_paid or self.lacking(sequence) > MOST_ROWS:
-            return False
-        self._until_trial, self._wait = self._wait, min(2 * self._wait, _LONGEST_WAIT)
-        return True
+    def may_try(self, sequence: OneSequence) -> bool:
+        """Returns whether drafts of a sequence may be tried though they do not pay. One that explores may.
+        Of the others one at a time may when a trial is due, if few tokens are to be computed for it first: to
+        draft for one takes nearly as long as to draft for all, so trials of each would slow down a large
+        batch."""
+        due = self._until_trial <= 0 and self.lacking(sequence) <= _MOST_LACKING
+        return due or draft_state_of(sequence).explores
 
     def passed(self, steps: int) -> None:
         """Takes note of steps without drafts."""
         self._until_trial -= steps
 
-    def next_explores(self) -> bool:
+    def next_explores(self, *, likely: bool) -> bool:
         """Returns whether a sequence that begins may compute a long prompt for a trial. While drafts do not
-        pay, fewer and fewer may: only trials tell that they would pay again."""
+        pay, fewer and fewer may, and the fewest if it is known that drafts are likely to be right: trials
+        tell whether they would pay again."""
         if self._left:
             self._left -= 1
             return False
-        self._gap = min(2 * self._gap, _LONGEST_GAP)
+        self._gap = _LONGEST_GAP if likely else min(2 * self._gap, _LONGEST_GAP)
         self._left = self._gap - 1
         return True
 
-    def paid(self) -> None:
-        """Takes note that drafts pay."""
-        self._gap, self._wait = 1, _FIRST_WAIT
+    def count(self, *, paid: bool, tried: bool) -> None:
+        """Takes note of a step's drafts: whether they are expected to pay, or are a trial that begins."""
+        if paid:
+            self._gap, self._wait = 1, _FIRST_WAIT
+        if tried:
+            self._until_trial, self._wait = self._wait, min(2 * self._wait, _LONGEST_WAIT)
 
     def room(self, view: UnitView) -> int:
         """Returns the blocks that drafts may hold during a job: those that nobody wants, and no more than its
@@ -132,7 +133,7 @@ class DraftModel:
             held = cache.adopt(sequence.id, sequence.tokens.list(), length - 1, salt=sequence.salt)
             end = min(length, held + rows)
             known = sequence.tokens.between(held, end)
-            if end < length:
+            if end < length:  # otherwise the steps that compute what it lacks would count as its trial
                 draft_state_of(sequence).trial_due = True
             found.append(DraftedSequence(sequence.id, known, count if end == length else 0))
             room, rows = room - need, rows - known.size

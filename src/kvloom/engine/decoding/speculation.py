@@ -5,11 +5,10 @@ is a function of the seed, the index and the logits, so the draws of these rows 
 would have made, as long as the drafts before them were right. At the first wrong draft the sequence goes on
 with the draw that should have stood there. So nothing of a stream tells that tokens were drafted.
 
-A sequence drafts only if its next draws read nothing but its tokens. So none drafts that has a guide, whose
-grammar would have to step ahead, and none that is sent to a peer. No sequence of a model drafts while one of
-the step shares the page of its next token, which is then copied; while the model borrows from another unit;
-beside prompts in a mixed job; or if blocks for drafts are not free. No sequence is preempted to make room for
-drafts.
+Nothing is drafted for a sequence with a guide, whose grammar would have to step ahead, and for one that is
+sent to a peer. No sequence of a step drafts if one of them shares the page of its next token, which is then
+copied; if the model borrows from another unit; beside prompts in a mixed job; or if blocks for drafts are not
+free. No sequence is preempted to make room for drafts.
 
 Drafts come from the n-grams of a sequence's own text, or from a smaller model of the unit, the draft model
 (`DraftModel`). The model that verifies them is the target model (`_TargetModel`).
@@ -20,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from kvloom.engine.batching.adbs import WEIGHTS
 from kvloom.engine.batching.view import UnitView
 from kvloom.engine.decoding.draft_model import DraftModel, draft_state_of
 from kvloom.engine.drafts.drafting import DraftState
@@ -34,7 +34,7 @@ from kvloom.types.spec import MOST_DRAFTED, MOST_ROWS, EngineSpec
 
 MOST_STEPS_UNLOOKED: Final = 8  # decode steps before drafts are looked for again
 _MOST_IN_A_ROW: Final = 64  # steps with drafts before one without, by which it is seen whether they pay still
-_LARGEST_BACKLOG: Final = 16
+_LARGEST_BACKLOG: Final = WEIGHTS
 """The most tokens that the draft model may have to compute first, for each token that is left to make. The
 products of so many tokens take about as long as reading the weights, and that is the cost of a draft step. So
 to compute a larger backlog would cost more than to draft all tokens that are left."""
@@ -75,11 +75,11 @@ class Speculation:
             return 1
         known = [sequence.draft_state for sequence in queue.running if sequence.draft_state is not None]
         if len(known) == len(queue.running) and all(one.backoff_left for one in known):
-            steps = min(steps, 1 + min(one.backoff_left for one in known))
+            steps = min(steps, max(MOST_STEPS_UNLOOKED, 1 + min(one.backoff_left for one in known)))
         else:
             steps = min(steps, MOST_STEPS_UNLOOKED)
         for one in known:
-            one.passed(steps - 1)  # one was counted
+            one.passed(steps - 1)  # the first one was counted when drafts were looked for
         return steps
 
     def note_verified(self, inflight: InflightBatch, valid: Mapping[int, int], result: JobResult) -> None:
@@ -124,38 +124,40 @@ class _TargetModel:
         found = {sequence: drafted for sequence in ready if (drafted := self._proposed(sequence))}
         if not found or queue.cache.shares_a_tail([sequence.id for sequence in ready]):
             return None
-        if not (lengths := self._lengths(found, rows)):
-            return None
-        needs = sum(queue.cache.blocks_for(s.id, 1 + lengths.get(s, 0)) for s in ready)
-        if needs > free:
+        lengths, pays = self._lengths(found, rows)
+        needs = sum(queue.cache.blocks_for(s.id, 1 + lengths.get(s, 0)) for s in ready) if lengths else 0
+        if not lengths or needs > free:
             return None
         tokens = {sequence.id: found[sequence][:length] for sequence, length in lengths.items()}
         if self.drafter is None:
             return Proposal(tokens)
         steps = self.drafter.begin(lengths, min(self.drafter.room(view), free) - needs)
+        self.drafter.count(paid=pays, tried=not pays and steps is not None)
         return None if steps is None else Proposal(_drafted(tokens, steps), steps)
 
-    def _lengths(self, found: Mapping[OneSequence, list[int]], rows: int) -> dict[OneSequence, int]:
-        """Returns how many drafted tokens are to be tried for each sequence. found: the tokens that were
-        drafted for some of the `rows` sequences."""
-        most = min(MOST_ROWS - rows, sum(map(len, found.values())))
+    def _lengths(
+        self, found: Mapping[OneSequence, list[int]], rows: int
+    ) -> tuple[dict[OneSequence, int], bool]:
+        """Returns how many drafted tokens are to be tried for each sequence, and whether some of them are
+        expected to pay. found: the tokens that were drafted for some of the `rows` sequences."""
+        drafter, most = self.drafter, min(MOST_ROWS - rows, sum(map(len, found.values())))
         seconds = self._times.expected(rows, rows + most)
-        each = 0.0 if self.drafter is None else self.drafter.seconds(len(found), seconds[0], self._queue)
+        each = 0.0 if drafter is None else drafter.seconds(len(found), seconds[0], self._queue)
         candidates = [(draft_state_of(sequence).rate, len(drafted)) for sequence, drafted in found.items()]
         lengths = best_lengths(candidates, seconds, rows, each)
-        taken = dict[OneSequence, int]()
+        taken, left = dict[OneSequence, int](), MOST_ROWS - rows - sum(lengths)
         for sequence, length in zip(found, lengths, strict=True):
             state = draft_state_of(sequence)
             if length:
                 state.paid()
                 taken[sequence] = length
                 continue
-            tried = state.refused(len(found[sequence]))
-            if tried and (self.drafter is None or self.drafter.takes_trial(sequence)):
-                taken[sequence] = tried
-        if self.drafter is not None and any(lengths):
-            self.drafter.paid()
-        return taken
+            may_try = drafter is None or (not taken and drafter.may_try(sequence))
+            trial = min(left, state.refused(len(found[sequence]), may_try=may_try))
+            if trial:
+                taken[sequence] = trial
+                left -= trial
+        return taken, any(lengths)
 
     def _proposed(self, sequence: OneSequence) -> list[int]:
         """Returns the tokens that are drafted for a sequence, up to its end, after which none would count. If
@@ -185,7 +187,7 @@ class _TargetModel:
         rates = [rate.prior() for rate in self._rates]
         if self.drafter is not None:
             cached = self.drafter.cached(sequence)
-            explores = not self._rates[0].likely and self.drafter.next_explores()
+            explores = self.drafter.next_explores(likely=self._rates[0].likely)
             return DraftState(rates, followed=cached, explores=explores, trial_due=explores)
         most = sequence.prompt_length + sequence.sampling.max_tokens
         return DraftState(rates, NgramIndex(min(self._queue.card.context_length, most)))
@@ -198,7 +200,7 @@ class _TargetModel:
             if self.drafter is not None:
                 self.drafter.passed(steps)
         else:  # a job that verifies drafts has one step
-            plain = self._times.expected(rows, rows, result.seconds)[0]
+            plain = self._times.typical(rows, result.seconds)
             made = sum(valid.get(sequence.id, 1) for sequence, _ in inflight.batch)
             self._in_a_row += 1
             self._budget.note(result.seconds / plain if plain else 0.0, made / rows)

@@ -29,8 +29,6 @@ class DraftState:
     """Tokens of which the draft model had K and V, when it was last asked."""
     explores: bool = False
     """The draft model may compute a long prompt for the first trial."""
-    has_paid: bool = False
-    """Drafts have paid at some step, so that a model may try again when they do not any more."""
     backoff_left: int = 0
     """Steps for which nothing is drafted yet."""
     backoff: int = _FIRST_BACKOFF
@@ -62,25 +60,24 @@ class DraftState:
         self.misses = 0 if found else min(self.misses + 1, _LONGEST_MISS)
         self.backoff_left = max(self.backoff_left, self.misses)
 
-    def refused(self, found: int) -> int:
+    def refused(self, found: int, *, may_try: bool) -> int:
         """Takes note that of the `found` tokens that are drafted none pays. Returns how many are tried
-        anyway.
+        anyway. may_try: whether it is this sequence's turn; n-grams need none.
 
-        Likely drafts of a model do not back off, because they may pay again in a smaller batch. How often
-        they are tried is the draft model's to say: only a trial updates the rate."""
+        Likely drafts of a model do not back off, because they may pay again in a smaller batch. They are
+        tried when it is their turn, because only a trial updates the rate."""
         if self.trial_due:
-            self.trial_due = False
-            return min(_TRIAL, found)
+            self.trial_due = not may_try
+            return min(_TRIAL, found) if may_try else 0
         if self.rate < HOPELESS:
             self.backoff_left, self.trial_due = self.backoff, True
             self.backoff = min(2 * self.backoff, _LONGEST_BACKOFF)
-        elif self.index is None:
+        elif self.index is None and may_try:
             return min(_TRIAL, found)
         return 0
 
     def paid(self) -> None:
         """Takes note that drafted tokens pay."""
-        self.has_paid = True
         if self.index is None:
             self.backoff = _FIRST_BACKOFF
 

@@ -1,17 +1,18 @@
 """Decides how many tokens are drafted for each sequence: as many as pay. That follows from how often drafts
 were right of late, and from the seconds that steps of more rows took.
 
-A verification of k drafts, each right with probability a if those before it are, gives on average (1 -
-a^(k+1)) / (1 - a) tokens (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML
-2023, section 3.1); it costs a step of k more rows, and if a model drafts, k steps of the draft model.
+A verification of k drafts, each right with probability a if those before it are, gives on average
+(1 - a^(k+1)) / (1 - a) tokens (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding",
+ICML 2023, section 3.1); it costs a step of k more rows, and if a model drafts, k steps of the draft model.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from statistics import median
 from typing import Final
 
 from kvloom.engine.batching.adbs import WEIGHTS
@@ -57,42 +58,49 @@ class Acceptance:
 
 
 class StepTimes:
-    """Estimates the seconds of a decode step as the shortest of recent steps of about as many rows.
+    """Estimates the seconds of a decode step from recent steps of about as many rows.
 
-    Whatever else the machine does can only make a step longer. By a mean or a median, drafts would begin
-    when the last steps without them happened to be long, and would go on for as long as nothing corrects
-    that."""
+    Drafts are decided by the shortest of these: what else the machine does makes steps longer, and by a mean
+    or a median drafts would begin when the last steps without them happened to be long. What drafts have
+    cost is judged by the median, because a step with drafts is longer by chance as often as one without."""
 
     def __init__(self) -> None:
-        self._last: dict[int, deque[float]] = {}
-        self._known: dict[int, tuple[int, float]] = {}  # the last step of so many rows, and the shortest
+        self._last: dict[int, deque[tuple[int, float]]] = {}  # by rows: the number of a step, and its seconds
         self._steps = 0
 
     def note(self, rows: int, seconds: float) -> None:
         """Notes one more step."""
         self._steps += 1
-        last = self._last.setdefault(rows, deque(maxlen=_WINDOW))
-        if rows in self._known and self._known[rows][0] < self._steps - _OLD:
-            last.clear()
-        last.append(seconds)
-        self._known[rows] = self._steps, min(last)
+        self._last.setdefault(rows, deque(maxlen=_WINDOW)).append((self._steps, seconds))
 
     def expected(self, least: int, most: int, unseen: float = 1.0) -> list[float]:
-        """Returns the seconds of a step of each number of rows from `least` to `most`. One that was not seen
-        of late is scaled from the nearest that was, by its rows beside `WEIGHTS`, the rows whose products
-        take as long as reading the weights. unseen: what a step of `least` rows takes if none was seen; if it
-        is left out, only the ratios of the numbers mean something then."""
-        since = self._steps - _OLD
-        known = {rows: seconds for rows, (step, seconds) in self._known.items() if step >= since}
+        """Returns the shortest seconds of a step of each number of rows from `least` to `most`. One that was
+        not seen of late is scaled from the nearest that was, by its rows beside `WEIGHTS`, the rows whose
+        products take as long as reading the weights. unseen: what a step of `least` rows takes if none was
+        seen; if it is left out, only the ratios of the numbers mean something then."""
+        return self._scaled(least, most, unseen, min)
+
+    def typical(self, rows: int, unseen: float) -> float:
+        """Returns the median seconds of a step of so many rows, scaled as `expected` does."""
+        return self._scaled(rows, rows, unseen, median)[0]
+
+    def _scaled(
+        self, least: int, most: int, unseen: float, of: Callable[[Iterable[float]], float]
+    ) -> list[float]:
+        since, known = self._steps - _OLD, dict[int, list[float]]()
+        for rows, last in self._last.items():
+            if last[-1][0] >= since:
+                known[rows] = [seconds for step, seconds in last if step >= since]
         if not known:
-            known = {least: unseen}
+            known = {least: [unseen]}
         seen, at = sorted(known), 0
-        found = list[float]()
+        found, each = list[float](), 0.0
         for rows in range(least, most + 1):
             while at + 1 < len(seen) and seen[at + 1] - rows <= abs(rows - seen[at]):
                 at += 1
-            near = seen[at]
-            found.append(known[near] * (WEIGHTS + rows) / (WEIGHTS + near))
+                each = 0.0
+            each = each or of(known[seen[at]]) / (WEIGHTS + seen[at])
+            found.append(each * (WEIGHTS + rows))
         return found
 
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvloom.exec.cpu.adapted import PackedAdapter, ServedAdapters, Shapes
 from kvloom.kv.arena import Arena
+from kvloom.kv.memory import return_free_memory
 from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import I32
 from kvloom.types.job import ProvenAdapter
@@ -61,6 +62,7 @@ class CpuAdapters:
     def drop(self, adapter: str) -> None:
         for served in self._served.values():
             served.drop(adapter)
+        return_free_memory()  # its blocks of the pool hold something else from now on
 
     def make_room(self, blocks: I32) -> None:
         self._arena.discard(blocks)
