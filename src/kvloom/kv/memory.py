@@ -39,8 +39,8 @@ def return_free_memory() -> None:
 
 def keep_freed_memory() -> None:
     """Lets the C library keep what is freed from now on, up to `_KEPT`, instead of returning it to the
-    kernel, with one heap for all threads that begin later. Otherwise each job's temporaries come as new pages, and to
-    clear and map these took a sixth of a forward of a small encoder. Only glibc is told."""
+    kernel, with one heap for all threads that begin later. Otherwise each job's temporaries come as new
+    pages, and to clear and map these took a sixth of a forward of a small encoder. Only glibc is told."""
     with suppress(AttributeError, OSError):
         library = ctypes.CDLL(None)
         for most in (_KEPT, 32 << 20):  # older ones refuse the first

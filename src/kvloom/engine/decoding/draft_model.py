@@ -85,11 +85,12 @@ class DraftModel:
 
     def may_try(self, sequence: OneSequence) -> bool:
         """Returns whether drafts of a sequence may be tried though they do not pay. One that explores may.
-        Of the others one at a time may when a trial is due, if few tokens are to be computed for it first: to
-        draft for one takes nearly as long as to draft for all, so trials of each would slow down a large
-        batch."""
-        due = self._until_trial <= 0 and self.lacking(sequence) <= _MOST_LACKING
-        return due or draft_state_of(sequence).explores
+        Of those for which drafts have paid one at a time may when a trial is due, if few tokens are to be
+        computed for it first: to draft for one takes nearly as long as to draft for all, so trials of each
+        would slow down a large batch."""
+        state = draft_state_of(sequence)
+        due = self._until_trial <= 0 and state.has_paid
+        return state.explores or (due and self.lacking(sequence) <= _MOST_LACKING)
 
     def passed(self, steps: int) -> None:
         """Takes note of steps without drafts."""

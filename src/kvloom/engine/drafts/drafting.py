@@ -29,6 +29,8 @@ class DraftState:
     """Tokens of which the draft model had K and V, when it was last asked."""
     explores: bool = False
     """The draft model may compute a long prompt for the first trial."""
+    has_paid: bool = False
+    """Drafts have paid at some step, so that a model has less to compute for a trial later."""
     backoff_left: int = 0
     """Steps for which nothing is drafted yet."""
     backoff: int = _FIRST_BACKOFF
@@ -78,6 +80,7 @@ class DraftState:
 
     def paid(self) -> None:
         """Takes note that drafted tokens pay."""
+        self.has_paid = True
         if self.index is None:
             self.backoff = _FIRST_BACKOFF
 
