@@ -34,6 +34,7 @@ def test_chunks_of_prompts_are_longer_on_a_gpu(folder: Path) -> None:
     for text, wanted in ((mixed, [2048, 512]), (mixed + "chunk_tokens: 64", [64, 64])):
         config = load(folder, AB + text, machine=TWO)
         assert [spec.chunk_tokens for spec in config.engines] == wanted
+        assert {spec.vector_tokens for spec in config.engines} == {max(wanted)}
 
 
 def test_cuda_is_left_to_the_engine_to_find(folder: Path) -> None:
