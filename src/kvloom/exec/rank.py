@@ -14,6 +14,7 @@ from kvloom.exec.cpu.executor import CpuWorker
 from kvloom.exec.huggingface import hide_progress
 from kvloom.exec.parallel.ranks import Member
 from kvloom.exec.parallel.wire import StartRank, Step, Wire
+from kvloom.kv.memory import keep_freed_memory
 from kvloom.types.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ def serve(member: Member, open_one: Open) -> NoReturn:
     begin = member.next()
     assert isinstance(begin, StartRank)
     worker = open_one(begin, member)
+    keep_freed_memory()
     while True:
         step = member.next()
         assert isinstance(step, Step)

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from kvloom.config.config import Config
 from kvloom.exec.huggingface import hide_progress
+from kvloom.kv.memory import keep_freed_memory
 from kvloom.lab.profile.jobs import WatchedExecutor
 from kvloom.lab.profile.served import Answered, random_requests, served_jobs
 from kvloom.lab.profile.serving import measure_serving, serving_loads
@@ -67,6 +68,7 @@ def measured_jobs(
         threads=spec.threads,
         progress=lambda text: console.print(text, style="dim"),
     )
+    keep_freed_memory()  # as the process of an engine does
     try:
         shapes = {model.name: shape_of(executor, model) for model in spec.models}
         columns = BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
