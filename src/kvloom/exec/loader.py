@@ -19,7 +19,7 @@ from kvloom.exec.attention import NAME, Forward, Modular, Scoring, attend_dense
 from kvloom.exec.build import Built, Description, describe
 from kvloom.exec.card import card_of, check_tokenizer
 from kvloom.exec.checkpoint import open_checkpoint
-from kvloom.exec.parallel.group import Team
+from kvloom.exec.parallel.group import RankTeam
 from kvloom.exec.parallel.slicing import slice_model
 from kvloom.exec.pooling.files import Pooling
 from kvloom.exec.pooling.model import PooledModel, prove_pooled
@@ -122,7 +122,7 @@ class _Continued:
 
 
 def prove(
-    module: Any, team: Team | None, target: LoadTarget, release: Callable[[], None] = lambda: None
+    module: Any, team: RankTeam | None, target: LoadTarget, release: Callable[[], None] = lambda: None
 ) -> Observer:
     """Notes what the stock model asks of our attention, brings it to the device on which it is to run, slices
     and fuses it, and compares logits on a short prompt that comes in two parts. If there are several ranks,
@@ -188,7 +188,7 @@ def _in_parts(module: Any) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def _slice(module: Any, whole: Observer, team: Team, target: LoadTarget) -> Observer:
+def _slice(module: Any, whole: Observer, team: RankTeam, target: LoadTarget) -> Observer:
     """Cuts the module down to this rank's slice. Returns the observer of what the slice asks of attention."""
     for heads, _ in whole.layers.values():
         if heads % team.group.size:
@@ -264,7 +264,7 @@ def load_models(
     block_bytes: int,
     target: LoadTarget,
     progress: Callable[[str], None] = lambda _: None,
-    team: Team | None = None,
+    team: RankTeam | None = None,
     finish: Callable[[str, LoadedModel], None] = lambda name, model: None,
 ) -> dict[str, LoadedModel]:
     """Loads each model as `load_model` does, and calls `finish` with it before the next one is loaded.
@@ -281,7 +281,7 @@ def load_model(
     spec: ModelSpec,
     block_bytes: int,
     target: LoadTarget,
-    team: Team | None = None,
+    team: RankTeam | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> LoadedModel:
     """Builds, fuses and proves a checkpoint. target: the device on which it is to run; team: the ranks that
@@ -327,7 +327,7 @@ def _named(spec: ModelSpec) -> Iterator[None]:
 
 
 def _load(
-    spec: ModelSpec, block_bytes: int, team: Team | None, target: LoadTarget, say: Callable[[str], None]
+    spec: ModelSpec, block_bytes: int, team: RankTeam | None, target: LoadTarget, say: Callable[[str], None]
 ) -> LoadedModel:
     checkpoint = open_checkpoint(spec.path, spec.revision)
     described = describe(checkpoint)
@@ -374,7 +374,7 @@ def _load(
     return LoadedModel(module, decoder or Modular(module), kept, geometry, card, None, q_heads, identity)
 
 
-def _check_pooled(described: Description, team: Team | None, target: LoadTarget) -> None:
+def _check_pooled(described: Description, team: RankTeam | None, target: LoadTarget) -> None:
     target.check_pooled()
     if described.packed or team is not None:
         raise ConfigError(

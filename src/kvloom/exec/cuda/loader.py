@@ -29,7 +29,7 @@ from kvloom.exec.cuda.model import DeviceModel
 from kvloom.exec.cuda.operations import Operations, triton_operations
 from kvloom.exec.cuda.weights import GpuWeights, SleepingWeights
 from kvloom.exec.loader import LoadedModel, count_blocks, load_models
-from kvloom.exec.parallel.group import RankGroup, Team
+from kvloom.exec.parallel.group import RankGroup, RankTeam
 from kvloom.kernels.cuda.flash import find_flash
 from kvloom.kernels.cuda.reference import FP8_CAPABILITY
 from kvloom.kernels.driver import Driver, DriverError
@@ -275,7 +275,7 @@ def load_pool(
     device: GpuDevice,
     operations: Operations,
     progress: Callable[[str], None] = lambda _: None,
-    team: Team | None = None,
+    team: RankTeam | None = None,
 ) -> tuple[dict[str, DeviceModel], DeviceArena]:
     """Returns the models, and the memory that they share; in a team this rank's slices, and an equal part of
     the pool, of as many blocks as each rank has. Raises ConfigError, and Unavailable if a rank is gone."""
@@ -313,7 +313,7 @@ def rehearse(
     spec: EngineSpec,
     device: GpuDevice,
     progress: Callable[[str], None] = lambda _: None,
-    team: Team | None = None,
+    team: RankTeam | None = None,
 ) -> None:
     """Makes the executor ready for jobs; see `GpuExecutor.prepare`. Raises ConfigError if memory is too
     little, Unavailable if ranks of a team differ."""
@@ -350,7 +350,7 @@ def _check_room(
     device: GpuDevice,
     operations: Operations,
     progress: Callable[[str], None],
-    team: Team | None = None,
+    team: RankTeam | None = None,
     awake: Callable[[str], AbstractContextManager[None]] | None = None,
 ) -> tuple[int, MemoryNeed]:
     """Returns the bytes that a pool may take on this device beside weights and jobs, which is the least of
@@ -384,7 +384,7 @@ def _measure(
     spec: EngineSpec,
     device: GpuDevice,
     operations: Operations,
-    team: Team | None,
+    team: RankTeam | None,
     awake: Callable[[str], AbstractContextManager[None]] | None,
 ) -> MemoryNeed:
     """Returns the memory that jobs need, measured in a pool of one page, and gives back all that this took. A

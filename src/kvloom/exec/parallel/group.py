@@ -158,7 +158,9 @@ def _lost(error: RuntimeError) -> Unavailable:
     return Unavailable(f"the exchange with the other ranks failed: {reason[0][:200]}")
 
 
-class Team(Protocol):
+class RankTeam(Protocol):
+    """All ranks of a unit, as one of them sees them while it loads."""
+
     @property
     def group(self) -> RankGroup: ...
 
