@@ -98,8 +98,8 @@ class Ranks:
             raise self._refused(error) from error
 
     def meet(self, arena: str = "") -> None:
-        """Waits until all others have come as far, and lets them go on. arena: see `Go`. Raises as `RankTeam`'s
-        does."""
+        """Waits until all others have come as far, and lets them go on. arena: see `Go`. Raises as
+        `RankTeam`'s does."""
         here = 0
         while here < len(self._members):
             match self._heard(LOAD_SECONDS):
