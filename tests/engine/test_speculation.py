@@ -62,6 +62,18 @@ def even_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepTimes, "typical", lambda *_: 1000.0)
 
 
+def noted_rows(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
+    """Returns the rows of all steps to come, by the model; those of the target model are the largest."""
+    noted, note = dict[int, list[int]](), StepTimes.note
+
+    def noting(times: StepTimes, rows: int, seconds: float) -> None:
+        noted.setdefault(id(times), []).append(rows)
+        note(times, rows, seconds)
+
+    monkeypatch.setattr(StepTimes, "note", noting)
+    return noted
+
+
 def speculating(paths: Paths, how: str, **changes: int) -> EngineSpec:
     spec = replace(spec_of({"m": paths.m} | ({SMALL: paths.small} if how == SMALL else {})), **changes)
     return replace(spec, models=(replace(spec.models[0], speculation=how), *spec.models[1:]))
@@ -212,8 +224,7 @@ def test_drafts_that_cost_more_than_is_expected_are_few(
 def test_trials_of_drafts_take_turns(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts pay at first, and then never again. From there on one of eight sequences at a time makes a trial
     of two tokens, after 16 steps without drafts, 16 more, 32 more and each 64 more."""
-    count, looks, noted = 8, 0, dict[int, list[int]]()
-    note = StepTimes.note
+    count, looks, noted = 8, 0, noted_rows(monkeypatch)
 
     def expected(times: StepTimes, least: int, most: int, unseen: float = 1.0) -> list[float]:
         nonlocal looks
@@ -222,15 +233,10 @@ def test_trials_of_drafts_take_turns(paths: Paths, monkeypatch: pytest.MonkeyPat
         looks += 1
         return [1000.0 * (1 + (row if looks > 3 else 0)) for row in range(most - least + 1)]
 
-    def noting(times: StepTimes, rows: int, seconds: float) -> None:
-        noted.setdefault(id(times), []).append(rows)
-        note(times, rows, seconds)
-
     monkeypatch.setattr(StepTimes, "expected", expected)
-    monkeypatch.setattr(StepTimes, "note", noting)
     bodies = [body("m", [i, i + 1], max_tokens=200, seed=i, temperature=0.3) for i in range(count)]
     asyncio.run(answers(speculating(paths, SMALL), bodies, count))
-    steps = max(noted.values(), key=max)  # of the target model
+    steps = max(noted.values(), key=max)
     paid = max(at for at, rows in enumerate(steps) if rows > count + 2)
     after = steps[paid + 1 : paid + 1 + 16 + 1 + 16 + 1 + 32 + 1 + 64]
     assert after == [8] * 16 + [10] + [8] * 16 + [10] + [8] * 32 + [10] + [8] * 64
@@ -239,14 +245,7 @@ def test_trials_of_drafts_take_turns(paths: Paths, monkeypatch: pytest.MonkeyPat
 def test_some_steps_have_no_drafts_however_well_these_pay(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noted = dict[int, list[int]]()  # rows of steps, by who noted them
-    note = StepTimes.note
-
-    def noting(times: StepTimes, rows: int, seconds: float) -> None:
-        noted.setdefault(id(times), []).append(rows)
-        note(times, rows, seconds)
-
-    monkeypatch.setattr(StepTimes, "note", noting)
+    noted = noted_rows(monkeypatch)
     bodies = [body("m", [i, i + 1], max_tokens=400, seed=i, temperature=0.3) for i in range(8)]
     asyncio.run(answers(speculating(paths, SMALL), bodies, 8))
     verified = max(noted.values(), key=max)
@@ -258,7 +257,7 @@ def test_trials_that_are_due_at_once_make_no_step_too_large(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drafts of 40 sequences out of 4 tokens pay at first, are mostly wrong, and then pay no more."""
-    looks, noted = 0, list[int]()
+    looks, noted = 0, noted_rows(monkeypatch)
 
     def expected(times: StepTimes, least: int, most: int, unseen: float = 1.0) -> list[float]:
         nonlocal looks
@@ -266,15 +265,14 @@ def test_trials_that_are_due_at_once_make_no_step_too_large(
         return [1000.0 * (1 + (row if looks > 60 else 0)) for row in range(most - least + 1)]
 
     monkeypatch.setattr(StepTimes, "expected", expected)
-    monkeypatch.setattr(StepTimes, "note", lambda _, rows, seconds: noted.append(rows))
     few = dict.fromkeys(range(20, 24), 100.0)
     bodies = [
         body("m", [20 + i % 4, i], max_tokens=200, seed=i, temperature=2.0, logit_bias=few) for i in range(40)
     ]
     asyncio.run(answers(speculating(paths, "ngram", max_running=40), bodies, 40))
-    trials = [rows for rows in noted[100:] if rows > 40]
-    assert trials
-    assert max(noted) <= MOST_ROWS
+    [steps] = noted.values()
+    assert max(steps[100:]) > 40
+    assert max(steps) <= MOST_ROWS
 
 
 @BOTH

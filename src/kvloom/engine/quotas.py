@@ -173,7 +173,7 @@ class SequenceTuner(QuotaTuner):
         super().__init__(queues, spec, pool, clock)
         self._most = spec.max_running
         self._geometries = {name: queue.cache.geometry for name, queue in self._queues.items()}
-        self._moves_caps = spec.quotas == "sequences" and bool(self._queues)
+        self._moves_caps = spec.quotas == "sequences"
         self._ran = dict.fromkeys(self._queues, 0)  # summed over jobs
         self._cap(initial_caps(self._quotas, self._geometries))
 

@@ -27,9 +27,8 @@ from kvloom.types.spec import MOST_ROWS
 _LONGEST_GAP: Final = 64  # new sequences, of which one explores if drafts do not pay
 _FIRST_WAIT: Final = 16  # steps without drafts before a trial of those that do not pay
 _LONGEST_WAIT: Final = 64
-_MOST_LACKING: Final = (
-    2 * _LONGEST_WAIT
-)  # tokens that may be computed for a trial, so that who tried may again
+_MOST_LACKING: Final = 2 * _LONGEST_WAIT
+"""Tokens that may be computed for a trial. A sequence comes to lack fewer between two trials of its own."""
 
 
 class DraftModel:

@@ -29,7 +29,7 @@ from kvloom.engine.inflight import InflightBatch, Proposal
 from kvloom.engine.model_queue import ModelQueue
 from kvloom.engine.sequence import Sequence as OneSequence
 from kvloom.types.errors import ConfigError
-from kvloom.types.job import DraftSteps, JobResult, Phase
+from kvloom.types.job import JobResult, Phase
 from kvloom.types.spec import MOST_DRAFTED, MOST_ROWS, EngineSpec
 
 MOST_STEPS_UNLOOKED: Final = 8  # decode steps before drafts are looked for again
@@ -74,10 +74,8 @@ class Speculation:
         if target.compares:
             return 1
         known = [sequence.draft_state for sequence in queue.running if sequence.draft_state is not None]
-        if len(known) == len(queue.running) and all(one.backoff_left for one in known):
-            steps = min(steps, max(MOST_STEPS_UNLOOKED, 1 + min(one.backoff_left for one in known)))
-        else:
-            steps = min(steps, MOST_STEPS_UNLOOKED)
+        idle = min((one.backoff_left for one in known), default=0) if len(known) == len(queue.running) else 0
+        steps = min(steps, max(MOST_STEPS_UNLOOKED, 1 + idle))
         for one in known:
             one.passed(steps - 1)  # the first one was counted when drafts were looked for
         return steps
@@ -133,7 +131,9 @@ class _TargetModel:
             return Proposal(tokens)
         steps = self.drafter.begin(lengths, min(self.drafter.room(view), free) - needs)
         self.drafter.count(paid=pays, tried=not pays and steps is not None)
-        return None if steps is None else Proposal(_drafted(tokens, steps), steps)
+        if steps is None:
+            return None
+        return Proposal({one.sequence: tokens[one.sequence] for one in steps.sequences if one.count}, steps)
 
     def _lengths(
         self, found: Mapping[OneSequence, list[int]], rows: int
@@ -214,8 +214,3 @@ class _TargetModel:
                 self._queue.stats.accepted_tokens += right
         if self.drafter is not None and job.draft_steps is not None:
             self.drafter.ended(job.draft_steps, inflight.batch, valid, result.draft_seconds)
-
-
-def _drafted(tokens: Mapping[int, list[int]], steps: DraftSteps) -> dict[int, list[int]]:
-    """Returns those of the tokens that the steps draft."""
-    return {one.sequence: tokens[one.sequence] for one in steps.sequences if one.count}
