@@ -53,7 +53,7 @@ async def serve(parent: Parent, life: str) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
     async with asyncio.TaskGroup() as tasks:
         beating = [tasks.create_task(parent.beat(seconds=BEAT_SECONDS))] if life != "mute" else []
-        parent.report(Ready(("chatty",)))
+        parent.report(Ready({"chatty": "chat/completions"}))
         if life == "stuck":
             stand_still()
         await told.wait()

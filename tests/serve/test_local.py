@@ -120,7 +120,7 @@ async def watched(
 def test_what_dies_comes_back(tmp_path: Path) -> None:
     async def check() -> None:
         async with watched(tmp_path, "ready", "refuse", "die", "ready") as one:
-            assert (await one.until("ready")).chat == ("chatty",)
+            assert (await one.until("ready")).routes == {"chatty": "chat/completions"}
             one.signal(signal.SIGKILL)
             for how, pause in ((KILLED, 0.01), ("this is no good", 0.02), ("ended with exit code 3", 0.04)):
                 process = await one.until("waiting")

@@ -26,8 +26,8 @@ class Answered(Struct, frozen=True, tag="answered"):
 
     component: str
     endpoint: str = ""
-    chat: tuple[str, ...] = ()
-    """Its models that have a chat template."""
+    routes: dict[str, str] = {}
+    """The route under /v1 at which each of its models is asked."""
 
 
 class Ended(Struct, frozen=True, tag="ended"):
@@ -60,8 +60,8 @@ class FoundProcess(Struct, frozen=True, tag="found"):
     endpoint: str = ""
     device: str = ""
     """The device that a unit was given, if it is another one than it specifies."""
-    chat: tuple[str, ...] = ()
-    """Its models that have a chat template."""
+    routes: dict[str, str] = {}
+    """The route under /v1 at which each of its models is asked."""
 
 
 class UnitSeen(Struct, frozen=True, tag="seen"):

@@ -137,9 +137,9 @@ def heard(
     match report:
         case Started(pid=pid, node=node):
             return replace(process, pid=pid, node=node or process.node)
-        case Answered(endpoint=endpoint, chat=chat) if process.phase == "starting":
+        case Answered(endpoint=endpoint, routes=routes) if process.phase == "starting":
             ready = _enter_phase(process, "ready", now, problem="", replaces=False, proven=process.generation)
-            return replace(ready, endpoint=endpoint, chat=chat)
+            return replace(ready, endpoint=endpoint, routes=routes)
         case Ended(component=name, how=how) if process.phase in ALIVE:
             return _ended(name, how, process, spec, now, timing)
         case Missed(misses=misses):
@@ -235,7 +235,7 @@ def adopted(
         device=found.device,
         memory=0 if unit is None else needs(unit).memory,
         endpoint=found.endpoint,
-        chat=found.chat,
+        routes=found.routes,
         proven=found.generation if ready else 0,
         begun=is_gateway(found.component),
         seen=ready,
@@ -310,7 +310,7 @@ def taken_in(
         del found[name]
         known[name] = replace(process, killed=False, misses=0)
         if one.phase == "ready":
-            known[name] = heard(Answered(name, one.endpoint, one.chat), known[name], spec, now, timing)
+            known[name] = heard(Answered(name, one.endpoint, one.routes), known[name], spec, now, timing)
     for name, one in found.items():
         process = status.processes.get(name, ABSENT)
         if process.phase in ALIVE and process.node != node:

@@ -166,8 +166,8 @@ class ComponentStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The room that a unit which is to have a process waits for, because no node has it."""
     pid: int | None = None
     endpoint: str = ""
-    chat: tuple[str, ...] = ()
-    """Its models that have a chat template, if it has answered."""
+    routes: dict[str, str] = {}
+    """The route under /v1 at which each of its models is asked, if it has answered."""
     calls: int | None = None
     """Calls in flight and reservations held there, over all gateways; None while a gateway has yet to say, or
     is not asked."""

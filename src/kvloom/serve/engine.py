@@ -43,6 +43,7 @@ from kvloom.types.clock import Clock, WallClock
 from kvloom.types.errors import ConfigError
 from kvloom.types.job import Executor
 from kvloom.types.prefix_store import PrefixStore
+from kvloom.types.request import route_of
 from kvloom.types.spec import EngineSpec, ModelSpec, WeaveSpec
 from kvloom.types.transfer import NoTransport, Transport
 
@@ -91,13 +92,13 @@ async def serve(parent: Parent, order: EngineOrder, lease: HeldLease | None = No
     engine = Engine(executor, transport, spec, clock, offload, trial, store, check_files, record)
     cards = await engine.models()
     keep_cards(folder, spec.unit, cards)
-    chat = tuple(card.name for card in cards if card.chat_template is not None)
+    routes = {card.name: route_of(card) for card in cards}
     verbs = create_verbs(
         engine, secret=order.secret, lend=engine.lend, take_back=functools.partial(TAKE_BACK.ask, engine)
     )
     with ExitStack() as sockets:
         server, listeners = make_server(
-            order, verbs, lambda endpoint: parent.report(Ready(chat, endpoint)), sockets
+            order, verbs, lambda endpoint: parent.report(Ready(routes, endpoint)), sockets
         )
         try:
             async with sandbox, asyncio.TaskGroup() as group:

@@ -234,8 +234,8 @@ class _Child:
     """None until it is started."""
     endpoint: str = ""
     """The address at which it answers, once it does."""
-    chat: tuple[str, ...] = ()
-    """The models that have a chat template, once it answers."""
+    routes: dict[str, str] = field(default_factory=dict)
+    """The route under /v1 at which each of its models is asked, once it answers."""
     news: asyncio.Queue[Told] = field(default_factory=asyncio.Queue)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     killed: bool = False
@@ -315,7 +315,7 @@ class LocalLauncher:
                 child.phase,
                 pid=child.process.pid if child.process else None,
                 endpoint=child.endpoint or child.role.socket,
-                chat=child.chat,
+                routes=child.routes,
             )
             for name, child in self._children.items()
         ]
@@ -385,11 +385,11 @@ class LocalLauncher:
             match report:
                 case OrderRefused(message):
                     refusal = message
-                case Ready(chat, endpoint):
+                case Ready(routes, endpoint):
                     if child.phase == "starting":
                         child.phase = "ready"
-                    child.endpoint, child.chat = endpoint or child.role.socket, chat
-                    self._hear(name, Answered(name, endpoint=child.endpoint, chat=chat))
+                    child.endpoint, child.routes = endpoint or child.role.socket, routes
+                    self._hear(name, Answered(name, endpoint=child.endpoint, routes=routes))
                     watch = group.create_task(self._watch(name, child))
                 case Alive():
                     child.alive = True

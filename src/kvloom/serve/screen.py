@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from types import MappingProxyType
@@ -92,14 +92,20 @@ class Screen:
         self.log(component, line, "WARNING")
 
     def ready(
-        self, url: str, models: Mapping[str, str], chat: Sequence[str], *, locked: bool, authority: str = ""
+        self,
+        url: str,
+        models: Mapping[str, str],
+        routes: Mapping[str, str],
+        *,
+        locked: bool,
+        authority: str = "",
     ) -> None:
-        """Shows that the fleet serves. models: their paths by name; chat: the names of those that have a chat
-        template; authority: a file with the certificate that callers have to trust, if they need one."""
+        """Shows that the fleet serves. models: their paths by name; routes: the route under /v1 at which each
+        is asked; authority: a file with the certificate that callers have to trust, if they need one."""
         self.end_steps()
         seconds = self._clock.now() - self._started
         self._print(f"Ready in {seconds:.1f} s: {url} serves {', '.join(models)}", style="bold green")
-        self._print(f"Try: {curl(url, models, chat, locked=locked, authority=authority)}")
+        self._print(f"Try: {curl(url, models, routes, locked=locked, authority=authority)}")
 
     def end_steps(self) -> None:
         """Shows that all steps are done."""
@@ -190,20 +196,27 @@ def _plain(value: object) -> str:
 
 
 def curl(
-    url: str, models: Mapping[str, str], chat: Sequence[str], *, locked: bool, authority: str = ""
+    url: str, models: Mapping[str, str], routes: Mapping[str, str], *, locked: bool, authority: str = ""
 ) -> str:
     """Returns a command to paste into a shell. It asks something that the model can answer: a sum of the demo
-    fleet's."""
+    fleet's. routes: as `Screen.ready` has them."""
     sums = str(DEMO / "sums")
     model = next((name for name, path in models.items() if path == sums), next(iter(models)))
     question = "What is 17 + 25?" if models[model] == sums else "Hello"
-    asked: dict[str, object] = {"model": model, "max_tokens": 32}
-    if models[model] == sums:
-        asked["temperature"] = 0
-    talks = model in chat
-    asked |= {"messages": [{"role": "user", "content": question}]} if talks else {"prompt": question}
-    where = "chat/completions" if talks else "completions"
+    more: dict[str, object] = (
+        {"max_tokens": 32, "temperature": 0} if models[model] == sums else {"max_tokens": 32}
+    )
+    route = routes.get(model, "completions")
+    match route:
+        case "embeddings":
+            asked: dict[str, object] = {"input": question}
+        case "rerank":
+            asked = {"query": question, "documents": ["Good morning", "Three apples"]}
+        case "chat/completions":
+            asked = more | {"messages": [{"role": "user", "content": question}]}
+        case _:
+            asked = more | {"prompt": question}
     key = ' -H "Authorization: Bearer $KVLOOM_API_KEY"' if locked else ""
-    body = shlex.quote(msgspec.json.encode(asked).decode())
+    body = shlex.quote(msgspec.json.encode({"model": model} | asked).decode())
     trust = f" --cacert {shlex.quote(authority)}" if authority else ""
-    return f"curl{trust} {url}/v1/{where}{key} -H 'Content-Type: application/json' -d {body}"
+    return f"curl{trust} {url}/v1/{route}{key} -H 'Content-Type: application/json' -d {body}"

@@ -329,12 +329,11 @@ class Supervisor:
         self._announced = True
         self._manager.tell(READY)
         models = {name: model.path for name, model in self._config.models.items()}
-        chatty = {name for process in self._wanted() for name in process.chat}
-        chat = [name for name in models if name in chatty]
+        routes = {name: route for process in self._wanted() for name, route in process.routes.items()}
         config, tls = self._config, self._config.tls
         authority = "" if tls is None or not tls.own_authority else str(tls.certificate)
         locked = bool(config.api_key_file or config.keys)
-        self._screen.ready(self._hosts.url, models, chat, locked=locked, authority=authority)
+        self._screen.ready(self._hosts.url, models, routes, locked=locked, authority=authority)
 
     def _schedule(self) -> None:
         """Starts a fleet scheduler once there is something to move or to start, if there is none yet."""

@@ -304,6 +304,13 @@ def check_task(body: StartGenerate, card: ModelCard) -> None:
         check_prompt(text, card)
 
 
+def route_of(card: ModelCard) -> str:
+    """Returns the route under /v1 at which the model is asked."""
+    if card.task == "generate":
+        return "completions" if card.chat_template is None else "chat/completions"
+    return {"embed": "embeddings", "score": "rerank"}[card.task]
+
+
 def wrong_task(card: ModelCard, task: Task) -> BadRequest:
     """Returns the error of a request for what the model does not do."""
     wanted = {"generate": "generate text", "embed": "make embeddings", "score": "score texts"}

@@ -104,7 +104,7 @@ class Line(Struct, frozen=True, tag="line"):
 class FleetReady(Struct, frozen=True, tag="ready"):
     url: str
     models: dict[str, str]
-    chat: list[str]
+    routes: dict[str, str]
     locked: bool
     authority: str
 
@@ -144,7 +144,9 @@ def show(screen: Screen, shown: ToView) -> None:
         case Line(component, line, level):
             screen.log(component, line, level)
         case FleetReady():
-            screen.ready(shown.url, shown.models, shown.chat, locked=shown.locked, authority=shown.authority)
+            screen.ready(
+                shown.url, shown.models, shown.routes, locked=shown.locked, authority=shown.authority
+            )
         case Over():
             screen.end_steps()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -97,10 +97,16 @@ class SharedScreen(Screen):
         self._tell(Line(component, line, level))
 
     def ready(
-        self, url: str, models: Mapping[str, str], chat: Sequence[str], *, locked: bool, authority: str = ""
+        self,
+        url: str,
+        models: Mapping[str, str],
+        routes: Mapping[str, str],
+        *,
+        locked: bool,
+        authority: str = "",
     ) -> None:
-        super().ready(url, models, chat, locked=locked, authority=authority)
-        self._ready = FleetReady(url, dict(models), list(chat), locked, authority)
+        super().ready(url, models, routes, locked=locked, authority=authority)
+        self._ready = FleetReady(url, dict(models), dict(routes), locked, authority)
         self._tell(self._ready)
 
     def _tell(self, told: ToView) -> None:

@@ -151,8 +151,8 @@ class StartProgress(Struct, frozen=True, tag="progress"):
 class Ready(Struct, frozen=True, tag="ready"):
     """The process answers."""
 
-    chat: tuple[str, ...] = ()
-    """The models that have a chat template, if it knows."""
+    routes: dict[str, str] = {}
+    """The route under /v1 at which each of its models is asked, if it has any."""
     endpoint: str = ""
     """Where it answers other hosts, if it does."""
 
