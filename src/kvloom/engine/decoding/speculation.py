@@ -152,11 +152,13 @@ class _TargetModel:
                 state.paid()
                 taken[sequence] = length
                 continue
-            may_try = drafter is None or (not taken and drafter.may_try(sequence))
+            if drafter is None:
+                state.leave_untried(found[sequence], sequence.tokens.length)
+                continue
+            may_try = not taken and drafter.may_try(sequence)
             trial = min(left, state.refused(len(found[sequence]), may_try=may_try))
             if trial:
                 taken[sequence] = trial
-                left -= trial
         return taken, any(lengths)
 
     def _proposed(self, sequence: OneSequence) -> list[int]:
@@ -177,6 +179,7 @@ class _TargetModel:
             worth = self.drafter.lacking(sequence) <= _LARGEST_BACKLOG * sequence.remaining
             return [0] * most if worth else []
         assert state.index is not None
+        self._learn(state, *state.compare(tokens))
         drafted, state.kind = state.index.draft(tokens, most)
         state.looked(len(drafted))
         ends = sequence.sampling.stop_token_ids
@@ -207,10 +210,15 @@ class _TargetModel:
         self._times.note(inflight.tokens, (result.seconds - result.draft_seconds) / steps)
         for sequence, count in inflight.batch:
             if count > 1 and not sequence.over:
-                right, state = valid[sequence.id] - 1, draft_state_of(sequence)
-                state.note_verified(right, count - 1)
-                self._rates[state.kind].note(right, count - 1)
+                right = valid[sequence.id] - 1
+                self._learn(draft_state_of(sequence), right, count - 1)
                 self._queue.stats.drafted_tokens += count - 1
                 self._queue.stats.accepted_tokens += right
         if self.drafter is not None and job.draft_steps is not None:
             self.drafter.ended(job.draft_steps, inflight.batch, valid, result.draft_seconds)
+
+    def _learn(self, state: DraftState, right: int, drafted: int) -> None:
+        """Takes note of how many of a sequence's drafts were right, or would have been."""
+        if drafted:
+            state.note_verified(right, drafted)
+            self._rates[state.kind].note(right, drafted)

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final
 
 from kvloom.engine.drafts.lengths import HOPELESS, Acceptance
-from kvloom.engine.drafts.ngrams import NgramIndex
+from kvloom.engine.drafts.ngrams import NgramIndex, Tokens
 
 _FIRST_BACKOFF: Final = 16  # steps
 _LONGEST_BACKOFF: Final = 1024
-_TRIAL: Final = 2  # tokens that are drafted after a backoff, whether they pay or not
+_TRIAL: Final = 2  # tokens that a model drafts for a trial
+_COMPARED: Final = 8  # drafts of n-grams that are compared with the tokens that come, if they are not tried
 _LONGEST_MISS: Final = 7  # steps without a look after many looks that found nothing
 
 
 @dataclass(slots=True)
 class DraftState:
-    """The drafts of one sequence. If they do not pay, they back off: for so many steps nothing is drafted,
-    then a few tokens are tried, and if those are wrong the next backoff is twice as long."""
+    """The drafts of one sequence. If they are wrong too often to pay, they back off: for so many steps
+    nothing is drafted, and if drafts are wrong again then, the next backoff is twice as long.
+
+    Drafts of n-grams that do not pay are not tried. The tokens that come show as well whether they would have
+    been right. What a model drafts costs its steps, so that is only done for trials."""
 
     rates: list[Acceptance]
     """How often drafts were right, for each size of n-grams (`SIZES`); a single one if a model drafts."""
@@ -38,7 +43,9 @@ class DraftState:
     misses: int = 0
     """Looks in a row that found no n-gram, up to `_LONGEST_MISS`."""
     trial_due: bool = False
-    """Whether the next drafts are tried even if they do not pay."""
+    """Whether the next drafts of a model are tried even if they do not pay."""
+    untried: tuple[int, list[int]] | None = None
+    """Drafts of n-grams that were not tried, and the index of the token that the first one stands for."""
 
     @property
     def rate(self) -> float:
@@ -62,21 +69,41 @@ class DraftState:
         self.misses = 0 if found else min(self.misses + 1, _LONGEST_MISS)
         self.backoff_left = max(self.backoff_left, self.misses)
 
-    def refused(self, found: int, *, may_try: bool) -> int:
-        """Takes note that of the `found` tokens that are drafted none pays. Returns how many are tried
-        anyway. may_try: whether it is this sequence's turn; n-grams need none.
+    def leave_untried(self, drafted: list[int], at: int) -> None:
+        """Takes note that drafts of n-grams do not pay. at: the index of the token that the first one stands
+        for."""
+        self.untried = at, drafted[:_COMPARED]
+        if self.rate < HOPELESS:
+            self._back_off()
 
-        Likely drafts of a model do not back off, because they may pay again in a smaller batch. They are
-        tried when it is their turn, because only a trial updates the rate."""
+    def compare(self, tokens: Tokens) -> tuple[int, int]:
+        """Returns how many of the untried drafts would have been right, the first ones, and how many were
+        there to be compared."""
+        if self.untried is None:
+            return 0, 0
+        (at, drafted), self.untried = self.untried, None
+        came = tokens.between(at, min(at + len(drafted), tokens.length)).tolist()
+        same = takewhile(lambda both: both[0] == both[1], zip(drafted, came, strict=False))
+        return sum(1 for _ in same), len(came)
+
+    def refused(self, found: int, *, may_try: bool) -> int:
+        """Takes note that of the `found` tokens that a model is to draft none pays. Returns how many are
+        tried anyway. may_try: whether it is this sequence's turn.
+
+        Likely drafts do not back off, because they may pay again in a smaller batch. They are tried when it
+        is their turn, because only a trial updates the rate."""
         if self.trial_due:
             self.trial_due = not may_try
             return min(_TRIAL, found) if may_try else 0
         if self.rate < HOPELESS:
-            self.backoff_left, self.trial_due = self.backoff, True
-            self.backoff = min(2 * self.backoff, _LONGEST_BACKOFF)
-        elif self.index is None and may_try:
-            return min(_TRIAL, found)
-        return 0
+            self._back_off()
+            self.trial_due = True
+            return 0
+        return min(_TRIAL, found) if may_try else 0
+
+    def _back_off(self) -> None:
+        self.backoff_left = self.backoff
+        self.backoff = min(2 * self.backoff, _LONGEST_BACKOFF)
 
     def paid(self) -> None:
         """Takes note that drafted tokens pay."""
@@ -85,7 +112,7 @@ class DraftState:
             self.backoff = _FIRST_BACKOFF
 
     def note_verified(self, right: int, drafted: int) -> None:
-        """Takes note of how many of the drafted tokens were right, which are the first ones."""
+        """Takes note of how many of the drafted tokens were right, or would have been: the first ones."""
         self.explores = False
         self.rates[self.kind].note(right, drafted)
         if right == drafted and self.index is not None:
