@@ -16,6 +16,7 @@ Drafts come from the n-grams of a sequence's own text, or from a smaller model o
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -69,7 +70,7 @@ class Speculation:
         """Returns how many of the steps a job takes before drafts are looked for again: a few, or as many as
         all its sequences still back off. Counts them as steps for which nothing was looked for."""
         target = self._targets.get(queue.card.name)
-        if target is None or target.rests or steps == 1:
+        if target is None or steps == 1 or target.rests(len(queue.running)):
             return steps
         if target.compares:
             return 1
@@ -101,14 +102,19 @@ class _TargetModel:
         self._queue = queue
         self.drafter = drafter
         self._times = StepTimes()
-        self._budget = LossBudget()
+        self._budgets = defaultdict[int, LossBudget](LossBudget)
         self._in_a_row = 0  # steps with drafts since the last one without
         self._rates = [Acceptance() for _ in (SIZES if drafter is None else (1,))]
 
-    @property
-    def rests(self) -> bool:
-        """Whether nothing is drafted, because drafts have cost too much of late."""
-        return self._budget.spent
+    def rests(self, rows: int) -> bool:
+        """Returns whether nothing is drafted for so many sequences, because drafts have cost too much of
+        late."""
+        return self._budget(rows).spent
+
+    def _budget(self, rows: int) -> LossBudget:
+        """Returns the budget of steps of about so many sequences. Each power of two has its own, because what
+        drafts bring in small batches must not pay for what they cost in large ones."""
+        return self._budgets[rows.bit_length()]
 
     @property
     def compares(self) -> bool:
@@ -117,7 +123,7 @@ class _TargetModel:
 
     def drafts(self, ready: Sequence[OneSequence], view: UnitView, free: int) -> Proposal | None:
         queue, rows = self._queue, len(ready)
-        if not 0 < rows < MOST_ROWS or not queue.planner.multi_step or self.rests or self.compares:
+        if not 0 < rows < MOST_ROWS or not queue.planner.multi_step or self.rests(rows) or self.compares:
             return None
         found = {sequence: drafted for sequence in ready if (drafted := self._proposed(sequence))}
         if not found or queue.cache.shares_a_tail([sequence.id for sequence in ready]):
@@ -199,14 +205,14 @@ class _TargetModel:
         job, rows, steps = inflight.job, len(inflight.batch), max(1, inflight.steps(result))
         if inflight.tokens == rows and job.draft_steps is None:  # nothing was drafted
             self._in_a_row = 0
-            self._budget.earn(steps)
+            self._budget(rows).earn(steps)
             if self.drafter is not None:
                 self.drafter.passed(steps)
         else:  # a job that verifies drafts has one step
             plain = self._times.typical(rows, result.seconds)
             made = sum(valid.get(sequence.id, 1) for sequence, _ in inflight.batch)
             self._in_a_row += 1
-            self._budget.note(result.seconds / plain if plain else 0.0, made / rows)
+            self._budget(rows).note(result.seconds / plain if plain else 0.0, made / rows)
         self._times.note(inflight.tokens, (result.seconds - result.draft_seconds) / steps)
         for sequence, count in inflight.batch:
             if count > 1 and not sequence.over:

@@ -24,8 +24,7 @@ _KNOWN: Final = 4.0  # tried tokens from which on a rate is more than an assumpt
 _WINDOW: Final = 8  # the last steps of so many rows that count
 _OLD: Final = 256  # steps after which what was seen counts no more
 _MOST_LOST: Final = 0.01  # the part of the time of steps without drafts that is credited to the budget
-_FIRST_BUDGET: Final = 8.0  # what the budget holds at first, in steps without drafts
-_MOST_SAVED: Final = 32.0  # the most that it holds, because what drafts bring varies from step to step
+_MOST_SAVED: Final = 8.0  # what the budget holds at first and at most, in steps without drafts
 
 
 @dataclass(slots=True)
@@ -109,7 +108,7 @@ class LossBudget:
     of the decode steps, counted in steps without drafts."""
 
     def __init__(self) -> None:
-        self._left = _FIRST_BUDGET
+        self._left = _MOST_SAVED
 
     @property
     def spent(self) -> bool:
@@ -122,9 +121,9 @@ class LossBudget:
 
     def note(self, took: float, made: float) -> None:
         """Notes a step with drafts. took: its time, as a multiple of a step's without; made: its tokens, as a
-        multiple of such a step's. A loss counts as `_FIRST_BUDGET` at most, because the machine may have
+        multiple of such a step's. A loss counts as `_MOST_SAVED` at most, because the machine may have
         stood still."""
-        self._left = min(_MOST_SAVED, self._left - min(_FIRST_BUDGET, took - made))
+        self._left = min(_MOST_SAVED, self._left - min(_MOST_SAVED, took - made))
 
 
 def best_lengths(
