@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from tools.gpu_check import BOUNDS
 from tools.gpu_checks.report import Figure, Findings, write
+from tools.gpu_checks.run import BOUNDS
 
 HOWS: Final = "GPU_PARTS_END"
 """The environment's variable with how parts end, as JSON; those that are not in it end well."""

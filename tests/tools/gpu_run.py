@@ -6,8 +6,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tools.gpu_check import ORDER, Run, check, left_to_run
 from tools.gpu_checks.report import resumed
+from tools.gpu_checks.run import ORDER, Run, check, left_to_run
 
 if __name__ == "__main__":
     file, device, *parts = sys.argv[1:]

@@ -13,13 +13,14 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from tools.gpu_check import BOUNDS, LAST, PARTS, SECONDS, TESTS, Run, bound, check, main
+from tools.gpu_check import main
 from tools.gpu_checks import parts, steps, weaving
 from tools.gpu_checks.flash import Sizes, against_triton
 from tools.gpu_checks.models import executor_of, make_models
 from tools.gpu_checks.peers import OURS, THEIRS, Burst, Theirs, against_transformers, ours
 from tools.gpu_checks.processes import Sessions, apart, counted, run_tests
 from tools.gpu_checks.report import Checks, Figure, Findings, Report
+from tools.gpu_checks.run import BOUNDS, LAST, PARTS, SECONDS, TESTS, Run, bound, check
 from tools.gpu_checks.steps import Jobs
 
 from kvloom.exec.cuda.device import host_device

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tools.gpu_check import ORDER, RATIO, left_to_run
-from tools.gpu_checks.report import VERSION, Figure, Findings, Report, environment, resumed, write
+from tools.gpu_check import environment
+from tools.gpu_checks.report import VERSION, Figure, Findings, Report, resumed, write
+from tools.gpu_checks.run import ORDER, RATIO, left_to_run
 
 from tests.processes import DEADLINE
 from tests.tools.gpu_part import HOWS

@@ -3,33 +3,16 @@ that was ended early is gone on with from its file."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-import platform
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
-import torch
 from msgspec import Struct
 
 VERSION: Final = 2
-_ROOT: Final = Path(__file__).parents[2]
-_CODE: Final = ("src", "tools", "tests", "benchmarks")
-_PACKAGES: Final = (
-    "torch",
-    "triton",
-    "transformers",
-    "cuda-bindings",
-    "numpy",
-    "kvloom",
-    "flash_attn_3",
-    "sglang-kernel",
-)
 
 
 class Figure(Struct, frozen=True, kw_only=True):
@@ -212,50 +195,3 @@ def reasons(error: BaseException) -> Iterator[str]:
             yield from reasons(one)
     else:
         yield f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-def environment() -> dict[str, str]:
-    """Returns what figures depend on. Those of another one are not comparable."""
-    found: dict[str, Any] = {"commit": _commit(), "code": _code()}
-    found |= {"machine": platform.platform(), "python": platform.python_version()}
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        found["device"] = f"{properties.name}, {properties.multi_processor_count} multiprocessors"
-        found["UUID"] = properties.uuid
-        found["memory"] = f"{properties.total_memory:,} bytes"
-        found["driver"] = _driver()
-        found["CUDA of torch"] = torch.version.cuda
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return {name: str(value) for name, value in found.items()}
-
-
-def _driver() -> str:
-    file = Path("/proc/driver/nvidia/version")
-    return " ".join(file.read_text().splitlines()[0].split()) if file.is_file() else "unknown"
-
-
-def _commit() -> str:
-    """Returns the checkout's, where there is one, and whether the code is as it was committed."""
-    try:
-        commit = _git("rev-parse", "HEAD")
-        return f"{commit}, changed" if _git("status", "--porcelain", "--", *_CODE) else commit
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(_ROOT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def _code() -> str:
-    """Returns a digest of all code, committed or not."""
-    digest = hashlib.sha256()
-    for file in sorted(path for folder in _CODE for path in (_ROOT / folder).rglob("*.py")):
-        content = file.read_bytes()
-        digest.update(f"{file.relative_to(_ROOT)} {len(content)}\n".encode() + content)
-    return digest.hexdigest()[:16]
