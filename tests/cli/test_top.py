@@ -123,12 +123,13 @@ def server() -> Iterator[Server]:
             if last is not None:
                 scripted.resumed.set()
             answers = scripted.answers.get(self.path, [b'{"error":{"message":"no admin key"}}'])
-            answer = answers.pop(0) if len(answers) > 1 else answers[0]
+            last_one = len(answers) == 1
+            answer = answers[0] if last_one else answers.pop(0)
             self.send_response(scripted.status)
             self.end_headers()
             self.wfile.write(answer)
             self.wfile.flush()
-            if scripted.held and len(answers) == 1 and scripted.status == 200:
+            if scripted.held and last_one and scripted.status == 200:
                 scripted.over.wait(60)
 
         def log_message(self, *_: object) -> None:

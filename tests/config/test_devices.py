@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.config.machine import Machine
+from kvloom.config.machine import Machine, available_cores
 from tests.config.configs import AB, MACHINE, load, refused
 
 TWO = Machine(cores=4, memory=3 << 30, gpus=2)
@@ -154,6 +154,14 @@ def test_memory_of_the_host_does_not_bound_a_gpus(folder: Path) -> None:
 def test_gpus_that_are_hidden_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert Machine.here().gpus == 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "cores"), [("150000 100000", 1), ("50000 100000", 1), ("max 100000", None)]
+)
+def test_a_container_that_has_the_time_of_few_cores(limit: str, cores: int | None, tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text(f"{limit}\n")
+    assert available_cores(tmp_path) == (cores or available_cores(tmp_path / "none"))
 
 
 def test_how_units_exchange_k_and_v_is_found_out_where_there_are_several_hosts(folder: Path) -> None:

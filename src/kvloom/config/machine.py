@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvloom.kv.memory import available_memory
+from kvloom.kv.memory import CGROUP, available_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,7 @@ class Machine:
     """The resources that a machine has for a fleet."""
 
     cores: int
-    """The cores that this process may use."""
+    """The cores whose time this process may have."""
     memory: int
     """Bytes that an arena may take now."""
     gpus: int = 0
@@ -45,9 +46,22 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        return cls(
-            cores=len(os.sched_getaffinity(0)), memory=available_memory(), gpus=_gpus(), name=platform.node()
-        )
+        return cls(cores=available_cores(), memory=available_memory(), gpus=_gpus(), name=platform.node())
+
+
+def available_cores(cgroup: Path = CGROUP) -> int:
+    """Returns the number of cores that this process may use, or the smaller one whose time a container's own
+    limit allows, and 1 at least: more threads than that would only take turns."""
+    cores, quota = len(os.sched_getaffinity(0)), cpu_quota(cgroup)
+    return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def cpu_quota(cgroup: Path = CGROUP) -> float | None:
+    """Returns the cores whose time a container's own limit allows; None if it sets no limit."""
+    with suppress(OSError, ValueError):
+        most, period = (cgroup / "cpu.max").read_text().split()
+        return int(most) / int(period)
+    return None
 
 
 def _gpus() -> int:

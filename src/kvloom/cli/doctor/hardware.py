@@ -16,7 +16,7 @@ from kvloom.cli.doctor.finding import Finding, Verdict
 from kvloom.cli.doctor.software import Processor
 from kvloom.config.config import Config
 from kvloom.config.fields import show_size
-from kvloom.config.machine import Machine
+from kvloom.config.machine import Machine, cpu_quota
 from kvloom.kv.memory import CGROUP
 from kvloom.serve.machine import OPEN_FILES
 
@@ -31,24 +31,12 @@ DRIVER: Final = Path("/sys/module/nvidia/version")
 def check_cores(machine: Machine) -> Iterator[Finding]:
     """Finds the cores, the time that a container may have of them, and the nodes of a NUMA machine."""
     found = f"{machine.cores} of {os.cpu_count() or machine.cores} for this process"
-    quota = _quota()
-    if quota is not None and quota < machine.cores:
-        right = f"`threads: {max(int(quota), 1)}` in the config, since more threads would wait for each other"
-        yield Finding("cores", f"{found}; the cgroup allows the time of {quota:g}", "note", right)
-    else:
-        yield Finding("cores", found)
+    quota = cpu_quota(CGROUP)
+    yield Finding("cores", found if quota is None else f"{found}; the cgroup allows the time of {quota:g}")
     nodes = len(list(NODES.glob("node[0-9]*")))
     if nodes > 1:
         right = "if one node's cores suffice: `numactl --cpunodebind=0 --membind=0 kvloom serve`"
         yield Finding("NUMA", f"{nodes} nodes, to which no process is bound", "note", right)
-
-
-def _quota() -> float | None:
-    """Returns the cores whose time the cgroup allows; None if it sets no limit."""
-    with suppress(OSError, ValueError):
-        most, period = (CGROUP / "cpu.max").read_text().split()
-        return int(most) / int(period)
-    return None
 
 
 def check_memory(machine: Machine) -> Iterator[Finding]:
