@@ -148,10 +148,11 @@ class Measured:
     """Satisfies `Operated`. cores: that the unit has; all of the profile's by default.
 
     A prefill takes f(tokens) + a · pairs + b · context + c · sequences, a decode step f(sequences) + a ·
-    context, fitted for each model and number of cores to what was measured. A mixed job takes what a prefill
-    of its prompts with so many more tokens takes, and the attention of its decodes. Beside others a job takes
-    as many times longer as pairs of such jobs did, in proportion to the others' shares, and where all shares
-    are more than the whole, as many times more.
+    context, fitted for each model and number of cores to what was measured. A mixed job takes what the
+    prefill and the decode step in it take one after the other, less a decode step of one empty sequence,
+    because the weights are read once for both. Beside others a job takes as many times longer as pairs of
+    such jobs did, in proportion to the others' shares, and if all shares are more than the whole, as many
+    times more.
 
     Operators were not measured. Attention is what a job takes longer for its pairs and its context; the rest
     is spread over the products by the weights that they read. Starts and polls are in it, or nothing.
@@ -181,8 +182,9 @@ class Measured:
 
     def _alone(self, work: Work) -> float:
         if work.phase is Phase.MIXED:
-            step = work.step  # its products are in the prefill's, whose weights are read once for both
-            return self._alone(work.prompts) + self._alone(step) - self._alone(replace(step, context=0))
+            # Its parts run one after the other but for the weights, which are read once for both.
+            read = self._alone(Work.decode(work.model, work.share, (0,)))
+            return self._alone(work.prompts) + self._alone(work.step) - read
         shares = self._shares.get((work.model, work.phase is Phase.DECODE))
         if shares is None:
             known = sorted({model for model, _ in self._shares})

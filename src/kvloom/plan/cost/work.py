@@ -49,12 +49,13 @@ class Work(Struct, frozen=True, gc=False):
 
     @property
     def prompts(self) -> Work:
-        """Returns the prefill that has a mixed job's prompts, and computes the tokens of its decodes too, but
-        not their attention."""
+        """Returns the prefill that has a mixed job's prompts alone."""
         return replace(
             self,
             phase=Phase.PREFILL,
             batch=self.batch - self.rows,
+            tokens=self.tokens - self.rows,
+            drawn=self.drawn - self.rows,
             pairs=max(0, self.pairs - self.held - self.rows),
             context=self.context - self.held,
             rows=0,
