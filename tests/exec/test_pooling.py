@@ -17,9 +17,9 @@ from transformers import AutoTokenizer
 
 from kvloom.exec.loader import LoadedModel
 from kvloom.exec.pooling.files import MODES
-from kvloom.exec.pooling.model import PooledModel
+from kvloom.exec.pooling.model import PoolingModel
 from tests.exec.loading import load, reconfigure, refusal
-from tests.pooled import make_encoder, save_pooling
+from tests.pooling_models import make_encoder, save_pooling
 
 NAMES = {
     "cls": "cls_token",
@@ -37,10 +37,10 @@ QUERY = "who is it?"
 
 
 def vectors(model: LoadedModel, texts: list[list[int]], pairs: tuple[int, ...] = ()) -> torch.Tensor:
-    assert model.pooled is not None
+    assert model.pooling_model is not None
     lengths = np.array([len(text) for text in texts])
     with torch.inference_mode():
-        return model.pooled(np.concatenate(texts), lengths, pairs or (0,) * len(texts))
+        return model.pooling_model(np.concatenate(texts), lengths, pairs or (0,) * len(texts))
 
 
 def tokens(path: Path, texts: list[str]) -> list[list[int]]:
@@ -217,10 +217,10 @@ def test_what_differs_from_the_stock_model_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model whose layers look at where a text lies in the row would give each text another vector."""
-    real = PooledModel.__call__
+    real = PoolingModel.__call__
 
-    def moved(self: PooledModel, tokens: Any, lengths: Any, pairs: Any) -> torch.Tensor:
+    def moved(self: PoolingModel, tokens: Any, lengths: Any, pairs: Any) -> torch.Tensor:
         return real(self, tokens[::-1].copy(), lengths, pairs)
 
-    monkeypatch.setattr(PooledModel, "__call__", moved)
+    monkeypatch.setattr(PoolingModel, "__call__", moved)
     assert "differs from what it makes of each" in refusal(make_bert(tmp_path))

@@ -22,7 +22,7 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.checkpoints import make_checkpoint
-from tests.pooled import make_encoder, save_pooling, score_of, states_of
+from tests.pooling_models import make_encoder, save_pooling, score_of, states_of
 from tests.processes import Fleet, fleet
 
 CONFIG = """

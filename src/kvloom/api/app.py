@@ -40,7 +40,7 @@ from kvloom.api.ollama.embed import OllamaEmbedding
 from kvloom.api.ollama.models import OllamaModels, refusals
 from kvloom.api.openai.chat import ChatEndpoint
 from kvloom.api.openai.completions import CompletionEndpoint
-from kvloom.api.openai.pooled import EmbeddingEndpoint, ScoreEndpoints
+from kvloom.api.openai.pooling import EmbeddingEndpoint, ScoreEndpoints
 from kvloom.api.openai.responses import ResponsesEndpoint
 from kvloom.api.openai.stored import ResponseStore
 from kvloom.api.openai.tokens import TokenEndpoints

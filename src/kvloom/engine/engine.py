@@ -10,7 +10,8 @@ from typing import Final
 from kvloom.engine.guide import Guides, GuideTrial, no_trial
 from kvloom.engine.leases import Leases, Pins, Promises
 from kvloom.engine.migration import Llumlet, Pauses
-from kvloom.engine.quotas import fit, quota_tuner
+from kvloom.engine.queues import make_pool_and_queues
+from kvloom.engine.quotas import quota_tuner
 from kvloom.engine.report import unit_load
 from kvloom.engine.requests import Requests, RequestStream
 from kvloom.engine.reservations import MOST_RESERVATIONS, Arrivals, Reservations
@@ -76,7 +77,7 @@ class Engine:
         self._check = check
         self._stopping = False
         self._wake = asyncio.Event()
-        self.pool, queues = fit(executor, spec, clock, reserved=MAX_RESERVED, record=record)
+        self.pool, queues = make_pool_and_queues(executor, spec, clock, reserved=MAX_RESERVED, record=record)
         self._queues = queues
 
         # The requests, and what is kept for them.

@@ -50,20 +50,20 @@ class InflightBatch:
         """
         if self.job.phase is not Phase.DECODE or self.tokens == len(self.batch):
             return self, result, {}
-        valid, kept, at = dict[int, int](), list[int](), 0
+        counted, kept, at = dict[int, int](), list[int](), 0
         for sequence, count in self.batch:
             drawn, tried = result.tokens[at : at + count - 1], self.job.tokens[at + 1 : at + count].tolist()
             same = takewhile(_goes_on(sequence), zip(drawn, tried, strict=True))
-            right = valid[sequence.id] = 1 if sequence.over else 1 + sum(1 for _ in same)
+            right = counted[sequence.id] = 1 if sequence.over else 1 + sum(1 for _ in same)
             kept += range(at, at + right)
             at += count
         less = replace(
             self,
-            batch=[(sequence, valid[sequence.id]) for sequence, _ in self.batch],
+            batch=[(sequence, counted[sequence.id]) for sequence, _ in self.batch],
             drawers=[self.drawers[i] for i in kept],
         )
         tokens, logprobs = [result.tokens[i] for i in kept], [result.logprobs[i] for i in kept]
-        return less, replace(result, tokens=tokens, logprobs=logprobs), valid
+        return less, replace(result, tokens=tokens, logprobs=logprobs), counted
 
     def without(self, ids: set[int], result: JobResult) -> tuple[InflightBatch, JobResult]:
         """Returns the batch and its result without these sequences, for a job of one step."""

@@ -225,9 +225,9 @@ class Scheduler:
                 steps = inflight.steps(result)
                 self.jobs += self._multistep.ended(inflight, steps)
                 rows = inflight.tokens
-                tried, (inflight, result, valid) = inflight, inflight.accepted_only(result)
-                self._speculation.note_verified(tried, valid, result)
-                void, gone = queue.planner.finish(inflight.job, result.lost, valid)
+                tried, (inflight, result, counted) = inflight, inflight.accepted_only(result)
+                self._speculation.note_verified(tried, counted, result)
+                void, gone = queue.planner.finish(inflight.job, result.lost, counted)
                 if void:
                     whole = inflight
                     inflight, result = inflight.without(void, result)

@@ -22,7 +22,7 @@ from kvloom.exec.checkpoint import open_checkpoint
 from kvloom.exec.parallel.group import RankTeam
 from kvloom.exec.parallel.slicing import slice_model
 from kvloom.exec.pooling.files import Pooling
-from kvloom.exec.pooling.model import PooledModel, prove_pooled
+from kvloom.exec.pooling.model import PoolingModel, prove_pooling_model
 from kvloom.exec.quantized import QuantizedLinear
 from kvloom.exec.widened import computes_in_float32, widen
 from kvloom.types.errors import ConfigError, Unavailable
@@ -45,7 +45,7 @@ class LoadTarget(Protocol):
     def check_floats(self) -> None:
         """Raises ConfigError if the device has no products over weights in FP8."""
 
-    def check_pooled(self) -> None:
+    def check_pooling_model(self) -> None:
         """Raises ConfigError if the device runs no models that make vectors."""
 
     def own_format(self, config: Any, matrices: Callable[[], Set[str]]) -> torch.dtype:
@@ -254,7 +254,8 @@ class LoadedModel:
     kv_dtype: torch.dtype
     geometry: Geometry
     card: ModelCard
-    pooled: PooledModel | None = None  # runs texts if the model makes vectors of them, instead of `forward`
+    pooling_model: PoolingModel | None = None
+    """Runs texts instead of `forward`, if the model makes vectors of them."""
     heads: int = 0  # of q, in all layers; 0 if they differ, or have sinks or slopes, which no mailbox takes
     identity: str = ""  # a digest over the weights and all else that K and V of given tokens depend on
 
@@ -339,7 +340,7 @@ def _load(
     if described.floats:
         target.check_floats()
     if described.pooling is not None:
-        _check_pooled(described, team, target)
+        _check_pooling_model(described, team, target)
     outlined, dtype = _outlined(spec, described, target, team is None, say)
     target.check_room(described.size(outlined, dtype))
     if team is None or team.group.rank == 0:
@@ -350,7 +351,7 @@ def _load(
     if widens:
         widen(module)
     if described.pooling is not None:
-        return _load_pooled(spec, block_bytes, described.pooling, built, module, target)
+        return _load_pooling_model(spec, block_bytes, described.pooling, built, module, target)
     kept = target.kv_dtype(spec.kv_dtype, torch.float32 if computes_in_float32(module) else dtype)
     observer = prove(module, team, target, described.release)
     target.settle(module)
@@ -374,8 +375,8 @@ def _load(
     return LoadedModel(module, decoder or Modular(module), kept, geometry, card, None, q_heads, identity)
 
 
-def _check_pooled(described: Description, team: RankTeam | None, target: LoadTarget) -> None:
-    target.check_pooled()
+def _check_pooling_model(described: Description, team: RankTeam | None, target: LoadTarget) -> None:
+    target.check_pooling_model()
     if described.packed or team is not None:
         raise ConfigError(
             "it makes vectors of texts, which is served of weights that are not quantised, by one rank; a "
@@ -383,7 +384,7 @@ def _check_pooled(described: Description, team: RankTeam | None, target: LoadTar
         )
 
 
-def _load_pooled(
+def _load_pooling_model(
     spec: ModelSpec, block_bytes: int, pooling: Pooling, built: Built, module: Any, target: LoadTarget
 ) -> LoadedModel:
     """Loads a model that makes vectors: it keeps no K and V, so its blocks are as small as can be."""
@@ -396,11 +397,11 @@ def _load_pooled(
     if pooling.lower and built.tokenizer("ABC")["input_ids"] != built.tokenizer("abc")["input_ids"]:
         raise ConfigError("its texts are to be in small letters, and its tokenizer does not see to that")
     types = "token_type_ids" in built.tokenizer.model_input_names
-    pooled = prove_pooled(module, pooling, prepare, types=types)
+    pooling_model = prove_pooling_model(module, pooling, prepare, types=types)
     target.settle(module)
     with torch.inference_mode():
-        size = pooled(np.zeros(1, np.int64), np.ones(1, np.int64), (0,)).shape[1]
-    most = min(card.context_length - pooled.first, pooling.most_tokens or card.context_length)
+        size = pooling_model(np.zeros(1, np.int64), np.ones(1, np.int64), (0,)).shape[1]
+    most = min(card.context_length - pooling_model.first, pooling.most_tokens or card.context_length)
     card = structs.replace(
         card,
         context_length=most,
@@ -410,7 +411,7 @@ def _load_pooled(
         prefix=pooling.prefix,
     )
     geometry = Geometry(1, 1, 1, torch.float32.itemsize, block_bytes)
-    return LoadedModel(module, Modular(module), torch.float32, geometry, card, pooled)
+    return LoadedModel(module, Modular(module), torch.float32, geometry, card, pooling_model)
 
 
 def _program() -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from kvloom.api.generation.answering import Answering, EndpointContext
 from kvloom.api.generation.resume import Origin
 from kvloom.api.metrics import Watch
 from kvloom.api.ollama.chat import LATEST, PREFIX, nanoseconds
-from kvloom.api.openai.pooled import embeddings
+from kvloom.api.openai.pooling import embeddings
 from kvloom.api.schemas.ollama import EmbeddingsOfOllama, OllamaEmbedBody, OllamaEmbeddingsBody
 
 Told = Callable[[str, list[Any], int, Watch, float], dict[str, Any]]

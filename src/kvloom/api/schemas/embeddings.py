@@ -17,14 +17,14 @@ Ids = Annotated[TokenIds, Field(min_length=1)]
 ManyIds = Annotated[list[Ids], Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)]
 
 
-class PooledBody(ModelBody):
+class PoolingBody(ModelBody):
     """Parameters of all three. An answer comes whole."""
 
     stream: Annotated[None, Unserved("vectors and scores come whole", False)] = None
     truncate_prompt_tokens: Annotated[None, Unserved("texts are not cut short; send a shorter one")] = None
 
 
-class EmbeddingBody(PooledBody):
+class EmbeddingBody(PoolingBody):
     """`dimensions` keeps the first numbers of each vector, which then has the length 1 again."""
 
     input: Text | Texts | Ids | ManyIds
@@ -53,7 +53,7 @@ class EmbeddingBody(PooledBody):
         return several
 
 
-class RerankBody(PooledBody):
+class RerankBody(PoolingBody):
     max_tokens_per_doc: Annotated[None, Unserved("documents are not cut short; send shorter ones")] = None
     query: Text
     documents: Annotated[list[Text | dict[str, Any]], Field(min_length=1, max_length=MOST_TEXTS)]
@@ -73,7 +73,7 @@ class RerankBody(PooledBody):
         return [one["text"] if isinstance(one, dict) else one for one in self.documents]
 
 
-class ScoreBody(PooledBody):
+class ScoreBody(PoolingBody):
     """One text is scored with each of several, or as many texts with as many, one by one."""
 
     text_1: Text | Texts

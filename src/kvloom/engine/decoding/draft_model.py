@@ -152,14 +152,14 @@ class DraftModel:
         self,
         draft_steps: DraftSteps,
         batch: Sequence[tuple[OneSequence, int]],
-        valid: Mapping[int, int],
+        counted: Mapping[int, int],
         seconds: float,
     ) -> None:
         """Caches the K and V that the draft steps of a job have computed, as far as the drafts were right.
-        batch: the job's sequences; valid: see `InflightBatch.accepted_only`; seconds: those of all steps."""
+        batch: the job's sequences; counted: see `InflightBatch.accepted_only`; seconds: of all steps."""
         cache = self._queue.cache
         right = {
-            one.sequence: min(valid.get(one.sequence, 1), max(1, one.count)) - 1
+            one.sequence: min(counted.get(one.sequence, 1), max(1, one.count)) - 1
             for one in draft_steps.sequences
         }
         kept = {one.sequence: one.known.size + right[one.sequence] for one in draft_steps.sequences}

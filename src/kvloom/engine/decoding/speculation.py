@@ -81,11 +81,11 @@ class Speculation:
             one.passed(steps - 1)  # the first one was counted when drafts were looked for
         return steps
 
-    def note_verified(self, inflight: InflightBatch, valid: Mapping[int, int], result: JobResult) -> None:
-        """Learns from a job that has ended. valid: see `InflightBatch.accepted_only`."""
+    def note_verified(self, inflight: InflightBatch, counted: Mapping[int, int], result: JobResult) -> None:
+        """Learns from a job that has ended. counted: see `InflightBatch.accepted_only`."""
         target = self._targets.get(inflight.job.model)
         if target is not None and inflight.job.phase is Phase.DECODE:
-            target.note_verified(inflight, valid, result)
+            target.note_verified(inflight, counted, result)
 
     def failed(self, inflight: InflightBatch) -> None:
         """Forgets what was drafted in a job that has failed."""
@@ -201,7 +201,7 @@ class _TargetModel:
         most = sequence.prompt_length + sequence.sampling.max_tokens
         return DraftState(rates, NgramIndex(min(self._queue.card.context_length, most)))
 
-    def note_verified(self, inflight: InflightBatch, valid: Mapping[int, int], result: JobResult) -> None:
+    def note_verified(self, inflight: InflightBatch, counted: Mapping[int, int], result: JobResult) -> None:
         job, rows, steps = inflight.job, len(inflight.batch), max(1, inflight.steps(result))
         if inflight.tokens == rows and job.draft_steps is None:  # nothing was drafted
             self._in_a_row = 0
@@ -210,18 +210,18 @@ class _TargetModel:
                 self.drafter.passed(steps)
         else:  # a job that verifies drafts has one step
             plain = self._times.typical(rows, result.seconds)
-            made = sum(valid.get(sequence.id, 1) for sequence, _ in inflight.batch)
+            made = sum(counted.get(sequence.id, 1) for sequence, _ in inflight.batch)
             self._in_a_row += 1
             self._budget(rows).note(result.seconds / plain if plain else 0.0, made / rows)
         self._times.note(inflight.tokens, (result.seconds - result.draft_seconds) / steps)
         for sequence, count in inflight.batch:
             if count > 1 and not sequence.over:
-                right = valid[sequence.id] - 1
+                right = counted[sequence.id] - 1
                 self._learn(draft_state_of(sequence), right, count - 1)
                 self._queue.stats.drafted_tokens += count - 1
                 self._queue.stats.accepted_tokens += right
         if self.drafter is not None and job.draft_steps is not None:
-            self.drafter.ended(job.draft_steps, inflight.batch, valid, result.draft_seconds)
+            self.drafter.ended(job.draft_steps, inflight.batch, counted, result.draft_seconds)
 
     def _learn(self, state: DraftState, right: int, drafted: int) -> None:
         """Takes note of how many of a sequence's drafts were right, or would have been."""

@@ -15,7 +15,8 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from kvloom.engine.quotas import ModelQueues, QuotaTuner, ServedAdapter
+from kvloom.engine.queues import ModelQueues, ServedAdapter
+from kvloom.engine.quotas import QuotaTuner
 from kvloom.engine.residency.policy import AGED
 from kvloom.journal.records import AdapterIn, AdapterOut, Recorder, nobody
 from kvloom.kv.pool import Pool

@@ -52,7 +52,7 @@ class CpuTarget:
             "--to int8` of the checkpoint that they were made of, is right"
         )
 
-    def check_pooled(self) -> None:
+    def check_pooling_model(self) -> None:
         """Does nothing: models that make vectors are served."""
 
     def own_format(self, config: Any, matrices: Callable[[], Set[str]]) -> torch.dtype:
@@ -180,7 +180,7 @@ class TorchExecutor:
                 )
 
         def finish(name: str, model: LoadedModel) -> None:
-            if model.pooled is not None:
+            if model.pooling_model is not None:
                 raise ConfigError(
                     f"models.{name}: a model that makes vectors does not sleep; kv_memory is right"
                 )
@@ -259,10 +259,10 @@ class TorchExecutor:
 
     def _compute(self, slot: int, job: Job, adapters: Mapping[str, PackedAdapter]) -> JobResult:
         started = time.perf_counter()
-        pooled = self._models[job.model].pooled
-        if pooled is not None:
+        pooling_model = self._models[job.model].pooling_model
+        if pooling_model is not None:
             with torch.inference_mode():
-                vectors = pooled(job.tokens, job.plan.appends, job.pairs).numpy()
+                vectors = pooling_model(job.tokens, job.plan.appends, job.pairs).numpy()
             made = [vector.astype("<f4").tobytes() for vector in vectors]
             return JobResult([], [], [], time.perf_counter() - started, vectors=made)
         kept, draft_seconds = job.kept, 0.0

@@ -99,7 +99,7 @@ class DeviceTarget:
                 "integers, are right"
             )
 
-    def check_pooled(self) -> None:
+    def check_pooling_model(self) -> None:
         raise ConfigError("it makes vectors of texts, which CPUs serve; `device: cpu` is right")
 
     def place(self, module: nn.Module) -> None:

@@ -117,7 +117,7 @@ class _States(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class PooledModel:
+class PoolingModel:
     """A model that makes a vector of each text."""
 
     body: Any
@@ -164,9 +164,9 @@ def _no_cache(module: Any) -> dict[str, bool]:
     return {"use_cache": False} if getattr(module.config, "use_cache", None) is not None else {}
 
 
-def prove_pooled(
+def prove_pooling_model(
     module: Any, pooling: Pooling, prepare: Callable[[nn.Module], None], *, types: bool
-) -> PooledModel:
+) -> PoolingModel:
     """Returns the model that makes the same vectors of texts in one row as the stock module makes of each
     text alone. prepare: makes the module fast, in place; types: whether its tokenizer tells the texts of a
     pair apart. Raises ConfigError if there is none."""
@@ -199,13 +199,13 @@ def prove_pooled(
     with torch.inference_mode():
         for first in _firsts(body):
             for mode in _HEADS if scores else ("mean",):
-                tried = PooledModel(body, head, plain, mode, first, types)
+                tried = PoolingModel(body, head, plain, mode, first, types)
                 found = tried(tokens, lengths, (0,) * len(texts))
                 expected = torch.cat(stock).float()
                 error = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
                 best = min(best, error)
                 if error < (1e-4 if next(body.parameters()).dtype == torch.float32 else 5e-2):
-                    return PooledModel(body, head, pooling, pooling.mode or mode, first, types)
+                    return PoolingModel(body, head, pooling, pooling.mode or mode, first, types)
     raise ConfigError(f"what it makes of texts side by side differs from what it makes of each by {best:.1e}")
 
 

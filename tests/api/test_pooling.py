@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.testclient import TestClient
 
 from kvloom.api.app import create_app
-from kvloom.api.openai.pooled import MOST_TOKENS
+from kvloom.api.openai.pooling import MOST_TOKENS
 from tests.api.scripted import ScriptedEngine, card, says
 
 

@@ -24,7 +24,7 @@ from kvloom.api.generation.pieces import Generation, Piece
 from kvloom.api.generation.resume import Origin
 from kvloom.api.generation.sampling import check_prompt
 from kvloom.api.metrics import Watch
-from kvloom.api.schemas.embeddings import EmbeddingBody, PooledBody, RerankBody, ScoreBody
+from kvloom.api.schemas.embeddings import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
 from kvloom.api.texts.prompts import PlainPrompt, too_long
 from kvloom.types.client import ModelServer
 from kvloom.types.errors import BadRequest, KvloomError, Unavailable, WireError
@@ -42,7 +42,7 @@ WriteVectors = Callable[[dict[str, Any], list[Any], dict[str, int]], Any]
 """Makes an answer of its head, what was kept of the vectors, and the usage."""
 
 
-class PooledTexts(Generation):
+class PoolingRequest(Generation):
     """One StartGenerate on its way to a vector of each of its texts."""
 
     def __init__(self, body: StartGenerate, model: ServedModel, keep: Keep) -> None:
@@ -80,7 +80,7 @@ class _Text:
     second: int = 0
 
 
-class PooledWriter(Writer):
+class PoolingWriter(Writer):
     """Makes the answer of all vectors."""
 
     kind = chunk_kind = "list"
@@ -89,8 +89,8 @@ class PooledWriter(Writer):
         self,
         prefix: str,
         origin: Origin,
-        body: PooledBody,
-        generations: Sequence[PooledTexts],
+        body: PoolingBody,
+        generations: Sequence[PoolingRequest],
         write: WriteVectors,
     ) -> None:
         super().__init__(prefix, origin, body, len(generations))
@@ -201,7 +201,7 @@ class ScoreEndpoints:
     async def _prepared(
         self,
         prefix: str,
-        body: PooledBody,
+        body: PoolingBody,
         pairs: list[tuple[str, str]],
         model: ServedModel,
         watch: Watch,
@@ -310,7 +310,7 @@ def _answering(
     gateway: EndpointContext,
     prefix: str,
     origin: Origin,
-    body: PooledBody,
+    body: PoolingBody,
     model: ServedModel,
     texts: list[_Text],
     watch: Watch,
@@ -319,10 +319,10 @@ def _answering(
 ) -> Answering:
     request = origin.request_id(prefix)
     generations = [
-        PooledTexts(_start(body, model, part, f"{request}-{at}"), model, keep)
+        PoolingRequest(_start(body, model, part, f"{request}-{at}"), model, keep)
         for at, part in enumerate(_parts(texts))
     ]
-    writer = PooledWriter(prefix, origin, body, generations, write)
+    writer = PoolingWriter(prefix, origin, body, generations, write)
     return Answering(gateway, writer, generations, watch, at_once=AT_ONCE)
 
 
@@ -330,7 +330,7 @@ def _parts(texts: list[_Text]) -> list[list[_Text]]:
     return [texts[at : at + TEXTS] for at in range(0, len(texts), TEXTS)]
 
 
-def _start(body: PooledBody, model: ServedModel, texts: Sequence[_Text], request: str) -> StartGenerate:
+def _start(body: PoolingBody, model: ServedModel, texts: Sequence[_Text], request: str) -> StartGenerate:
     first, *more = texts
     return StartGenerate(
         model=body.model,

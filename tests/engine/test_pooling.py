@@ -21,7 +21,7 @@ from kvloom.types.transfer import NoTransport
 from kvloom.types.verbs import Pin, Prefix, PrepRecv, RemoteSend
 from tests.checkpoints import make_checkpoint
 from tests.engines import running, running_over, spec_of
-from tests.pooled import make_encoder, save_pooling
+from tests.pooling_models import make_encoder, save_pooling
 
 TEXT = [2, 40, 41, 3]
 
@@ -45,7 +45,7 @@ async def ends(engine: Engine, asked: StartGenerate) -> list[EndEvent]:
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("pooled")
+    folder = tmp_path_factory.mktemp("pooling")
     vectors = save_pooling(make_encoder(folder / "vectors", "bert"))
     return {"text": make_checkpoint(folder / "text", "qwen2"), "vectors": vectors}
 
