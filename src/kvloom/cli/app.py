@@ -25,7 +25,7 @@ from kvloom.types.errors import ConfigError
 FAILED: Final = 1
 INVALID: Final = 2
 INTERRUPTED: Final = 130
-_MARGIN: Final = 24  # where the help's second column begins
+_MARGIN: Final = 24  # the column at which the help's second column begins
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 API_KEY_VARIABLE: Final = "KVLOOM_API_KEY"
 _WHOLE: Final = re.compile(r"[+-]?[0-9]{1,18}")

@@ -62,8 +62,8 @@ class UnitSample(Struct, frozen=True, kw_only=True):
 
 
 class ModelTotals(Struct, frozen=True, kw_only=True):
-    """What has been answered of a model: the count of requests, and the sums of their times in seconds. Rates
-    and means over a span follow from two of them."""
+    """The answers of a model so far: the count of requests, and the sums of their times in seconds. Rates and
+    means over a span follow from two of them."""
 
     model: str
     requests: int = 0

@@ -38,7 +38,7 @@ class Demand:
     path: str | None = None
     slo: Slo | None = None
     speculation: str = "none"
-    """What drafts tokens, as in `ModelSpec`."""
+    """The drafter of tokens, as in `ModelSpec`."""
     acceptance: float = 0.0
     """The probability that a drafted token is right if those before it are."""
 
@@ -107,7 +107,7 @@ class MeshKind(NamedTuple):
     """Bytes of each device."""
     gpus: int
     abilities: UnitAbilities
-    """What a unit on it can do."""
+    """The abilities of a unit on it."""
     budget: int = 0
     """Bytes for each device that weights and pool have together, if weights sleep; 0 if they stay."""
 
@@ -242,8 +242,8 @@ def meshes(cluster: Sequence[Nodes], group: Group) -> list[MeshKind]:
 
 
 def worthwhile(found: Sequence[Group], most: int, needed: int) -> list[Group]:
-    """Without those that have more than `most` meshes, as long as others have fewer, and those whose largest
-    mesh has fewer than `needed` devices, where others have it."""
+    """Returns the groups without those that have more than `most` meshes, as long as others have fewer, and
+    without those whose largest mesh has fewer than `needed` devices, if others have such a mesh."""
     sized = [group for group in found if max((n for cut in group for n, _ in cut), default=0) >= needed]
     sized = sized or list(found)
     counts = [sum(number for cut in group for _, number in cut) for group in sized]

@@ -185,7 +185,7 @@ class Estimate:
     bound: Bound
     """The resource that keeps the unit from more, if the demand is not met."""
     residency: UnitResidency | None
-    """What is expected of the weights, if they sleep."""
+    """The residency that is expected of the weights, if they sleep."""
 
 
 _EMPTY: Final = Estimate((), (), AMPLE, 0.0, 0.0, "", None)

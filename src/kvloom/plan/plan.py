@@ -61,7 +61,7 @@ class PlannedModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     slo: Slo | None = None
     """Its objective; None for that of the config, or the usual one."""
     speculation: str | None = None
-    """What drafts tokens, as in a config; None for what the config says."""
+    """The drafter of tokens, as in a config; None for the config's own."""
     acceptance: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     """The probability that a drafted token is taken to be right if those before it are."""
 
@@ -184,7 +184,7 @@ def is_plan(file: Path) -> bool:
 
 
 def read_plan(file: Path) -> PlacementPlan:
-    """Raises ConfigError with what is wrong and where."""
+    """Raises ConfigError, which says what is wrong and where it stands."""
     try:
         text = file.read_bytes()
     except OSError as error:

@@ -1,5 +1,5 @@
-"""Whose weights are awake how much of the time, and how long requests wait for those that are not, where the
-models of a unit share a budget that does not hold them all.
+"""Estimates for what part of the time each model's weights are awake, and how long requests wait for weights
+that are not, if the models of a unit share a budget that does not hold them all.
 
 Memory is taken for a cache of weights: Che, Tung and Wang, "Hierarchical web caching systems", 2002.
 Wakes come one after the other, as from a queue with Poisson arrivals and one server: Pollaczek and Khinchine.

@@ -100,7 +100,7 @@ class RevertedProgram(Struct, frozen=True):
     program: ProgramSpec | None
     """None for the config's."""
     problem: str
-    """What became of the gateway that ran it."""
+    """The fate of the gateway that ran it."""
 
 
 class ProgramState(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -158,7 +158,7 @@ class UnitGroup(Struct, frozen=True):
     """Units that can be given a process now, in this order; those that were to lose theirs, and still have
     it, come first."""
     models: frozenset[str] = frozenset()
-    """What each unit serves."""
+    """The models that each unit serves."""
     idle: float = 0.0
     """Seconds since the last request ended there."""
 
@@ -186,8 +186,9 @@ class Pairs(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Freeness, in decode steps, that a destination keeps: a request that would leave it less does not move
     there."""
     freeness: dict[str, float | None] = {}
-    """That of the units of the pairs, by which they were made, None for one that is infinite: a source that
-    drains, a destination where nothing runs. Empty if somebody else has made the pairs."""
+    """The freeness of the pairs' units, from which the pairs were made; None for one that is infinite: that
+    of a source that drains, or of a destination on which nothing runs. It is empty if somebody else has made
+    the pairs."""
 
 
 class FleetState(Struct, frozen=True, kw_only=True):

@@ -83,7 +83,7 @@ class DemandConfig(ConfigSection):
     prompt: _Tokens | None = None
     output: _Tokens | None = None
     speculation: Annotated[str, Field(min_length=1)] = "none"
-    """What drafts tokens on cores: `none`, `ngram`, or another model, where that is on the same unit."""
+    """The drafter of tokens on cores: `none`, `ngram`, or another model, if that is on the same unit."""
     acceptance: Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1)] = 0.0
     """The probability that a drafted token is right if those before it are."""
     slo: SloConfig | None = None

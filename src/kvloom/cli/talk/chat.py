@@ -78,7 +78,7 @@ class Conversation:
 
 def show_answer(answer: Iterable[Piece], *, thoughts: bool | None) -> None:
     """Prints an answer as it comes, and ends its last line if it comes to its end. In a terminal its thoughts
-    stand before it, dimmed. Where standard output is none it has the answer alone, and thoughts go to
+    stand before it, dimmed. If standard output is no terminal, it gets the answer alone, and thoughts go to
     standard error. thoughts: whether they are shown; None shows them in a terminal alone. Raises
     GatewayError."""
     terminal = sys.stdout.isatty()

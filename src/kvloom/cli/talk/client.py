@@ -46,7 +46,7 @@ class _Delta(Struct, frozen=True):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    """What servers that are not kvloom may call `reasoning_content`."""
+    """The thoughts under the name that servers that are not kvloom may use instead of `reasoning_content`."""
 
 
 class _Choice(Struct, frozen=True):

@@ -18,7 +18,8 @@ MOST_EVENTS: Final = 200
 
 
 class Told(Struct, frozen=True):
-    """What an event says of itself; those of a newer server may be of other types than are known here."""
+    """The parts of an event that every type has; a newer server's event may be of a type that is not known
+    here."""
 
     type: str = ""
     model: str = ""
@@ -42,7 +43,7 @@ class History(Struct, frozen=True):
 
 
 class Pace(Struct, frozen=True, kw_only=True):
-    """What a model did in the last seconds; None where nothing was."""
+    """The work of a model in the last seconds. A number is None if there was nothing to count."""
 
     requests: float | None
     """A second."""

@@ -41,9 +41,9 @@ from kvloom.types.errors import ConfigError, KvloomError
 from kvloom.types.request import SamplingParams, StartGenerate
 
 ENDS_WITHIN: Final = 300.0  # virtual seconds in which every request has ended
-PROMPTLY: Final = 60.0  # in which it has where nobody waits for a lease
+PROMPTLY: Final = 60.0  # in which it has if nobody waits for a lease
 MOST_TURNS: Final = 100_000  # of the event loop at one moment
-TIDY: Final = 10.0  # after the last answer: what is held then is held by a lease, where there are any
+TIDY: Final = 10.0  # after the last answer: what is held then is held by a lease, if there are any
 SETTLED: Final = 100.0  # after the last fault: all that was late has come, all leases have run out
 
 

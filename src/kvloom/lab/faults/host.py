@@ -33,7 +33,7 @@ from kvloom.types.spec import EngineSpec
 
 
 class WatchedDevice:
-    """Satisfies `Content`: a checker. Where the seed has it, a job fails: at its end, with all written, or,
+    """Satisfies `Content`: a checker. If the seed has it so, a job fails: at its end, with all written, or,
     if peers wait for its layers, after some of them."""
 
     def __init__(
@@ -129,7 +129,8 @@ class Outage:
     noticed: bool = False
     """Whether its connections to the controller are given up: what they had to carry is lost."""
     held: list[Callable[[], None]] = field(default_factory=list)
-    """What its connections to the controller carry once it is back, if that is before they are given up."""
+    """The messages that its connections to the controller carry once it is back, unless they are given up
+    before."""
     over: asyncio.Future[bool] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future(), repr=False
     )

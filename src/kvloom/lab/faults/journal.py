@@ -54,7 +54,7 @@ class ClientAnswer:
     stopped: set[int] = field(default_factory=set)
     """Choices that were aborted for their stop string."""
     broken: list[str] = field(default_factory=list)
-    """What no stream may do (law 3), and this one did."""
+    """The things that this stream did and that no stream may do (law 3)."""
 
     def take(self, frame: list[Event]) -> None:
         for event in frame:

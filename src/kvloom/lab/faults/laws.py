@@ -21,7 +21,7 @@ from kvloom.types.errors import BadRequest, OutOfBlocks, QueueFull
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import EndEvent, StartGenerate
 
-_REFUSALS = (BadRequest, QueueFull, OutOfBlocks)  # what a request may be told where nothing has gone wrong
+_REFUSALS = (BadRequest, QueueFull, OutOfBlocks)  # what a request may be told if nothing has gone wrong
 
 
 @dataclass(frozen=True, slots=True)

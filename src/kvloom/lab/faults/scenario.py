@@ -44,7 +44,7 @@ LONGEST: Final = 4.0  # seconds in which clients come
 
 
 LEASES: Final = (1.0, 2.0, 4.0)  # seconds
-LONG_LEASE: Final = 120.0  # where all is given back without it
+LONG_LEASE: Final = 120.0  # if all is given back without it
 BANDS: Final = (  # pools are small
     Thresholds(0.0, 0.0),
     Thresholds(10.0, 20.0),
@@ -298,7 +298,7 @@ class DrawnScenario:
 
 
 SHARE: Final = 0.19  # of the scenarios
-CROWDED: Final = 0.4  # of these: prompts wait for room, where others have some
+CROWDED: Final = 0.4  # of these: prompts wait for room, while other units have some
 EDGES: Final = (200.0, 1e3, 1e3, 1e3)  # decode steps: units with less give, those with more take
 
 
@@ -347,8 +347,8 @@ class Restless(DrawnScenario):
         return Switch(at, "cache_aware", {"slack": 2048}) if self._odds(0.4) else super()._switch(at)
 
     def draw(self) -> FaultScenario:
-        """A scheduler whose calls go astray moves nothing: they do so elsewhere. Where units come and go a
-        gateway may be lost meanwhile."""
+        """A scheduler whose calls go astray moves nothing: calls go astray in other scenarios. If units come
+        and go, a gateway may be lost meanwhile."""
         drawn = replace(super().draw(), fleet_rates=Rates())
         scaled = drawn.rescheduling is not None and drawn.rescheduling.groups
         if not scaled or self.calm or self._odds(0.6):

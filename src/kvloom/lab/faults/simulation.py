@@ -76,9 +76,10 @@ class FaultSimulation:
     def __init__(self, scenario: FaultScenario, clock: Clock, journal: Journal, parts: Parts) -> None:
         self.scenario = scenario
         self.crash: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        """What an engine, a router or a call has failed of that is no error of ours."""
+        """The error that an engine, a router or a call has failed of, if it is none of kvloom's own
+        errors."""
         self.broken: list[Broken] = []
-        """What was seen on the way."""
+        """The broken laws that were seen during the run."""
         self.answers = [ClientAnswer(client) for client in scenario.clients]
         self.gateway: FaultyGateway | None = None
         self._clock = clock

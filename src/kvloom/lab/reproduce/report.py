@@ -91,7 +91,8 @@ class Report(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a reader asks of an experiment besides its scale. None or empty: the experiment's own."""
+    """The options of an experiment that a reader asks for besides its scale. None, or an empty one, stands
+    for the experiment's own."""
 
     traffic: str | None = None
     rates: tuple[float, ...] = ()

@@ -145,13 +145,13 @@ class _Shares:
 
 
 class Measured:
-    """Satisfies `Operated`. cores: that the unit has; all of the profile's by default.
+    """Satisfies `Operated`. `cores` is the number that the unit has; by default it has all of the profile's.
 
     A prefill takes f(tokens) + a · pairs + b · context + c · sequences, a decode step f(sequences) + a ·
     context, fitted for each model and number of cores to what was measured. A mixed job takes what a prefill
     of its prompts with so many more tokens takes, and the attention of its decodes. Beside others a job takes
-    as many times longer as pairs of such jobs did, in proportion to the others' shares, and where all shares
-    are more than the whole, as many times more.
+    as many times longer as pairs of such jobs did, in proportion to the others' shares, and if all shares are
+    more than the whole, as many times more.
 
     Operators were not measured. Attention is what a job takes longer for its pairs and its context; the rest
     is spread over the products by the weights that they read. Starts and polls are in it, or nothing.

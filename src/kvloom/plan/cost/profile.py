@@ -137,8 +137,8 @@ class Computer(Struct, frozen=True, kw_only=True):
 
 
 class Profile(Struct, frozen=True, kw_only=True):
-    """cores: that the executor had. temperature: of what was drawn. shapes: by model. hosted: empty where
-    what is not a job was not measured."""
+    """A profile. `cores` is the number that the executor had, and `temperature` that of what was drawn.
+    `shapes` are by model. `hosted` is empty if only jobs were measured."""
 
     version: int = PROFILE_VERSION
     computer: Computer

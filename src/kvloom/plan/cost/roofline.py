@@ -72,8 +72,8 @@ class Roofline:
     between the larger of the two and their sum; attention, the traffic between kernels and two all-reduces a
     layer are added. All of it depends on the share but for all-reduces and starts of kernels.
 
-    Jobs that run beside each other compete: where together they would compute or read more than the unit can,
-    that part of each takes as many times longer, and where their shares are more than the whole, each has its
+    Jobs that run beside each other compete: if together they would compute or read more than the unit can,
+    that part of each takes as many times longer, and if their shares are more than the whole, each has its
     part of it.
     """
 

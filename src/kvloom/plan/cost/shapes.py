@@ -215,7 +215,7 @@ def shape_of(config: Mapping[str, Any], itemsize: int | None = None) -> ModelSha
     kv_heads = 1 if one else _maybe(config, _KV_HEADS) or heads
     experts = _maybe(config, _EXPERTS) or 1
     ffn = _maybe(config, ("moe_intermediate_size",)) if experts > 1 else None
-    if ffn is None and "n_embd" in config:  # GPT-2's kin, where it may be left open
+    if ffn is None and "n_embd" in config:  # GPT-2's kin, which may leave it open
         ffn = _maybe(config, ("n_inner",)) or 4 * hidden
     if family in _FOUR_TIMES:
         ffn = _maybe(config, ("ffn_hidden_size",)) or 4 * hidden

@@ -185,9 +185,9 @@ class RequestLevel:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """sleeps: whether weights share the budget with K and V; otherwise the GPU has those
-    that fit, and nobody serves the others. room: the part of the budget for models that serve at once, where
-    they take turns by requests, beside the first; None where they do not."""
+    """`sleeps` says whether weights share the budget with K and V. Otherwise the GPU has the models that fit,
+    and nobody serves the others. `room` is the part of the budget for models that serve at once beside the
+    first, if they take turns by requests; it is None if they do not."""
 
     name: str
     sleeps: bool = True

@@ -23,5 +23,5 @@ class Curves(Struct, frozen=True):
 
 
 def read_curves() -> Curves:
-    """Empty where the variable is not set. Raises ConfigError."""
+    """Returns the published curves; empty if the variable is not set. Raises ConfigError."""
     return read_published(NAME, Curves, "the curves of figure 11") or Curves()

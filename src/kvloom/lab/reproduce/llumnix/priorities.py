@@ -57,7 +57,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class PriorityRun:
-    """plain: where nobody knows what is urgent."""
+    """`plain` is the point of the system in which nobody knows what is urgent."""
 
     burst: int
     plain: Found

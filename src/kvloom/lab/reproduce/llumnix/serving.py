@@ -156,7 +156,7 @@ def _cells(run: Run, curves: Curves) -> Iterator[Cell]:
 
 
 def _against(runs: Sequence[Run], curves: Curves) -> Iterator[Claim]:
-    """Yields what is wanted of the published systems, where their curves are here."""
+    """Yields what is wanted of the published systems, if their curves are here."""
     told = [
         (run.mean(_PREFILL) / paper, run)
         for run in runs
@@ -182,7 +182,7 @@ def _at(run: Run) -> str:
 
 
 def _order(runs: Sequence[Run], curves: Curves, measure: str, column: str, of: Measure) -> Iterator[Claim]:
-    """Yields whether two systems are in the paper's order, where that has them far apart."""
+    """Yields whether two systems are in the paper's order, if that has them far apart."""
     known = [
         (run, paper)
         for run in runs

@@ -79,9 +79,9 @@ class Stress:
     decode: float
     moved: int
     stalls: Times
-    """Of each step, where all are decided in one place."""
+    """The stalls of each step if one scheduler decides all of them."""
     central: float
-    """Mean seconds between tokens there."""
+    """The mean seconds between tokens then."""
 
     @property
     def cores(self) -> tuple[float, float, float]:

@@ -118,7 +118,7 @@ def program_of(dispatch: Program | ByStep) -> tuple[Program, Callable[[Simulated
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """rescheduling: None where no request moves."""
+    """`rescheduling` is None if no request moves."""
 
     name: str
     engine: EngineKind

@@ -95,8 +95,8 @@ def units(count: int) -> list[SimulatedUnit]:
 def run_point(
     pattern: Pattern, lengths: Sides, rate: float, requests: int, tell: Callable[[RequestResult], None]
 ) -> Point:
-    """rate: requests a second for each GPU, Poisson. The same requests come to every pattern, only faster
-    where it has more GPUs."""
+    """Requests come as a Poisson process, `rate` a second for each GPU. The same requests come to every
+    pattern, only faster if it has more GPUs."""
     results = simulate(
         units(pattern.gpus),
         load_program(pattern.program.name, pattern.program.options),

@@ -133,7 +133,7 @@ def workloads(scale: Scale) -> list[Drawn]:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a policy has over several workloads: the mean part of the requests that are in time, and the
+    """The result of a policy over several workloads: the mean part of the requests that are in time, and the
     geometric mean of its throughput over the best policy's."""
 
     in_time: float
@@ -284,7 +284,7 @@ _NEAR: Final = 0.25
 
 
 def foretold(scale: Scale, tell: Tell) -> Report:
-    """What equation 3 says that units answer, and what they answer."""
+    """Compares what equation 3 says that units answer with what they answer."""
     loads = [*LOADS]
     drawn = [draw("ample", loads[n % len(loads)], PHASES[n % 2], 1000 + n) for n in range(CASES[scale])]
     points = play_policies(drawn, (DEFAULT_POLICY,), lambda _: _LASTING[scale], tell)[DEFAULT_POLICY]

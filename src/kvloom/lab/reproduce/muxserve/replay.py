@@ -41,7 +41,8 @@ class Mesh(Struct, frozen=True):
 
 
 class Measured(Struct, frozen=True):
-    """What was published of one LLM. Times are in seconds; mps: percent of prefill and decode."""
+    """The published results of one LLM. Times are in seconds, and `mps` has the percent of prefill and
+    decode."""
 
     model: str
     mps: tuple[int, int]
@@ -74,7 +75,7 @@ SYSTEMS: Final[Mapping[str, System]] = {
 
 
 def published_runs() -> Mapping[float, Published]:
-    """Returns what was published, by average rate. Raises ConfigError where the file is not at hand."""
+    """Returns what was published, by average rate. Raises ConfigError if the file is not at hand."""
     found = read_published(NAME, _Runs, "what was published of figure 7")
     if found is None:
         raise ConfigError(f"{FOLDER} is not set; a folder with {NAME}, which is not part of kvloom, is right")

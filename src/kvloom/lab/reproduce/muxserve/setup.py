@@ -25,8 +25,8 @@ from kvloom.types.spec import UnitAbilities, unit_abilities
 
 DEVICE: Final = "A100-80"
 ALONE: Final[Mapping[str, int]] = {"7b": 1, "13b": 1, "30b": 4, "65b": 8}
-"""GPUs that a model of a size has for itself: in spatial partitioning of figure 5, and where an SLO asks how
-long a request takes alone."""
+"""The number of GPUs that a model of a size has for itself: in spatial partitioning of figure 5, and if an
+SLO asks how long a request takes alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def multiplexed(device: str, ranks: int) -> UnitAbilities:
 
 
 SECONDS: Final[Mapping[Scale, float]] = {"full": 120.0, "small": 6.0}
-"""For which requests come, where the paper's time would take too long here."""
+"""The seconds for which requests come if the paper's time would take too long here."""
 
 AS_LONG: Final[Mapping[Scale, float]] = {"full": 264.0, "small": 6.0}
 """The paper's time: requests come until there are as many as its planner expects of 240 s and a tenth more,

@@ -72,7 +72,7 @@ def planned(_: Sequence[Served], estimator: Estimator, nodes: Sequence[Nodes]) -
 
 
 def replicated(models: Sequence[Served], estimator: Estimator, nodes: Sequence[Nodes]) -> PlacementPlan:
-    """What `kvloom plan` plans: models may have several places."""
+    """Returns the plan of `kvloom plan`, in which models may have several places."""
     placement = plan_placement(estimator, nodes, SearchEffort.fit(nodes, len(models)))
     return write_down(estimator, nodes, placement, "kvloom plan")
 

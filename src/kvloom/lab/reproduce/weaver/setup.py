@@ -45,7 +45,7 @@ from kvloom.types.spec import Control, ModelSpec, Policy, Splitting, WeaveSpec
 
 HOT: Final = "hot"
 COLD: Final = "cold"
-COLD_RATE: Final = 1.0  # requests a second, where the paper has section 2.3's cold model
+COLD_RATE: Final = 1.0  # requests a second, at which the paper has section 2.3's cold model
 LONGEST: Final = 2048  # tokens of a sequence; longer ones the paper leaves out
 TAKEN: Final = 8.0e9  # bytes of a GPU that hold neither weights nor K and V: see `pool_bytes`
 
