@@ -178,7 +178,7 @@ def print_columns(rows: Iterable[Sequence[str]]) -> None:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Returns text that cannot steer a terminal. keep: signs that stay, as line breaks."""
+    """Returns text that cannot steer a terminal. `keep` are signs that stay, as line breaks."""
     return "".join(
         sign if sign.isprintable() or sign in keep else "\N{REPLACEMENT CHARACTER}" for sign in text
     )

@@ -1,4 +1,4 @@
-"""How a model's KV cache is cut into the pool's blocks."""
+"""The sizes of a model's KV cache: how it is cut into the pool's blocks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy.typing as npt
 from kvloom.types.errors import ConfigError
 
 KVDtype = Literal["auto", "float32", "bfloat16", "int8", "float8_e4m3fn"]
-"""The number formats that K and V may be kept in, by torch's names. `auto` is the one that the model computes
-in."""
+"""The number formats that K and V may be kept in, with torch's names. `auto` is the one that the model
+computes in."""
 
 SCALED: Final = frozenset({"int8"})
 """The number formats whose rows have a scale. A row is a token's K, or its V, in one KV head of one layer."""

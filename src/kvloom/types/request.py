@@ -65,12 +65,12 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True, kw_only=True):
 
     @property
     def penalised(self) -> bool:
-        """Whether the tokens so far change the logits."""
+        """Tells whether the tokens so far change the logits."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
     @property
     def plain(self) -> bool:
-        """Whether the largest logit is the answer and nothing else is asked for."""
+        """Tells whether the largest logit is the answer and nothing else is asked for."""
         return (
             self.temperature == 0.0
             and self.logprobs is None
@@ -89,8 +89,8 @@ Salt = Annotated[str, Meta(max_length=200)]
 Prompt = Annotated[list[TokenId], Meta(min_length=1)]
 FinishReason = Literal["stop", "length", "abort", "error"]
 Task = Literal["generate", "embed", "score"]
-"""What a model does with a text: it goes on with it, or makes a vector of it, or one number, of one text or
-of a pair."""
+"""The task of a model: it goes on with a text, makes a vector of it, or makes one number of a text or of a
+pair of texts."""
 
 
 class Made(Struct, frozen=True, array_like=True):

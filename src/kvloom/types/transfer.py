@@ -1,5 +1,5 @@
-"""K and V on their way from one unit's arena into another's, from the verb `remote_send` to the thread that
-copies, and the plane on which they go."""
+"""Transfers: K and V on their way from one unit's arena into another's, from the verb `remote_send` to the
+thread that copies, and the plane on which they go."""
 
 from __future__ import annotations
 
@@ -109,12 +109,12 @@ class Transfer(ABC):
 
 
 class TransferMeter:
-    """How many bytes a unit has sent to its peers, and in what time, on any thread."""
+    """Counts the bytes that a unit has sent to its peers, and the time that this took, on any thread."""
 
     def __init__(self) -> None:
         self.bytes = 0
         self.seconds = 0.0
-        """For which at least one copy was under way."""
+        """The seconds for which at least one copy was under way."""
         self.links: dict[str, LinkLoad] = {}
         """The measured rate to each peer, by its unit."""
         self._copies = 0
@@ -168,7 +168,7 @@ class BlockCopies:
     offsets: I32
     counts: I32
     after: DeviceEvent | None = None
-    """The copies may begin once it is done; None: at once."""
+    """The point after which the copies may begin; None if they may begin at once."""
 
     def part(self, rows: slice) -> BlockCopies:
         return BlockCopies(self.own[rows], self.peer[rows], self.offsets[rows], self.counts[rows], self.after)
@@ -197,8 +197,8 @@ class PageCopies:
     counts: I32
     """[n]"""
     rank_blocks: int = 0
-    """The blocks of each of our ranks, if there are several. All have the same pages: the first one's map
-    tells all ranks' blocks."""
+    """The blocks of each of our ranks, if there are several. All ranks have the same pages, and the first
+    one's map tells all ranks' blocks."""
 
     def put(self, page_map: I32, layer: int) -> None:
         """Puts one layer's part. page_map: [pages, layers, heads], the blocks of our first rank."""

@@ -1,4 +1,4 @@
-"""The command: two streams are read by threads, and what they tell is drawn."""
+"""The command `kvloom top`: two threads read streams, and what they tell is drawn."""
 
 from __future__ import annotations
 
