@@ -180,7 +180,7 @@ class Pair(Struct, frozen=True, order=True):
 
 
 class Pairs(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """The pairs that stand for `seconds` from now, unless others come, and none beside them."""
+    """The pairs that stand for `seconds` from now, unless others come. No other pairs stand beside them."""
 
     pairs: tuple[Pair, ...]
     seconds: Annotated[float, Meta(gt=0)]
