@@ -52,7 +52,7 @@ BANDS: Final = (  # pools are small
     Thresholds(1e3, 1e3, floor=0.0),  # all that fits moves to a unit that is idle
 )
 POLICIES: Final = tuple(policy for policy in get_args(Policy) if policy not in PUBLISHED)
-"""Those that are drawn for each unit by itself; `with_published_policies` draws the others."""
+"""The policies that are drawn for each unit by itself; `with_published_policies` draws the others."""
 PROGRAMS: Final[Mapping[str, Mapping[str, tuple[Option, ...]]]] = {
     "data_parallel": {},
     "least_loaded": {},
@@ -303,8 +303,8 @@ EDGES: Final = (200.0, 1e3, 1e3, 1e3)  # decode steps: units with less give, tho
 
 
 class Restless(DrawnScenario):
-    """Long answers, pools with room for most, and a scheduler that looks often and acts on each difference.
-    Units come and go, and are drained."""
+    """A scenario with long answers, pools with room for most, and a scheduler that looks often and acts on
+    each difference. Units come and go, and are drained."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -343,7 +343,7 @@ class Restless(DrawnScenario):
         return replace(given, groups={"all": GroupSpec(names, scale)}, away=frozenset(names[least:]))
 
     def _switch(self, at: float) -> Switch:
-        """Now and then one that sends all to one unit, from which they are to move."""
+        """Draws now and then a program that sends all to one unit, from which they are to move."""
         return Switch(at, "cache_aware", {"slack": 2048}) if self._odds(0.4) else super()._switch(at)
 
     def draw(self) -> FaultScenario:

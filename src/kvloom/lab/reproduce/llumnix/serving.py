@@ -62,7 +62,7 @@ _HEADS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One system at one rate, in all draws."""
+    """The points of one system at one rate, in all draws."""
 
     traffic: Traffic
     rate: float
@@ -75,7 +75,7 @@ class Run:
 
 def figure_11(scale: Scale, tell: Tell, options: Options | None = None) -> Report:
     """Plays INFaaS++ and Llumnix at the first, the middle and the last one of the published rates, and all
-    others at the middle one; all at those that are chosen."""
+    others at the middle one. If rates are chosen, all systems are played at those."""
     options, curves = options or Options(), read_curves()
     own = TRAFFICS if scale == "full" else (SHAREGPT,)
     plan = [
@@ -110,14 +110,15 @@ def _systems(traffic: Traffic, *, others: bool) -> tuple[System, ...]:
 
 
 def _thinned(rates: Sequence[float], scale: Scale) -> Sequence[float]:
-    """Returns the first, the middle and the last; of the small scale the last alone."""
+    """Returns the first, the middle and the last rate; at the small scale it is the last alone."""
     if scale == "small" or len(rates) < 3:
         return rates[-1:]
     return rates[0], rates[len(rates) // 2], rates[-1]
 
 
 def report_11(runs: Sequence[Run], curves: Curves, count: int) -> Report:
-    """runs: of each rate all of its systems. count: requests of each draw."""
+    """Returns the report. `runs` has all systems of each rate, and `count` is the number of requests of each
+    draw."""
     draws = len(runs[0].draws)
     spread = f"means of {draws} draws, with the least and the most of one" if draws > 1 else "one draw"
     return Report(

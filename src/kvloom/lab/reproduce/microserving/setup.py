@@ -61,13 +61,14 @@ SHAREGPT: Final = Sides(LogNormal(132, 1.4, 4, 1024), LogNormal(167, 1.0, 4, 204
 
 
 def synthetic(prompt: int) -> Sides:
-    """Around `prompt` and 100 tokens, with a standard deviation of 5."""
+    """Lengths around `prompt` and 100 tokens, with a standard deviation of 5."""
     return Sides(Normal(prompt, 5), Normal(100, 5))
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Times to the first token, between tokens, and to the last one (the job completion time), in seconds."""
+    """The times to the first token, between tokens, and to the last one (the job completion time), in
+    seconds."""
 
     first: Latency
     per_token: Latency
