@@ -164,7 +164,7 @@ class PlacementPlan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     throughput: float
     """The sum of what each model is expected to answer, at most its rate."""
     made_by: str
-    """How the plan was made, in one line."""
+    """The way in which the plan was made, in one line."""
 
 
 class _Head(Struct):
@@ -269,8 +269,8 @@ def host_bytes(shape: ModelShape) -> int:
 
 def checkpoint_bytes(checkpoint: str, dtype: Dtype = "auto") -> int:
     """Returns `host_bytes` of the model in a checkpoint's folder, or the size of its files if no shape can
-    say it, or that of a GGUF file; 0 if it is nothing here, but a hub id. dtype: the format in which it is
-    served."""
+    say it, or that of a GGUF file; 0 if it is nothing here, but a hub id. `dtype` is the format in which it
+    is served."""
     folder = Path(checkpoint)
     if folder.is_file():
         return folder.stat().st_size

@@ -59,8 +59,8 @@ class Unreachable(Exception):
 
 
 def repair(now: Mapping[str, Placed], plan: Iterable[Placed], memory: int) -> Repair:
-    """Returns the steps from the units `now`, by name, to those of the plan. memory: bytes that all units may
-    take together, at every step, of which the units that there are have theirs.
+    """Returns the steps from the units `now`, by name, to those of the plan. `memory` is the bytes that all
+    units may take together, at every step, of which the units that there are have theirs.
 
     Each model that has a unit keeps one all the while, if there is such an order of steps: if there is none,
     the fewest models possible at a time wait. Raises Unreachable if the plan itself does not fit, or leaves

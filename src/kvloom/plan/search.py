@@ -163,7 +163,7 @@ class Search:
     def _bytes(self, item: Item) -> float:
         return float(self._estimator.demands[self._estimator.demand(item)].shape.weight_bytes)
 
-    # -- where there are too many groups ----------------------------------------------------------------
+    # -- if there are too many groups -------------------------------------------------------------------
 
     def _climb(self, items: Sequence[Item]) -> list[BoardPlacement]:
         """Climbs from groups of equal meshes: a part of one size is cut anew as another while that gains,

@@ -53,7 +53,8 @@ class KVForm(Struct, frozen=True, kw_only=True):
 
 
 class Endpoint(Struct, frozen=True, kw_only=True):
-    """How peers reach one unit's arena; a restarted unit has another. `where` is the transport's own."""
+    """The endpoint at which peers reach one unit's arena. A restarted unit has another. `where` is the
+    transport's own."""
 
     unit: str
     kind: EndpointKind

@@ -92,8 +92,9 @@ AnyArray = npt.NDArray[Any]
 
 
 def over_ranks(blocks: I32, ranks: int, rank_blocks: int) -> I32:
-    """Returns the blocks [..., ranks · heads] of all ranks' heads in a unit's arena, rank by rank. blocks:
-    [..., heads], those of the first rank; rank_blocks: the blocks of each rank's part of the arena."""
+    """Returns the blocks [..., ranks · heads] of all ranks' heads in a unit's arena, rank by rank. `blocks`
+    [..., heads] are those of the first rank, and `rank_blocks` is the number of blocks of each rank's part of
+    the arena."""
     if ranks == 1:
         return blocks
     parts = np.arange(ranks, dtype=np.int32)[:, None] * np.int32(rank_blocks)

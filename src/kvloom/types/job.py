@@ -53,7 +53,7 @@ class ForwardPlan:
 
     def part(self, tokens: I64, *, first: bool) -> ForwardPlan:
         """Returns the plan of a forward over some tokens of this one, each of which is a row of its own, by
-        their numbers. first: it is the first such forward, so that it does the copies."""
+        their numbers. If it is the `first` such forward, it does the copies."""
         return replace(
             self,
             sequences=tuple(self.sequences[i] for i in tokens.tolist()),

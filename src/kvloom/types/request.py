@@ -41,7 +41,7 @@ class Guide(Struct, frozen=True, omit_defaults=True):
 
 
 class SamplingParams(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """How the tokens of one request are drawn.
+    """The way in which the tokens of one request are drawn.
 
     Every random draw is a function of (`seed`, choice, token index) alone, so neither batch nor engine nor a
     crash can change it.
@@ -180,7 +180,8 @@ Event = TokenEvent | PromptEvent | EndEvent
 
 
 class SamplingDefaults(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """How a model is sampled if a request leaves it open: OpenAI's defaults, or the checkpoint's own."""
+    """The way in which a model is sampled if a request leaves it open: OpenAI's defaults, or the checkpoint's
+    own."""
 
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
     top_p: Unit = 1.0

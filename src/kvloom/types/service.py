@@ -23,9 +23,9 @@ class UnitState(Struct, frozen=True, kw_only=True):
 
     name: str
     state: Service
-    """up: it takes requests. down: it does not answer. draining: it takes none and still works on some.
-    drained: it works on none. restarting: it is about to be a new process. away: it has no process,
-    because it was stopped, is not needed, or failed to start. starting: it is about to have one."""
+    """`up`: it takes requests. `down`: it does not answer. `draining`: it takes none and still works on some.
+    `drained`: it works on none. `restarting`: it is about to be a new process. `away`: it has no process,
+    because it was stopped, is not needed, or failed to start. `starting`: it is about to have one."""
     calls: int
     """The number of calls that the router has in flight there."""
     models: tuple[str, ...]
@@ -39,9 +39,9 @@ class NodeState(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     name: str
     state: NodeService
-    """there: units start on it. draining: none does, and something still runs there. drained: nothing runs
-    there. silent: it does not answer, and what runs there may serve until its lease is over. lost: its lease
-    is over, or it is known that nothing runs there any more. gone: it has left by itself."""
+    """`there`: units start on it. `draining`: none does, and something still runs there. `drained`: nothing
+    runs there. `silent`: it does not answer, and what runs there may serve until its lease is over. `lost`:
+    its lease is over, or it is known that nothing runs there any more. `gone`: it has left by itself."""
     address: str = ""
     cores: int = 0
     memory: int = 0

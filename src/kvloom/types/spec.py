@@ -133,7 +133,7 @@ class UnitAbilities(Struct, frozen=True, cache_hash=True):
 
 
 def unit_abilities(device: str, ranks: int, transport: TransportName = "shm") -> UnitAbilities:
-    """Returns what a unit of so many ranks can do. device: `cpu`; anything else is a GPU.
+    """Returns what a unit of so many ranks can do. `device` is `cpu`; anything else is a GPU.
 
     The ranks of a CPU have one arena together and a channel for each job that runs at the same time. Those of
     GPUs have one lane, and as many arenas, which no transport joins. Loans are memory that both units map, so
@@ -165,7 +165,7 @@ GPU_CHUNK_TOKENS: Final = 2048
 
 
 def default_chunk(device: str) -> int:
-    """Returns the prompt tokens that a prefill job takes at most by default. device: as in
+    """Returns the prompt tokens that a prefill job takes at most by default. `device` is as in
     `unit_abilities`."""
     return CHUNK_TOKENS if device == "cpu" else GPU_CHUNK_TOKENS
 
@@ -237,7 +237,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
 
 
 class SchedulerSpec(Struct, frozen=True):
-    """How the fleet scheduler moves requests (Llumnix, section 4.4.3)."""
+    """The settings by which the fleet scheduler moves requests (Llumnix, section 4.4.3)."""
 
     period: float = 0.5  # seconds
     out: float = 24.0  # freeness, in decode steps, below which a unit gives requests away

@@ -21,7 +21,7 @@ from kvloom.types.load import LinkLoad
 
 
 class TransferState(Enum):
-    """How far a transfer has come."""
+    """The state of a transfer, which tells how far it has come."""
 
     PLANNED = "planned"
     """Sources and targets are known; the receiver has not agreed yet."""
@@ -80,9 +80,9 @@ class Transfer(ABC):
         self.sent = max(self.sent, min(computed, self.end))
 
     def owed(self, row: I32, begin: int, end: int, rank_blocks: int = 0) -> PageCopies:
-        """Returns the copies of tokens in [begin, end) that this transfer has not sent. row: [pages], all
-        pages of the sequence; rank_blocks: of each rank of this unit, if it has several. Raises BadRequest if
-        the address does not list the blocks of its pages."""
+        """Returns the copies of tokens in [begin, end) that this transfer has not sent. `row` [pages] are all
+        pages of the sequence, and `rank_blocks` is the number of blocks of each rank of this unit, if it has
+        several. Raises BadRequest if the address does not list the blocks of its pages."""
         tokens, first = self.address.form.tokens_per_block, self.address.first_page
         begin, end = max(begin, self.sent), min(end, self.end)
         edges: I32 = np.arange(begin // tokens, -(-end // tokens), dtype=np.int32)
@@ -201,7 +201,7 @@ class PageCopies:
     one's map tells all ranks' blocks."""
 
     def put(self, page_map: I32, layer: int) -> None:
-        """Puts one layer's part. page_map: [pages, layers, heads], the blocks of our first rank."""
+        """Puts one layer's part. `page_map` [pages, layers, heads] has the blocks of our first rank."""
         self.transfer.put(self.of_layer(page_map, layer))
 
     def put_all(self, page_map: I32) -> None:
@@ -240,8 +240,8 @@ class Transport(Protocol):
 
     def open(self, begin: int, digest: int, blocks: bytes = b"") -> Ticket:
         """Begins a reservation in which nothing has arrived past token `begin`, for whoever shows `digest`,
-        that of its address, this endpoint and the prompt. blocks: those of the address, as it tells them; a
-        transport whose receiver writes writes into no others. Raises QueueFull if there are too many,
+        that of its address, this endpoint and the prompt. `blocks` are those of the address, as it tells
+        them; a transport whose receiver writes writes into no others. Raises QueueFull if there are too many,
         Unavailable if nothing can arrive any more."""
 
     def received(self, ticket: Ticket) -> int:
@@ -257,11 +257,11 @@ class Transport(Protocol):
 
     def claim(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> Transfer:
         """Claims tokens [begin, end) of the address, which have to be the next ones that nobody has claimed,
-        and returns their transfer. digest: of the address, `peer` and the prompt that is sent. Raises
-        BadRequest if that is not the reservation's, so that one of them is another than at `open`, if the
-        reservation is over, and if another transfer has claimed the tokens; Unavailable if the peer cannot be
-        reached, or nothing can be sent any more. What only the peer can tell, the transfer's `arrived` raises
-        instead; nothing is written before."""
+        and returns their transfer. `digest` is that of the address, `peer` and the prompt that is sent.
+        Raises BadRequest if that is not the reservation's, so that one of them is another than at `open`, if
+        the reservation is over, and if another transfer has claimed the tokens; Unavailable if the peer
+        cannot be reached, or nothing can be sent any more. What only the peer can tell, the transfer's
+        `arrived` raises instead; nothing is written before."""
 
     # at the end
 

@@ -187,7 +187,7 @@ def with_sleep(scenario: FaultScenario) -> FaultScenario:
     )
 
 
-_LONGEST_LEASE: Final = 10.0  # seconds; where leases are longer nothing may be left to them
+_LONGEST_LEASE: Final = 10.0  # seconds; if leases are longer, nothing may be left to them
 
 
 def with_nodes(scenario: FaultScenario) -> FaultScenario:

@@ -136,7 +136,7 @@ class Results(Struct, frozen=True, kw_only=True):
     lateness: Latency | None = None
     """The time by which the client sent its requests too late; None if there was no client."""
     upheaval: Upheaval | None = None
-    """None if it is not known."""
+    """The moves and starts of the run; None if they are not known."""
 
     def save(self, path: Path) -> None:
         """Raises ConfigError."""

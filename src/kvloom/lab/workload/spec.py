@@ -155,7 +155,8 @@ class Drift(Section):
     def rates(self, rates: F64, phases: F64) -> F64:
         """Returns [models, STEPS] requests a second.
 
-        rates: [models] requests a second without drift. phases: [models] in [0, 1), places in the period."""
+        `rates` [models] are requests a second without drift. `phases` [models] are places in the period, in
+        [0, 1)."""
         turns = np.arange(STEPS) / STEPS
         weights = rates[:, None] * np.exp(self.swing * np.sin(2 * np.pi * (turns + phases[:, None])))
         drifted: F64 = weights * (rates.sum() / weights.sum(axis=0))

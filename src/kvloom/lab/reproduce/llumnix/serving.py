@@ -35,7 +35,7 @@ from kvloom.lab.reproduce.setup import TellPart, play_all, tell_each
 
 PUBLISHED_SYSTEMS: Final = (ROUND_ROBIN, INFAAS, LLUMNIX)  # whose curves the paper draws
 OTHERS: Final = (INFAAS_BY_COUNT, LLUMNIX_BY_COUNT, OWN_INFAAS, OWN)
-DRAWN: Final = (SHAREGPT.name, BURSTGPT.name)  # where the paper draws round-robin too
+DRAWN: Final = (SHAREGPT.name, BURSTGPT.name)  # for which the paper draws round-robin too
 EQUAL: Final = 0.02  # of it two latencies count as equal
 BETTER: Final = 3.0  # INFaaS++'s P99 prefill over Llumnix's at its best rate, in every curve of the paper
 MUCH_BETTER: Final = 9.0  # the same of round-robin's
