@@ -25,7 +25,7 @@ from kvloom.types.errors import ConfigError
 FAILED: Final = 1
 INVALID: Final = 2
 INTERRUPTED: Final = 130
-_MARGIN: Final = 24  # where the help's second column begins
+_MARGIN: Final = 24  # the column at which the help's second column begins
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 API_KEY_VARIABLE: Final = "KVLOOM_API_KEY"
 _WHOLE: Final = re.compile(r"[+-]?[0-9]{1,18}")
@@ -178,7 +178,7 @@ def print_columns(rows: Iterable[Sequence[str]]) -> None:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Returns text that cannot steer a terminal. keep: signs that stay, as line breaks."""
+    """Returns text that cannot steer a terminal. `keep` are signs that stay, as line breaks."""
     return "".join(
         sign if sign.isprintable() or sign in keep else "\N{REPLACEMENT CHARACTER}" for sign in text
     )

@@ -144,7 +144,7 @@ def check_scales(rate_scale: float, slo_scales: Sequence[float]) -> None:
 
 
 def write_results(results: Results, console: Console, json: Path | None, html: Path | None) -> int:
-    """Shows the results and writes them where that is wanted. Returns the exit code, which says whether any
+    """Shows the results and writes them if that is wanted. Returns the exit code, which says whether any
     request was answered."""
     show_results(results, console)
     if json is not None:

@@ -188,7 +188,7 @@ def own_address(toward: str = "192.0.2.1") -> str:
 
 
 def _token(*, make: bool = False) -> str:
-    """Returns the cluster's token. make: whether one is made if there is none."""
+    """Returns the cluster's token. If there is none, one is made if `make` is set."""
     kept = KEPT.expanduser()
     token = os.environ.get(TOKEN, "") or (kept.read_text().strip() if kept.exists() else "")
     if not token and not make:
@@ -227,7 +227,7 @@ def _kept_in(storage: Path) -> dict[str, str]:
 
 
 def _start(*arguments: str, environment: dict[str, str], begun: Callable[[], None]) -> None:
-    """Starts Ray on this host, and stays as long as `ray start` does. begun: called once Ray runs. Raises
+    """Starts Ray on this host, and stays as long as `ray start` does. `begun` is called once Ray runs. Raises
     CommandFailed with what Ray says if it fails, and ConfigError if it would."""
     folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # which Ray takes
     room = shutil.disk_usage(folder).free
@@ -274,7 +274,7 @@ def _ray(*arguments: str, environment: dict[str, str]) -> subprocess.Popen[str]:
 
 
 def _said(process: subprocess.Popen[str], heard: Callable[[str], None] = lambda line: None) -> list[str]:
-    """Returns the last lines that a process prints. heard: called with each at once."""
+    """Returns the last lines that a process prints. `heard` is called with each line at once."""
     lines: deque[str] = deque(maxlen=2000)  # Ray shows its logs after what has ended
     assert process.stdout is not None
     for line in process.stdout:

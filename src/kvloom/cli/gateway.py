@@ -35,10 +35,10 @@ Answer = TypeVar("Answer")
 
 
 class GatewayError(Exception):
-    """The server said no, or nothing. One line."""
+    """The server said no, or nothing. The message is one line."""
 
     def __init__(self, message: str, *, refused: bool = False) -> None:
-        """refused: it said no, and will again."""
+        """`refused` tells that the server said no, and will say so again."""
         super().__init__(message)
         self.refused = refused
 
@@ -56,7 +56,7 @@ class ServerEvent(NamedTuple):
 
 
 class Connection:
-    """How a server is asked: its address, a key, and the certificates on both sides."""
+    """The way in which a server is asked: its address, a key, and the certificates on both sides."""
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class Connection:
     def stream(
         self, path: str, body: object = None, *, last: str = "", silence: float = SECONDS
     ) -> Generator[ServerEvent, None, None]:
-        """Yields the server-sent events of a path until the server ends them. last: the id of the last one
-        that is known. Raises GatewayError; Silent if nothing comes for `silence` seconds."""
+        """Yields the server-sent events of a path until the server ends them. `last` is the id of the last
+        event that is known. Raises GatewayError, or Silent if nothing comes for `silence` seconds."""
         heads = {"accept": "text/event-stream"} | ({"last-event-id": last} if last else {})
         with self.asked(path, body, silence, heads) as response:
             yield from _events(response, self.url)
@@ -199,8 +199,8 @@ class AdminClient:
         return self._call("models", list[ModelState])
 
     def add_model(self, model: ModelSpec, unit: str | None = None) -> ModelState:
-        """Lets a unit serve another model, and waits until it does. unit: None for the one whose models have
-        the most room. Raises GatewayError."""
+        """Lets a unit serve another model, and waits until it does. If `unit` is None, it is the one whose
+        models have the most room. Raises GatewayError."""
         return self._call("models", ModelState, AddModel(model=model, unit=unit), seconds=None)
 
     def remove_model(self, name: str, seconds: float | None = None) -> ModelState:

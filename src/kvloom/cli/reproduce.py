@@ -139,7 +139,7 @@ def _chosen(paper: str, figures: Sequence[str], options: Options) -> list[Experi
 
 
 def play(name: str, experiment: Experiment, scale: Scale, options: Options, console: Console) -> Report:
-    """Runs an experiment, with its progress on a terminal. name: for the reader."""
+    """Runs an experiment, with its progress on a terminal. `name` is what the reader sees."""
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         step = progress.add_task(name, total=1.0)

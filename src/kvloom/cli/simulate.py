@@ -66,7 +66,7 @@ class _Fleet:
     units: list[SimulatedUnit]
     program: ProgramSpec
     hosting: Hosting | None = None
-    """What the machine does besides jobs, if that was measured."""
+    """The measured work of the machine besides jobs; None if it was not measured."""
     rescheduling: Rescheduling | None = None
     patience: float = PATIENCE
     homes: Mapping[str, str] = field(default_factory=dict)

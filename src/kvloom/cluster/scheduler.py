@@ -90,7 +90,7 @@ def carried_out(steps: Mapping[str, Step], groups: Mapping[str, UnitGroup]) -> S
     )
 
 
-STANDS: Final = 3  # periods for which pairs stand where no others are told
+STANDS: Final = 3  # periods for which pairs stand if no others are told
 
 _log = logging.getLogger(__name__)
 

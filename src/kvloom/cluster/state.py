@@ -4,7 +4,7 @@ there is.
 The controller owns both. Gateways mirror them, and anybody who wants something else edits the specification.
 A unit is a component of its own name, the fleet scheduler is `scheduler`, and a gateway has the
 `gateway_name` of its generation and its node, because two of them live while one takes the other's place. All
-times are seconds of the controller's clock. A fleet of one host has no nodes; where there are any, each
+times are seconds of the controller's clock. A fleet of one host has no nodes; if there are any, each
 component's process is on one of them, or on the host of the controller.
 """
 

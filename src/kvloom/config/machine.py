@@ -27,7 +27,7 @@ class Machine:
     nodes: tuple[str, ...] = ()
     """The nodes of the cluster for which this stands; none if it is one machine."""
     least: Machine | None = None
-    """What each of these nodes has at least; None if it is one machine."""
+    """The resources that each of these nodes has at least; None if it is one machine."""
 
     @classmethod
     def together(cls, machines: Sequence[Machine]) -> Machine:

@@ -64,7 +64,8 @@ class ModelConfig(ConfigSection):
     dtype: Dtype = "auto"
     kv_dtype: KVDtype = "auto"
     speculation: Annotated[str, Field(min_length=1)] = "none"
-    """What drafts tokens that decode steps verify: `none`, `ngram`, or a smaller model of the same units."""
+    """The drafter of tokens that decode steps verify: `none`, `ngram`, or a smaller model of the same
+    units."""
     acceptance: Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1)] = 0.0
     """The probability that a drafted token is right, which plans and simulations are to assume."""
     rate: Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1e9)] = 1.0

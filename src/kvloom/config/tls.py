@@ -34,7 +34,7 @@ TlsPath = Annotated[Path, AfterValidator(_absolute)]
 
 
 class NodeTlsConfig(ConfigSection):
-    """The section `node_tls`, whose paths are absolute. Its files are read where a fleet begins, and never
+    """The section `node_tls`, whose paths are absolute. Its files are read when a fleet begins, and never
     again."""
 
     certificate: TlsPath

@@ -150,7 +150,7 @@ class ConfiguredEngine:
     """One engine that there may be."""
 
     key: str
-    """Where its unit stands in the config."""
+    """The place of its unit in the config."""
     name: str
     unit: UnitConfig
     number: int = 0

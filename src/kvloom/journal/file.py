@@ -22,11 +22,12 @@ class AppendedFile:
     so that it may be moved away at any time, as those do that rotate logs.
 
     With a bound it is rotated before it is written once it has so many bytes: it becomes FILE.1, that one
-    FILE.2, and so on. If it cannot be, nothing is written to it.
+    FILE.2, and so on. If it cannot be rotated, nothing is written to it.
     """
 
     def __init__(self, path: Path, *, most: int | None = None, files: int = MOST_FILES) -> None:
-        """most: bytes, None for a file that is never rotated; files: that there are at most, if it is."""
+        """`most` is its bound in bytes, None for a file that is never rotated; `files` is the most files that
+        there are if it is rotated."""
         self._path = path
         self._most = most
         self._files = files

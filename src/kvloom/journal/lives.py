@@ -25,11 +25,11 @@ class Step(Struct, frozen=True, kw_only=True):
     """A moment in a request's life."""
 
     at: float
-    """Seconds of Unix time."""
+    """The time of the step, in seconds of Unix time."""
     what: str
-    """came: to the gateway. queued: a unit has let it in. admitted: the unit begins with its prompt.
-    first_token. resumed: another unit goes on after a failure. ended, failed, cancelled. Others are types of
-    the journal's records."""
+    """`came`: it has come to the gateway. `queued`: a unit has let it in. `admitted`: the unit begins with
+    its prompt. `first_token`: its first token has come. `resumed`: another unit goes on after a failure.
+    `ended`, `failed` and `cancelled` are its ends. Other kinds are types of the journal's records."""
     unit: str = ""
     reason: str = ""
 
@@ -44,7 +44,7 @@ class Life(Struct, frozen=True, kw_only=True):
     model: str
     state: State
     began: float
-    """Seconds of Unix time."""
+    """The time at which it came, in seconds of Unix time."""
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
@@ -85,7 +85,7 @@ class Story:
     def __init__(
         self, request: str, forget: Callable[[Story], None] = lambda _: None, trace: str = ""
     ) -> None:
-        """forget: called at its end; trace: the caller's `traceparent`."""
+        """`forget` is called at the life's end, and `trace` is the caller's `traceparent`."""
         self.id = request
         self.trace = trace
         self.api_id = ""
@@ -103,7 +103,7 @@ class Story:
         return self._steps[0].at
 
     def tokens_by(self, count: Callable[[], Tokens]) -> None:
-        """count: counts its tokens until its end."""
+        """Takes the function that counts the request's tokens until its end."""
         self._count = count
 
     @property
@@ -121,7 +121,7 @@ class Story:
         self._steps.append(Step(at=at, what=what, unit=unit, reason=reason))
 
     def end(self, status: int, reason: str = "") -> None:
-        """Writes the last step, and lets go of whatever counted its tokens. status: of the answer."""
+        """Writes the last step, and lets go of whatever counted its tokens. `status` is the answer's."""
         tokens = self._count()
         self._count = lambda: tokens
         del self._steps[MOST_STEPS - 2 :]
@@ -129,7 +129,7 @@ class Story:
         self._forget(self)
 
     def life(self, records: Iterable[Record] = ()) -> Life:
-        """Returns the life up to now. records: of the journal, among which its own are looked for."""
+        """Returns the life up to now. `records` are the journal's, among which it looks for its own."""
         steps = sorted([*self._steps, *filter(None, map(self._told, records))], key=lambda step: step.at)
         state, tokens = self._state, self._count()
         last = next((step.what for step in reversed(steps) if step.what in ("admitted", "preempted")), "")
@@ -165,15 +165,15 @@ class Story:
 
 
 class Lives:
-    """The lives of the last requests, and no more than `most`."""
+    """The lives of the last requests, of which it keeps no more than `most`."""
 
     def __init__(self, most: int = KEPT) -> None:
         self.ended: Callable[[Story], None] = lambda _: None
-        """Takes each life that has ended."""
+        """The function that takes each life that has ended."""
         self._most = most
         self._stories: deque[Story] = deque()
         self._asked: dict[str, Story] = {}
-        """Those that are under way, by the ids of their parts."""
+        """The lives that are under way, by the ids of their parts."""
 
     def begin(self, request: str, trace: str = "") -> Story:
         """Returns the life of a request that has come, with its `x-request-id`, and its `traceparent`."""
@@ -194,7 +194,7 @@ class Lives:
             story.add(what, unit, reason)
 
     def last(self) -> list[LifeLine]:
-        """Returns the last ones, newest first."""
+        """Returns the last lives, the newest first."""
         return [story.line() for story in islice(reversed(self._stories), LISTED)]
 
     def find(self, name: str) -> Story | None:

@@ -18,19 +18,19 @@ KEPT: Final = 10_000  # records
 KEPT_SECONDS: Final = 3600.0
 MOST_WAITING: Final = 1000  # events of a process
 MESSAGE_BYTES: Final = 3000
-"""The most that a message has: with its frame it fits into a pipe that has room at all."""
+"""The most bytes of a message. With its frame it fits into a pipe that has room at all."""
 
 _ID: Final = re.compile(r"(\d{1,15})-(\d{1,15})")
 
 
 class RecordLog:
-    """The last records, in their order: those of an hour, and no more than `most`."""
+    """The last records, in their order. It keeps those of an hour, and no more than `most`."""
 
     def __init__(self, most: int = KEPT, seconds: float = KEPT_SECONDS) -> None:
         self.total = 0
-        """Records up to now, kept or not."""
+        """The number of records up to now, kept or not."""
         self.over = False
-        """Nothing more comes."""
+        """Tells whether nothing more comes."""
         self._most = most
         self._seconds = seconds
         self._records: deque[Record] = deque()
@@ -68,8 +68,8 @@ class RecordLog:
         return list(islice(self._records, begin, begin + most))
 
     def after(self, last: str) -> int:
-        """Returns the place behind the record with this id, which may be before the first that is kept. Of
-        another journal's id, and of what is none, that is the first place."""
+        """Returns the place behind the record with this id, which may be before the first that is kept. For
+        another journal's id, and for what is no id, that is the first place."""
         found = _ID.fullmatch(last)
         if found is None or not self._records or int(found[1]) != self._records[-1].journal:
             return self.first
@@ -85,7 +85,7 @@ class Journal(RecordLog):
     """Makes records of events, and keeps them."""
 
     def __init__(self, clock: Clock, *, epoch: float = 0.0, most: int = KEPT) -> None:
-        """epoch: what is to be added to the clock's time for that of the records."""
+        """`epoch` is added to the clock's time to make the records' time."""
         super().__init__(most)
         self._clock = clock
         self._epoch = epoch
@@ -156,13 +156,13 @@ class Copies:
     """Tells each of those that copy a journal what it does not have."""
 
     def __init__(self, log: RecordLog, tell: Callable[[str, Journaled], None]) -> None:
-        """tell: hands a message to a copy, in order."""
+        """`tell` hands a message to a copy, in order."""
         self._log = log
         self._tell = tell
         self._told: dict[str, tuple[int, int]] = {}
 
     def update(self, copies: dict[str, int]) -> None:
-        """copies: those that there are, each with a number of its process. A new process has nothing."""
+        """`copies` are those that there are, each with a number of its process. A new process has nothing."""
         self._told = {name: told for name, told in self._told.items() if copies.get(name) == told[0]}
         for name, serial in copies.items():
             place = self._told.get(name, (serial, 0))[1]

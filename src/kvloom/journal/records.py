@@ -9,7 +9,7 @@ from typing import Final
 from msgspec import Struct
 
 MOST_WORDS: Final = 240
-"""Characters of a reason; what is longer is cut."""
+"""The most characters of a reason. A longer one is cut."""
 
 
 class Moved(Struct, frozen=True, kw_only=True, tag_field="type", tag="moved"):
@@ -52,7 +52,7 @@ class Awake(Struct, frozen=True, kw_only=True, tag_field="type", tag="awake"):
 
     model: str
     seconds: float
-    """How long reading them took."""
+    """The seconds that it took to read them."""
 
 
 class Slept(Struct, frozen=True, kw_only=True, tag_field="type", tag="slept"):
@@ -118,7 +118,7 @@ class Ready(Struct, frozen=True, kw_only=True, tag_field="type", tag="ready"):
 
     reason: str
     seconds: float
-    """How long it took to start."""
+    """The seconds that it took to start."""
     models: tuple[str, ...] = ()
     """The models that it has loaded."""
 
@@ -146,7 +146,7 @@ class Died(Struct, frozen=True, kw_only=True, tag_field="type", tag="died"):
 
     reason: str
     again: float | None
-    """Seconds until another one is tried; None if none is."""
+    """The seconds until another one is tried; None if none is."""
 
 
 class Ended(Struct, frozen=True, kw_only=True, tag_field="type", tag="ended"):
@@ -192,7 +192,7 @@ class Fault(Struct, frozen=True, kw_only=True, tag_field="type", tag="fault"):
     kind: str
     reason: str
     seconds: float | None = None
-    """For which it lasts; None if it is over at once, or lasts as long as it takes."""
+    """The seconds for which it lasts; None if it is over at once, or lasts as long as it takes."""
 
 
 class Lost(Struct, frozen=True, kw_only=True, tag_field="type", tag="lost"):
@@ -234,13 +234,14 @@ class Record(Struct, frozen=True, kw_only=True):
     """An event, as the journal keeps it."""
 
     journal: int
-    """The second at which its journal began, of Unix time; 0 in virtual time."""
+    """The second of Unix time at which its journal began; 0 in virtual time."""
     number: int
     """Its place in the journal, from 1 on."""
     at: float
-    """When it happened, in seconds of Unix time, or of virtual time."""
+    """The time when it happened, in seconds of Unix time, or of virtual time."""
     component: str
-    """To what it has happened: a unit, a gateway, the fleet scheduler, a host, or `fleet`."""
+    """The name of that to which it has happened: a unit, a gateway, the fleet scheduler, a host, or
+    `fleet`."""
     event: Event
 
     @property
@@ -252,7 +253,7 @@ class Aged(Struct, frozen=True, array_like=True):
     """An event on its way to the journal."""
 
     age: float
-    """Seconds since it happened. Clocks of hosts differ, but not in that."""
+    """The seconds since it happened. Clocks of hosts differ, but not in that."""
     event: Event
 
 
@@ -261,7 +262,7 @@ class Noted(Struct, frozen=True, kw_only=True, tag="noted", omit_defaults=True):
 
     events: list[Aged]
     lost: int = 0
-    """Events before them that found no room."""
+    """The number of events before them that found no room."""
 
 
 class Journaled(Struct, frozen=True, tag="journaled"):

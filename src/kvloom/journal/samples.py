@@ -21,7 +21,7 @@ class Wave(Struct, frozen=True):
     """The wait of another unit's tasks at a unit that lends to it."""
 
     peer: str
-    """Who borrows; empty if that is not known."""
+    """The name of the unit that borrows; empty if that is not known."""
     wait_seconds: float
 
 
@@ -31,7 +31,7 @@ class UnitModel(Struct, frozen=True, kw_only=True):
     model: str
     waiting: int
     oldest: float
-    """Seconds for which the one that waits longest has waited."""
+    """The seconds for which the sequence that waits longest has waited."""
     running: int
     used: int
     cached: int
@@ -47,11 +47,11 @@ class UnitModel(Struct, frozen=True, kw_only=True):
 
 
 class UnitSample(Struct, frozen=True, kw_only=True):
-    """A unit. One that does not answer has no blocks and no models."""
+    """A unit. A unit that does not answer has no blocks and no models."""
 
     unit: str
     state: str
-    """A `Service` (`types/service.py`)."""
+    """The unit's `Service` (`types/service.py`)."""
     node: str
     blocks: int
     free: int
@@ -62,8 +62,8 @@ class UnitSample(Struct, frozen=True, kw_only=True):
 
 
 class ModelTotals(Struct, frozen=True, kw_only=True):
-    """What has been answered of a model: the count of requests, and the sums of their times in seconds. Rates
-    and means over a span follow from two of them."""
+    """The answers of a model so far: the count of requests, and the sums of their times in seconds. Rates and
+    means over a span follow from two of them."""
 
     model: str
     requests: int = 0
@@ -77,7 +77,7 @@ class Sample(Struct, frozen=True, kw_only=True):
     """A fleet at one moment."""
 
     at: float
-    """Seconds of Unix time, or of virtual time."""
+    """The time of the sample, in seconds of Unix time, or of virtual time."""
     units: tuple[UnitSample, ...]
     models: tuple[ModelTotals, ...]
 
@@ -91,8 +91,9 @@ def make_sample(
     homes: Mapping[str, str] = MappingProxyType({}),
     borrowers: Mapping[str, str] = MappingProxyType({}),
 ) -> Sample:
-    """Returns a sample of what `/metrics` tells. loads: of the units that answer; services: the states of all
-    units; homes: the nodes of units, where there are several; borrowers: who borrows from a unit."""
+    """Returns a sample of what `/metrics` tells. `loads` are those of the units that answer, `services` the
+    states of all units, `homes` the nodes of units, if there are several, and `borrowers` tells who borrows
+    from a unit."""
     units = tuple(
         _unit(name, service, homes.get(name, ""), loads.get(name), borrowers.get(name, ""))
         for name, service in services.items()
@@ -145,7 +146,7 @@ class SampleHistory:
     def __init__(self, *, most: int = KEPT_BYTES, seconds: float = KEPT_SECONDS) -> None:
         self.step = STEP_SECONDS
         self.size = 0
-        """Bytes of all that are kept."""
+        """The bytes of all samples that are kept."""
         self._most = most
         self._seconds = seconds
         self._kept: list[tuple[float, bytes]] = []

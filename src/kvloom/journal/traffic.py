@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 HOUR: Final = 3600  # seconds
 MINUTE: Final = 60
 MINUTES: Final = 60
-"""Those of an hour."""
+"""The number of minutes of an hour."""
 _BITS: Final = 64
 
 _Count = Annotated[int, Meta(ge=0)]
@@ -28,24 +28,25 @@ class TrafficHour(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_fie
     """The requests for one model that arrived in one hour, or a part of them: parts add up."""
 
     hour: _Count
-    """When it began, in seconds since the epoch: a multiple of 3600."""
+    """The time at which the hour began, in seconds since the epoch: a multiple of 3600."""
     model: Annotated[str, Meta(min_length=1)]
     base: str = ""
     """The model whose adapter it is; empty if it is none."""
     requests: _Count = 0
-    """Prompts that were answered, or whose caller went while they were."""
+    """The number of prompts that were answered, or whose caller went while they were."""
     unanswered: _Count = 0
-    """Requests that came too many, or that the fleet failed to answer."""
+    """The number of requests that came too many, or that the fleet failed to answer."""
     prompt_tokens: _Count = 0
     output_tokens: _Count = 0
     cached_tokens: _Count = 0
-    """Prompt tokens whose K and V were in a cache."""
+    """The prompt tokens whose K and V were in a cache."""
     prompts: Lengths = {}
     """The lengths of prompts."""
     outputs: Lengths = {}
     """The lengths of answers."""
     minutes: dict[_Minute, _Count] = {}
-    """Requests, also unanswered ones, by the minute in which they arrived; those with none are left out."""
+    """The number of requests, unanswered ones too, by the minute in which they arrived. Minutes with none are
+    left out."""
 
     @property
     def asked(self) -> int:
@@ -151,7 +152,7 @@ def _hour_and_minute(at: float) -> tuple[int, int]:
 
 
 def add_up(parts: Iterable[TrafficHour]) -> list[TrafficHour]:
-    """Returns one for each hour and model, in this order."""
+    """Returns one `TrafficHour` for each hour and model, in this order."""
     counts = TrafficCounts()
     for part in parts:
         counts.put(part)
@@ -170,8 +171,9 @@ class TrafficCounts:
     ) -> None:
         """Counts a request that was answered.
 
-        at: when it arrived, in seconds since the epoch; prompts: how many it had, which count as so many
-        requests; prompt, output, cached: tokens of all of them; base: the model whose adapter this is."""
+        `at` is the time when it arrived, in seconds since the epoch; `prompts` is the number of its prompts,
+        which count as so many requests; `prompt`, `output` and `cached` are the tokens of all of them; `base`
+        is the model whose adapter this is."""
         if prompts < 1:
             return
         hour, minute = _hour_and_minute(at)
@@ -205,7 +207,7 @@ class TrafficCounts:
 
 
 def encode_hours(hours: Iterable[TrafficHour]) -> bytes:
-    """Returns a line of JSON for each."""
+    """Returns a line of JSON for each hour."""
     return b"".join(msgspec.json.encode(hour) + b"\n" for hour in hours)
 
 

@@ -38,15 +38,15 @@ class TrafficLog:
     KEPT_HOURS; if it has more than `most` bytes even then, without the oldest ones."""
 
     def __init__(self, path: Path, *, most: int = MOST_BYTES) -> None:
-        """most: bytes."""
+        """`most` is the bound of the file, in bytes."""
         self.path = path
         self._most = most
         self._next = 0
-        """The size from which on it is made anew. It is tried with the first writing."""
+        """The size from which on the file is made anew. That is tried with the first writing."""
 
     def add(self, parts: Sequence[TrafficHour], now: float) -> None:
-        """Appends parts of hours. now: seconds since the epoch. May block for as long as a disk does. Raises
-        OSError if they cannot be appended; that the file cannot be made anew is logged."""
+        """Appends parts of hours. `now` is in seconds since the epoch. May block for as long as a disk does.
+        Raises OSError if they cannot be appended; that the file cannot be made anew is logged."""
         with self._locked() as file:
             lines, size = encode_hours(parts), os.fstat(file).st_size
             if size and os.pread(file, 1, size - 1) != b"\n":  # somebody died while writing
@@ -79,7 +79,7 @@ class TrafficLog:
         return found
 
     def _make_anew(self, file: int, now: float) -> int:
-        """Returns the file's size then. file: its descriptor, locked."""
+        """Returns the file's size after that. `file` is its descriptor, which is locked."""
         lines = os.pread(file, os.fstat(file).st_size, 0)
         oldest = int(now) - KEPT_HOURS * HOUR
         hours = [hour for hour in add_up(self._decoded(lines)) if hour.hour >= oldest]
@@ -121,7 +121,7 @@ class TrafficKeeper:
         log: TrafficLog,
         others: Callable[[], Awaitable[Sequence[TrafficHour]]] = _nobody,
     ) -> None:
-        """others: asks the gateways of other hosts."""
+        """`others` asks the gateways of other hosts."""
         self._counts = counts
         self._log = log
         self._others = others

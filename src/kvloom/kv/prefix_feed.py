@@ -31,7 +31,7 @@ def adapter_salt(adapter: str, digest: str, salt: str) -> str:
 
 
 def covers(salt: str, other: str) -> bool:
-    """Returns whether a salt stands for another one, too, where nothing else is named: the empty one for all,
+    """Returns whether a salt stands for another one, too, if nothing else is named: the empty one for all,
     that of an adapter's requests without a salt for all of the adapter."""
     return not salt or (salt.count(_MARK) == 2 and salt.endswith(_MARK) and other.startswith(salt))
 

@@ -33,7 +33,7 @@ class Part:
     colour: int | None
     pale: bool = False
     said: str = ""
-    """What is told of it when it is pointed at."""
+    """The text that is shown when it is pointed at."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Which models go together on which devices (MuxServe, sections 3.1 to 3.3)."""
+"""Plans: which models go together on which devices (MuxServe, sections 3.1 to 3.3)."""

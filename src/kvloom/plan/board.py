@@ -12,7 +12,7 @@ from kvloom.plan.estimate import Estimate, Estimator, Item
 
 Unit = frozenset[Item]
 Change = tuple[tuple[int, Unit], ...]
-"""Meshes, by number, and what is on them instead."""
+"""Meshes, by number, and the items that are on them instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,12 @@ class BoardPlacement:
     """Items that no mesh had room for."""
     score: float
     answered: float
-    """Requests a second."""
+    """The requests a second that are answered."""
 
     @property
     def rank(self) -> tuple[int, float]:
-        """Returns a value that is larger the better: first all models have a place, then they answer much."""
+        """Returns a value that is the larger the better: it is better first that all models have a place,
+        then that they answer much."""
         return -len(self.left), self.score
 
 
@@ -67,8 +68,8 @@ class Board:
                 insort(self._empty[kind], at)
 
     def open(self, item: Item) -> Iterator[int]:
-        """Meshes worth a look for an item: of each kind an empty one, as they are all alike, and the occupied
-        ones with most to spare."""
+        """Returns the meshes that are worth a look for an item: of each kind an empty one, as they are all
+        alike, and the occupied ones with most to spare."""
         for kind, empty in self._empty.items():
             if empty:
                 yield empty[0]
@@ -101,7 +102,7 @@ _LEAST: Final = 1e-9  # requests a second; a gain below is rounding
 
 def improve(estimator: Estimator, placement: BoardPlacement, *, width: int, budget: int) -> BoardPlacement:
     """Places the items that were left, and moves or swaps items of units that hardly meet their demand, while
-    that gains and fewer than `budget` evaluations were made in all. width: see `Board`."""
+    that gains and fewer than `budget` evaluations were made in all. `width` is that of the `Board`."""
     board, left = Board(estimator, placement.kinds, width, placement.units), list(placement.left)
     for item in placement.left:
         change = _room(estimator, board, item)

@@ -1,4 +1,4 @@
-"""The devices there are, the groups of them that can work as one, and what work costs there."""
+"""The devices of a cluster, the groups of them that can work as one, and what work costs there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TENTHS: Final = tuple(tenth / 10 for tenth in range(3, 11))  # MuxServe profile
 Costs = Callable[[str, int, Mapping[str, ModelShape]], CostModel]
 """The cost model of so many devices of a name that work as one, with these models on them."""
 Abilities = Callable[[str, int], UnitAbilities]
-"""What a unit on such a device can do, by its ranks."""
+"""The abilities of a unit on such a device, by its ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Demand:
     path: str | None = None
     slo: Slo | None = None
     speculation: str = "none"
-    """What drafts tokens, as in `ModelSpec`."""
+    """The drafter of tokens, as in `ModelSpec`."""
     acceptance: float = 0.0
     """The probability that a drafted token is right if those before it are."""
 
@@ -59,7 +59,8 @@ class Demand:
 
     @property
     def compute(self) -> float:
-        """FLOP a second: rate × scale of the model, the order in which algorithm 1 places models."""
+        """Returns rate × scale of the model, in FLOP a second: algorithm 1 places models in the order of this
+        number."""
         return self.rate * self.flops
 
 
@@ -69,14 +70,14 @@ class Nodes:
 
     device: str
     memory: int
-    """Bytes of one device."""
+    """The bytes of one device."""
     gpus: int
     count: int
     names: tuple[str, ...] = ()
-    """The name of each; nothing if they have none."""
+    """The name of each machine; empty if they have none."""
     abilities: Abilities = unit_abilities
     budget: int = 0
-    """Bytes for each device that weights and pool have together, if weights sleep; 0 if they stay."""
+    """The bytes for each device that weights and pool have together, if weights sleep; 0 if they stay."""
 
     @property
     def total(self) -> int:
@@ -104,16 +105,16 @@ class MeshKind(NamedTuple):
 
     device: str
     memory: int
-    """Bytes of each device."""
+    """The bytes of each device."""
     gpus: int
     abilities: UnitAbilities
-    """What a unit on it can do."""
+    """The abilities of a unit on it."""
     budget: int = 0
-    """Bytes for each device that weights and pool have together, if weights sleep; 0 if they stay."""
+    """The bytes for each device that weights and pool have together, if weights sleep; 0 if they stay."""
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Parts of the compute that a job may have, ascending."""
+        """The parts of the compute that a job may have, ascending."""
         if not self.abilities.shares:
             return (1.0,)
         if self.device == CPU:
@@ -169,13 +170,13 @@ class DeviceCosts:
 
 
 Cut = tuple[tuple[int, int], ...]
-"""(devices of a mesh, how many such meshes), largest first: what becomes of all nodes of a kind."""
+"""The cut of all nodes of a kind: (devices of a mesh, how many such meshes), the largest mesh first."""
 Group = tuple[Cut, ...]
 """A cut for each kind of nodes."""
 
 
 def cuts(nodes: Nodes, sizes: Collection[int]) -> Iterator[Cut]:
-    """Returns all cuts into meshes of these sizes that leave no device idle which such a mesh could have."""
+    """Returns all cuts into meshes of these sizes that leave no device idle if it could be in such a mesh."""
     useful = [size for size in nodes.sizes if size in sizes]
     odd = nodes.gpus & (nodes.gpus - 1) and nodes.gpus in useful
     powers = [size for size in useful if not (odd and size == nodes.gpus)]
@@ -187,7 +188,8 @@ def cuts(nodes: Nodes, sizes: Collection[int]) -> Iterator[Cut]:
 
 
 def _divide(gpus: int, count: int, sizes: Sequence[int], taken: dict[int, int]) -> Iterator[Cut]:
-    """Sizes are powers of two, so that the larger meshes never keep the smaller from fitting."""
+    """Cuts nodes into meshes. Sizes are powers of two, so that the larger meshes never keep the smaller from
+    fitting."""
     if not sizes:
         yield tuple((size, number) for size, number in taken.items() if number)
         return
@@ -232,7 +234,7 @@ def groups(cluster: Sequence[Nodes], useful: Collection[MeshKind], most: int) ->
 
 
 def meshes(cluster: Sequence[Nodes], group: Group) -> list[MeshKind]:
-    """The group's meshes, one by one."""
+    """Returns the group's meshes, one by one."""
     return [
         nodes.mesh(size)
         for nodes, cut in zip(cluster, group, strict=True)
@@ -242,8 +244,8 @@ def meshes(cluster: Sequence[Nodes], group: Group) -> list[MeshKind]:
 
 
 def worthwhile(found: Sequence[Group], most: int, needed: int) -> list[Group]:
-    """Without those that have more than `most` meshes, as long as others have fewer, and those whose largest
-    mesh has fewer than `needed` devices, where others have it."""
+    """Returns the groups without those that have more than `most` meshes, as long as others have fewer, and
+    without those whose largest mesh has fewer than `needed` devices, if others have such a mesh."""
     sized = [group for group in found if max((n for cut in group for n, _ in cut), default=0) >= needed]
     sized = sized or list(found)
     counts = [sum(number for cut in group for _, number in cut) for group in sized]
@@ -259,7 +261,7 @@ def each_node(cluster: Sequence[Nodes]) -> list[Nodes]:
 def fullest(nodes: Sequence[Nodes], free: Sequence[int], kind: MeshKind) -> int | None:
     """Returns the number of the fullest node that has room for such a mesh; None if none has.
 
-    free: the devices of each node that are free."""
+    `free` is the number of free devices of each node."""
     rooms = [
         (free[n], n) for n, one in enumerate(nodes) if one.mesh(kind.gpus) == kind and free[n] >= kind.gpus
     ]

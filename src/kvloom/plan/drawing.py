@@ -15,7 +15,7 @@ _SHADES: Final = "weights are dark, K and V pale"
 
 
 def draw_plan(plan: PlacementPlan, lines: Sequence[str]) -> str:
-    """Returns a page. lines: what is said of the plan as a whole."""
+    """Returns a page. `lines` are said of the plan as a whole."""
     names = sorted({model.name for unit in plan.units for model in unit.models})
     colours = {name: at for at, name in enumerate(names)}
     largest = max(map(_bytes, plan.units), default=0.0)
@@ -43,7 +43,8 @@ def _place(unit: PlannedUnit) -> str:
 
 
 def _bytes(unit: PlannedUnit) -> float:
-    """Returns what its models and its pool have; what has one budget with the pool sleeps and wakes in it."""
+    """Returns what a unit's models and its pool have. What has one budget with the pool sleeps and wakes in
+    it."""
     return unit.memory or unit.kv_bytes + sum(model.shape.weight_bytes for model in unit.models)
 
 

@@ -33,18 +33,18 @@ class Decoding:
 
     share: float
     seconds: tuple[float, ...]
-    """For whole requests' outputs."""
+    """The seconds of whole requests' outputs."""
     occupied: tuple[float, ...]
     """The part of what the device can do that the decodes take while they run."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitCandidate:
-    """A demand on a kind of mesh."""
+    """A demand on a kind of mesh, with what the models' times and shares allow there."""
 
     prefill_share: float
     prefill: tuple[float, ...]
-    """Seconds of whole batches' prompts."""
+    """The seconds of whole batches' prompts."""
     lean: Decoding
     """The decodes on the smallest share that answers the demand alone."""
     full: Decoding
@@ -52,18 +52,19 @@ class UnitCandidate:
     start: int
     """The place in BATCHES at which the demand is answered; 0 if it is not, or not surely."""
     throughput: float
-    """Requests a second, alone."""
+    """The requests a second that it answers alone."""
     busy: float
     """The part of the time in which something decodes."""
     request: int
-    """Bytes of K and V."""
+    """The bytes of K and V of a request."""
     counted: int
-    """Bytes that a request of each batch counts for: all of them, or if weights sleep those that it has on
-    average, as K and V of models that nobody asks give way."""
+    """The bytes for which a request of each batch counts: all of them, or if weights sleep, those that it has
+    on average, as K and V of models that nobody asks give way."""
 
 
 class CandidateCatalog:
-    """Finds candidates; keeps what it has measured with the cost model, which does not depend on rates."""
+    """Finds candidates, and keeps what it has measured with the cost model, which does not depend on
+    rates."""
 
     def __init__(self, demands: Sequence[Demand], costs: Costs) -> None:
         self._shapes: Mapping[str, ModelShape] = {demand.name: demand.shape for demand in demands}
@@ -176,7 +177,7 @@ class Estimate:
 
     items: tuple[Item, ...]
     throughput: tuple[float, ...]
-    """Requests a second that each item could be answered."""
+    """The requests a second of each item that could be answered."""
     level: float
     """The smallest of throughput / rate, at most about AMPLE."""
     score: float
@@ -185,20 +186,20 @@ class Estimate:
     bound: Bound
     """The resource that keeps the unit from more, if the demand is not met."""
     residency: UnitResidency | None
-    """What is expected of the weights, if they sleep."""
+    """The residency that is expected of the weights, if they sleep."""
 
 
 _EMPTY: Final = Estimate((), (), AMPLE, 0.0, 0.0, "", None)
 
 
 class Estimator:
-    """An item is a demand split among so many replicas, one of them: all of them are alike, and no unit holds
-    two of the same."""
+    """An item is one of so many replicas among which a demand is split. All of them are alike, and no unit
+    holds two of the same demand."""
 
     def __init__(
         self, demands: Sequence[Demand], costs: Costs, watch: Callable[[int], None] | None = None
     ) -> None:
-        """watch: is told now and then how many units were estimated."""
+        """`watch` is told now and then how many units were estimated."""
         self._watch = watch
         self.demands = tuple(demands)
         self.evaluations = 0
@@ -239,7 +240,7 @@ class Estimator:
         return replace(demand, speculation="none")
 
     def candidate(self, kind: MeshKind, item: Item, beside: Sequence[Item] = ()) -> UnitCandidate | None:
-        """Returns the candidate for an item on a mesh; None if that is too small. beside: the unit's
+        """Returns the candidate for an item on a mesh; None if that is too small. `beside` are the unit's
         items."""
         demand = self.served(kind, item, beside)
         key = kind, item, demand.speculation
@@ -249,7 +250,8 @@ class Estimator:
 
     @property
     def spent(self) -> float:
-        """Evaluations, and looks at units that were known, which take a hundredth of the time."""
+        """Returns the number of evaluations, and of looks at units that were known, which take a hundredth of
+        the time."""
         return self.evaluations + 0.01 * self._looks
 
     def unit(self, kind: MeshKind, items: frozenset[Item]) -> Estimate | None:
@@ -332,11 +334,11 @@ class Estimator:
         return missed
 
     def pool(self, kind: MeshKind, items: Sequence[Item]) -> int:
-        """Bytes that these leave for K and V; if weights sleep, the most that they ever leave."""
+        """Returns the bytes that these leave for K and V; if weights sleep, the most that they ever leave."""
         return pool_bytes(kind, [self.demands[self.demand(item)].shape for item in items])
 
     def expected_pool(self, kind: MeshKind, items: Sequence[Item]) -> int:
-        """Bytes that a unit that is known to fit has for K and V, on average if weights sleep."""
+        """Returns the bytes that a unit that is known to fit has for K and V, on average if weights sleep."""
         residency = self.known(kind, frozenset(items)).residency
         if residency is None:
             return self.pool(kind, items)

@@ -1,4 +1,4 @@
-"""Why a demand cannot be met, what is missing, and what would be enough."""
+"""Explains why a demand cannot be met, what is missing, and what would be enough."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class Shortfall:
 
     model: str
     unit: int
-    """Its number among the units with models."""
+    """The unit's number among the units with models."""
     kind: MeshKind
     rate: float
     answered: float
     bound: Literal["memory", "compute"]
     """The resource that is used up."""
     pool: int
-    """Bytes of K and V that the unit has."""
+    """The bytes of K and V that the unit has."""
     wanted: int
-    """Bytes of K and V that would be enough if memory alone is short, else the same as `pool`."""
+    """The bytes of K and V that would be enough if memory alone is short, else the same as `pool`."""
     meshes: int
     """The number of meshes like the unit's that would be enough instead of one; 0 if no number is."""
 

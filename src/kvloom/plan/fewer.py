@@ -1,5 +1,5 @@
-"""Fewer devices for a plan, as long as it stays ample: more would answer nothing more, and may be slower, as
-ranks wait for each other."""
+"""Makes a plan use fewer devices, as long as it stays ample: more devices would answer nothing more, and may
+be slower, as ranks wait for each other."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Batch sizes of the models of a unit: they grow, always that of the model which is furthest behind its rate,
-until all are ample or nothing is left to grow into."""
+"""The batch sizes of the models of a unit. They grow until all are ample or nothing is left to grow into, and
+always that one grows whose model is furthest behind its rate."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ Bound = Literal["", "memory", "compute"]
 
 @dataclass(frozen=True, slots=True)
 class ModelShare:
-    """A model in a unit. The sequences are by the place of a batch in BATCHES."""
+    """A model in a unit. The sequences of numbers have one for each batch of BATCHES."""
 
     rate: float
     prefill: Sequence[float]
-    """Seconds of the batch's prompts."""
+    """The seconds of the batch's prompts."""
     decode: Sequence[float]
-    """Seconds of the batch's whole outputs, alone on the device."""
+    """The seconds of the batch's whole outputs, alone on the device."""
     occupied: Sequence[float]
     """The part of what the device can do that the batch's decodes take meanwhile."""
     busy: float
     """The part of the time in which the model decodes."""
     request: int
-    """Bytes of K and V."""
+    """The bytes of K and V of a request."""
 
     def cycle(self, at: int, serial: float, crowd: float) -> float:
-        """Returns the seconds from a batch's first prefill to its last token. serial: the seconds of a
-        prefill of each model; crowd: the part of the device that the decodes of all occupy, with this batch's
-        own."""
+        """Returns the seconds from a batch's first prefill to its last token. `serial` is the seconds of one
+        prefill of each model; `crowd` is the part of the device that the decodes of all occupy, with this
+        batch's own."""
         return serial + self.decode[at] * max(1.0, crowd + (1.0 - self.busy) * self.occupied[at])
 
 
@@ -51,13 +51,13 @@ class _GrowthState:
     """The batches of all models while they grow."""
 
     at: list[int]
-    """Places in BATCHES."""
+    """The place of each model's batch in BATCHES."""
     serial: float
-    """Seconds of a prefill of each model."""
+    """The seconds of one prefill of each model, added up."""
     crowd: float
     """The part of the device that all decodes occupy on average."""
     used: int
-    """Bytes of K and V."""
+    """The bytes of K and V that are used."""
 
     def grow(self, sides: Sequence[ModelShare], i: int) -> None:
         """Gives a model its next larger batch."""
@@ -75,13 +75,14 @@ class Growth:
     batches: tuple[int, ...]
     """The batch of each model."""
     ratios: tuple[float, ...]
-    """Throughput / rate of each model."""
+    """The throughput of each model over its rate."""
     score: float
-    """The sum of the requests that are answered, and BEYOND."""
+    """The sum of the requests that are answered, and a part of what could be answered beyond the rates
+    (BEYOND)."""
     bound: Bound
     """The resource that kept those models from more that do not reach their rate."""
     used: int
-    """Bytes of K and V."""
+    """The bytes of K and V that are used."""
 
     @property
     def level(self) -> float:
@@ -119,7 +120,8 @@ def grow(sides: Sequence[ModelShare], pool: int) -> Growth | None:
 
 
 def _approach(sides: Sequence[ModelShare], state: _GrowthState, pool: int) -> Iterator[_GrowthState]:
-    """States at rising levels, the last near the highest that can be reached, which is below 1."""
+    """Returns states at rising levels. The last one is near the highest level that can be reached, which is
+    below 1."""
     low, high = 0.5, 1.0
     while (reached := _reach(sides, state, pool, low)) is None:
         low, high = low / 2, low

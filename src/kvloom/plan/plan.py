@@ -40,28 +40,28 @@ class PlannedModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     name: _Name
     path: str | None
-    """Its checkpoint, if it has one."""
+    """The model's checkpoint, if it has one."""
     shape: ModelShape
     rate: _Rate
-    """Requests a second that come to it here."""
+    """The requests a second that come to it here."""
     prompt: _Rate
-    """The mean number of tokens."""
+    """The mean number of tokens of a prompt."""
     output: _Rate
-    """The mean number of tokens."""
+    """The mean number of tokens of an output."""
     prefill_share: _Share
     decode_share: _Share
     quota: _Share
-    """The share of the unit's KV blocks."""
+    """The model's share of the unit's KV blocks."""
     throughput: _Rate
-    """Requests a second that it could answer, if so many came."""
+    """The requests a second that it could answer, if so many came."""
     awake: Annotated[float, Meta(ge=0.0, le=1.0)] = 1.0
     """The part of the time in which its weights are expected to be in memory; the other requests are cold."""
     cold_wait: _Rate = 0.0
     """The mean seconds for which a cold request is expected to wait for them."""
     slo: Slo | None = None
-    """Its objective; None for that of the config, or the usual one."""
+    """The model's objective; None for that of the config, or the usual one."""
     speculation: str | None = None
-    """What drafts tokens, as in a config; None for what the config says."""
+    """The drafter of tokens, as in a config; None for the config's own."""
     acceptance: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     """The probability that a drafted token is taken to be right if those before it are."""
 
@@ -90,12 +90,12 @@ class PlannedUnit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     index: Annotated[int, Meta(ge=0, le=4095)] = 0
     """The number of the first GPU on its node; those after it are the others. 0 for cores."""
     tensor_parallel: Annotated[int, Meta(ge=1, le=4096)] = 1
-    """The ranks: one for each GPU; cores need but one."""
+    """The number of ranks: one for each GPU. Cores need but one."""
     kv_bytes: Annotated[int, Meta(ge=1, le=2**42)]
-    """Its pool, over all devices."""
+    """The bytes of its pool, over all devices."""
     memory: Annotated[int, Meta(ge=0, le=2**42)] = 0
-    """Bytes that pool and weights have together, if those sleep; the plan counts on `kv_bytes` of them for
-    the pool then. 0 if all weights stay."""
+    """The bytes that pool and weights have together, if weights sleep; the plan counts on `kv_bytes` of them
+    for the pool then. It is 0 if all weights stay."""
     models: tuple[PlannedModel, ...]
 
     @property
@@ -164,7 +164,7 @@ class PlacementPlan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     throughput: float
     """The sum of what each model is expected to answer, at most its rate."""
     made_by: str
-    """How the plan was made, in one line."""
+    """The way in which the plan was made, in one line."""
 
 
 class _Head(Struct):
@@ -184,7 +184,7 @@ def is_plan(file: Path) -> bool:
 
 
 def read_plan(file: Path) -> PlacementPlan:
-    """Raises ConfigError with what is wrong and where."""
+    """Raises ConfigError, which says what is wrong and where it stands."""
     try:
         text = file.read_bytes()
     except OSError as error:
@@ -249,15 +249,16 @@ def usable_bytes(kind: MeshKind) -> int:
 
 
 def fixed_bytes(shape: ModelShape, kind: MeshKind) -> int:
-    """Weights and the activations of the model's largest jobs, over all of the mesh's devices. A budget's
-    reserve is for activations."""
+    """Returns the bytes of the weights, and of the activations of the model's largest jobs, over all of the
+    mesh's devices. A budget's reserve is for activations."""
     return shape.weight_bytes + (0 if kind.budget else activation_bytes(shape, kind))
 
 
 PROCESS_BYTES: Final = 512 << 20  # of an engine's process without models: torch, numba's code, Python
 FLEET_BYTES: Final = 512 << 20
-"""Of a host's memory, for a fleet's processes that are no unit's: supervisor, gateway, fork server, scheduler
-and sandboxes of texts. With two of the demo's models they had 390 MiB (PSS), without a scheduler."""
+"""The bytes of a host's memory for a fleet's processes that are no unit's: supervisor, gateway, fork server,
+scheduler and sandboxes of texts. With two of the demo's models they had 390 MiB (PSS), without a
+scheduler."""
 CPU_ITEMSIZE: Final = 4  # kvloom computes in float32 on a CPU, if nobody names another format
 
 
@@ -268,8 +269,8 @@ def host_bytes(shape: ModelShape) -> int:
 
 def checkpoint_bytes(checkpoint: str, dtype: Dtype = "auto") -> int:
     """Returns `host_bytes` of the model in a checkpoint's folder, or the size of its files if no shape can
-    say it, or that of a GGUF file; 0 if it is nothing here, but a hub id. dtype: the format in which it is
-    served."""
+    say it, or that of a GGUF file; 0 if it is nothing here, but a hub id. `dtype` is the format in which it
+    is served."""
     folder = Path(checkpoint)
     if folder.is_file():
         return folder.stat().st_size
@@ -315,7 +316,7 @@ _LEAST: Final = 1e-3  # a model that nobody asks for today may be asked tomorrow
 
 
 def quotas(kind: MeshKind, demands: Sequence[Demand], rates: Sequence[float]) -> list[float]:
-    """Returns shares of the pool in proportion to rate × KV bytes of a token; they sum to 1. rates: the
+    """Returns shares of the pool in proportion to rate × KV bytes of a token; they sum to 1. `rates` are the
     requests that come to each model here."""
     weights = [rate * token_bytes(demand.shape, kind) for demand, rate in zip(demands, rates, strict=True)]
     whole = sum(weights)

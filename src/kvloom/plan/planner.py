@@ -105,9 +105,9 @@ def _models(estimator: Estimator, kind: MeshKind, items: Sequence[Item]) -> Iter
 def spatial(
     estimator: Estimator, cluster: Sequence[Nodes], sizes: Mapping[str, int] | None = None
 ) -> BoardPlacement:
-    """Places each model on a mesh of its own. sizes: the devices of each; if they are left out, each model
-    begins with the smallest mesh that holds it, and the one that gains the most requests a device gets more
-    while there are any. Raises ConfigError."""
+    """Places each model on a mesh of its own. `sizes` are the devices of each; if they are left out, each
+    model begins with the smallest mesh that holds it, and the one that gains the most requests a device gets
+    more while there are any. Raises ConfigError."""
     check_each(estimator, cluster)
     items = [estimator.item(demand, 1) for demand in range(len(estimator.demands))]
     options = [_options(estimator, cluster, item, sizes) for item in items]
@@ -178,8 +178,8 @@ def memory_greedy(
     estimator: Estimator, cluster: Sequence[Nodes], kinds: Sequence[MeshKind] | None = None
 ) -> BoardPlacement:
     """Places the most popular model first, each on the mesh with the least load, and the most free memory
-    among equals. kinds: the meshes; if they are left out, nodes are cut into equal ones, the smallest that
-    hold each model. Raises ConfigError."""
+    among equals. `kinds` are the meshes; if they are left out, nodes are cut into equal ones, the smallest
+    that hold each model. Raises ConfigError."""
     check_each(estimator, cluster)
     items = [estimator.item(demand, 1) for demand in range(len(estimator.demands))]
     board = Board(estimator, _equal(estimator, cluster, items) if kinds is None else kinds, 1)
@@ -200,7 +200,7 @@ def memory_greedy(
 
 
 def _load(estimator: Estimator, board: Board, at: int) -> float:
-    """Requests a second and device."""
+    """Returns the load of a mesh, in requests a second and device."""
     return sum(map(estimator.rate, board.units[at])) / board.kinds[at].gpus
 
 

@@ -17,8 +17,8 @@ MOST_STATES: Final = 20_000  # that the search looks at: ten units that end and 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Placed:
-    """A unit: its models, the memory that it takes, its pool and all else, and whatever else tells it from
-    others. Two that are equal can stand for each other."""
+    """A unit: its models, the memory that it takes for its pool and all else, and whatever else tells it from
+    others. Two units that are equal can stand for each other."""
 
     models: tuple[str, ...]
     bytes: int
@@ -30,7 +30,7 @@ class StartUnit:
     """A step that starts a unit."""
 
     unit: int
-    """Its number in the plan."""
+    """The unit's number in the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class StopUnit:
 
     unit: str
     waits: tuple[str, ...] = ()
-    """Models that no unit has from here on, until one that has them is started."""
+    """The models that no unit has from here on, until one that has them is started."""
 
 
 Step = StartUnit | StopUnit
@@ -50,17 +50,17 @@ class Repair:
     """The steps to a plan."""
 
     kept: Mapping[str, int]
-    """Units that are as the plan wants them, and their numbers there."""
+    """The units that are as the plan wants them, and their numbers there."""
     steps: tuple[Step, ...]
 
 
 class Unreachable(Exception):
-    """No order of steps leads to the plan. One line."""
+    """No order of steps leads to the plan. The message is one line."""
 
 
 def repair(now: Mapping[str, Placed], plan: Iterable[Placed], memory: int) -> Repair:
-    """Returns the steps from the units `now`, by name, to those of the plan. memory: bytes that all units may
-    take together, at every step, of which the units that there are have theirs.
+    """Returns the steps from the units `now`, by name, to those of the plan. `memory` is the bytes that all
+    units may take together, at every step, of which the units that there are have theirs.
 
     Each model that has a unit keeps one all the while, if there is such an order of steps: if there is none,
     the fewest models possible at a time wait. Raises Unreachable if the plan itself does not fit, or leaves
@@ -100,7 +100,7 @@ def _kept(now: Mapping[str, Placed], wanted: tuple[Placed, ...]) -> dict[str, in
 
 
 State = tuple[frozenset[str], frozenset[int]]
-"""Old units that are still there, and new ones that are there already."""
+"""The old units that are still there, and the new ones that are there already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class _Change:
     stays: Counter[str]
     """The number of units that keep each model, whatever happens to the others."""
     room: int
-    """Bytes for all other units."""
+    """The bytes for all other units."""
     served: frozenset[str]
 
     def without_gap(self) -> tuple[Step, ...] | None:
@@ -152,8 +152,8 @@ class _Change:
         return tuple(reversed(steps))
 
     def _safe(self, state: State) -> list[Step]:
-        """Steps that leave no model without a unit; the best last: stops, the largest last, after starts, and
-        of these the one that serves most models which wait."""
+        """Returns the steps that leave no model without a unit, the best last: stops, the largest of them
+        last, come after starts, and of these the last serves most models which wait."""
         old, new = state
         free = self.room - self._taken(state)
         missing = self.served - set(self._covers(state))
@@ -169,12 +169,12 @@ class _Change:
         return StopUnit(name, gaps[name])
 
     def _waits(self, state: State, name: str) -> tuple[str, ...]:
-        """Models that only this old unit has."""
+        """Returns the models that only this old unit has."""
         covers = self._covers(state)
         return tuple(model for model in self.old[name].models if covers[model] == 1)
 
     def _covers(self, state: State) -> Counter[str]:
-        """Units of each model, without those that have none."""
+        """Returns the number of units of each model, without models that have none."""
         old = (model for name in state[0] for model in self.old[name].models)
         new = (model for number in state[1] for model in self.new[number].models)
         return self.stays + Counter(old) + Counter(new)

@@ -1,5 +1,5 @@
-"""Whose weights are awake how much of the time, and how long requests wait for those that are not, where the
-models of a unit share a budget that does not hold them all.
+"""Estimates for what part of the time each model's weights are awake, and how long requests wait for weights
+that are not, if the models of a unit share a budget that does not hold them all.
 
 Memory is taken for a cache of weights: Che, Tung and Wang, "Hierarchical web caching systems", 2002.
 Wakes come one after the other, as from a queue with Poisson arrivals and one server: Pollaczek and Khinchine.
@@ -19,15 +19,15 @@ _STEPS: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class UnitResidency:
-    """The weights of a unit's models, in the models' order."""
+    """The residency of the weights of a unit's models, in the models' order."""
 
     awake: tuple[float, ...]
-    """The part of the time in which each is awake; the other requests of the model are cold, as Poisson
+    """The part of the time in which each model is awake. The other requests of the model are cold, as Poisson
     arrivals see time averages."""
     waits: tuple[float, ...]
-    """Mean seconds that a cold request of each waits, until all of its weights are there."""
+    """The mean seconds for which a cold request of each model waits, until all of its weights are there."""
     loads: tuple[float, ...]
-    """Seconds of these that its own weights take."""
+    """The seconds of these that its own weights take."""
     busy: float
     """The part of the time in which weights are being loaded (ρ); the unit cannot be if it is 1 or more."""
 
@@ -43,8 +43,8 @@ class UnitResidency:
 def unit_residency(
     rates: Sequence[float], weights: Sequence[int], room: float, bandwidth: float
 ) -> UnitResidency:
-    """Returns whose weights are awake. rates: requests a second; weights: bytes of each model's; room: bytes
-    that there are for weights; bandwidth: bytes a second at which they load."""
+    """Returns whose weights are awake. `rates` are requests a second, `weights` the bytes of each model's,
+    `room` the bytes that there are for weights, and `bandwidth` the bytes a second at which they load."""
     time = characteristic_time(rates, weights, _whole(weights, room))
     awake = tuple(1.0 if isinf(time) else 1.0 - exp(-rate * time) for rate in rates)
     loads = tuple(wake_seconds(size, bandwidth) for size in weights)
@@ -56,7 +56,7 @@ def unit_residency(
 
 def characteristic_time(rates: Sequence[float], weights: Sequence[int], room: float) -> float:
     """Returns Che's T, for which Σ wᵢ (1 − exp(−λᵢ T)) = room: who was asked for in the last T seconds is in
-    memory. Infinite if all fit. rates: more than 0."""
+    memory. It is infinite if all fit. All `rates` are more than 0."""
     if sum(weights) <= room:
         return inf
     time = 0.0
@@ -71,9 +71,9 @@ def characteristic_time(rates: Sequence[float], weights: Sequence[int], room: fl
 
 
 def mean_wait(rates: Sequence[float], seconds: Sequence[float]) -> float:
-    """Returns the mean seconds that one who comes to an M/G/1 queue waits before its turn: λ E[S²] /
-    (2 (1 − ρ)) (Pollaczek and Khinchine); infinite if the queue grows for ever. rates: of each kind of work;
-    seconds: that it takes."""
+    """Returns the mean seconds that one who comes to an M/G/1 queue waits before its turn: λ E[S²] / (2 (1 −
+    ρ)) (Pollaczek and Khinchine); they are infinite if the queue grows for ever. `rates` and `seconds` are
+    those of each kind of work."""
     busy = sum(rate * time for rate, time in zip(rates, seconds, strict=True))
     square = sum(rate * time * time for rate, time in zip(rates, seconds, strict=True))
     return square / (2.0 * (1.0 - busy)) if busy < 1.0 else inf

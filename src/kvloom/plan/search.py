@@ -1,5 +1,5 @@
-"""The best placement: over numbers of replicas, because one mesh may be too small for all requests to a
-popular model; and over all groups of meshes, or over as many as there is time for."""
+"""Searches the best placement: over numbers of replicas, because one mesh may be too small for all requests
+to a popular model; and over all groups of meshes, or over as many as there is time for."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def place(
     width: int,
 ) -> BoardPlacement:
     """Runs algorithm 1 on one group of meshes: items by `order`, the largest first, each to the mesh on which
-    it gains most. small: whether the smallest of meshes that gain alike is taken, else the one with the best
-    score; width: see `Board`."""
+    it gains most. If `small` is set, it takes the smallest of meshes that gain alike, else the one with the
+    best score; `width` is that of the `Board`."""
     board = Board(estimator, kinds, width)
     left = []
     for item in sorted(items, key=lambda item: (-order(item), item)):
@@ -61,15 +61,15 @@ class SearchEffort:
     """Limits of the search."""
 
     groups: int = 512
-    """If there are at most so many groups, each is tried; else the search climbs."""
+    """The number of groups up to which each is tried; if there are more, the search climbs."""
     width: int = 6
-    """Occupied meshes of a kind that are looked at for a model."""
+    """The number of occupied meshes of a kind that are looked at for a model."""
     refined: int = 16
-    """Groups on whose best placement moves are tried."""
+    """The number of groups on whose best placement moves are tried."""
     evaluations: int = 100_000
-    """Estimates of units after which nothing new is begun."""
+    """The number of estimates of units after which nothing new is begun."""
     replicas: int = 64
-    """The most of a model; MuxServe has but one."""
+    """The most replicas of a model; MuxServe has but one."""
 
     @staticmethod
     def fit(cluster: Sequence[Nodes], models: int) -> SearchEffort:
@@ -79,7 +79,8 @@ class SearchEffort:
 
 
 class Search:
-    """Finds placements of items on a cluster. Deterministic: it counts evaluations, not seconds."""
+    """Finds placements of items on a cluster. It is deterministic, because it counts evaluations, not
+    seconds."""
 
     def __init__(self, estimator: Estimator, cluster: Sequence[Nodes], effort: SearchEffort) -> None:
         self._estimator = estimator
@@ -99,9 +100,9 @@ class Search:
         return self._estimator.spent >= self._budget
 
     def best(self, items: Sequence[Item], *, budget: float = 1.0, most: int | None = None) -> BoardPlacement:
-        """Returns the best placement found; some items may be left, if there is no room. budget: the part of
-        all evaluations after which nothing new is begun; most: the number of groups to try, of those that
-        were best with other items; else all."""
+        """Returns the best placement found; some items may be left, if there is no room. `budget` is the part
+        of all evaluations after which nothing new is begun. `most` is the number of groups to try, of those
+        that were best with other items; if it is left out, all are tried."""
         estimator, effort = self._estimator, self._effort
         self._budget = int(budget * effort.evaluations)
         able = {
@@ -162,7 +163,7 @@ class Search:
     def _bytes(self, item: Item) -> float:
         return float(self._estimator.demands[self._estimator.demand(item)].shape.weight_bytes)
 
-    # -- where there are too many groups ----------------------------------------------------------------
+    # -- if there are too many groups -------------------------------------------------------------------
 
     def _climb(self, items: Sequence[Item]) -> list[BoardPlacement]:
         """Climbs from groups of equal meshes: a part of one size is cut anew as another while that gains,
@@ -227,8 +228,8 @@ MOST: Final = 64
 _ROUNDS: Final = 32
 _TRIED: Final = 3  # models a round that get a replica more, to see
 _BUDGET: Final = 0.35  # of all evaluations, for each of the first two
-_CHEAP: Final = 0.5  # of all evaluations; where no more were needed, more is tried
-_ALIKE: Final = 3  # replicas of each model, tried where that is cheap
+_CHEAP: Final = 0.5  # of all evaluations; if no more were needed, more is tried
+_ALIKE: Final = 3  # replicas of each model, tried if that is cheap
 _AROUND: Final = 3  # numbers of replicas that others are tried around, likewise
 _GROUPS: Final = 24  # groups of meshes that other numbers of replicas are tried on: the best so far
 _BETTER: Final = 1e-3  # of all requests; a replica is not worth less
@@ -311,7 +312,8 @@ def _starts(estimator: Estimator, cluster: Sequence[Nodes], most: int) -> Iterat
 
 
 def _need(estimator: Estimator, kinds: Sequence[MeshKind], demand: int, per_device: bool) -> tuple[int, int]:
-    """Replicas that answer the demand if each has a mesh for itself, and devices of such a mesh."""
+    """Returns the number of replicas that answer the demand if each has a mesh for itself, and the devices of
+    such a mesh."""
     rate, item = estimator.demands[demand].rate, estimator.item(demand, 1)
     options = []
     for kind in kinds:

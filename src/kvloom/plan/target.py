@@ -26,7 +26,7 @@ class ReplanTarget:
     units: tuple[Placed, ...]
     """The units that there should be."""
     specs: tuple[EngineSpec, ...]
-    """The plan's units in full, their names still open."""
+    """The plan's units in full, whose names are still open."""
 
 
 def read_target(file: Path, plan: PlacementPlan, fleet: Placement) -> ReplanTarget:

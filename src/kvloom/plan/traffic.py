@@ -1,4 +1,4 @@
-"""What models were asked for, by the traffic log of a gateway: the demand that a plan is made for."""
+"""The demand that a plan is made for, from the traffic log of a gateway."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ class SeenTraffic:
     """The demand for some models, as a log has it."""
 
     models: dict[str, SeenDemand]
-    """Of all that were asked for."""
+    """The demand for each model that was asked for."""
     mean: SeenDemand
-    """Of all of them together."""
+    """The demand for all of them together."""
     hour: int | None
-    """When the hour began whose rates these are, in seconds since the epoch; None if they are means."""
+    """The time when the hour began whose rates these are, in seconds since the epoch; None if they are
+    means."""
     seconds: int
-    """The time over which they were counted."""
+    """The seconds over which they were counted."""
     others: tuple[str, ...]
-    """Models of the log that nobody plans for."""
+    """The models of the log for which nobody plans."""
 
 
 @dataclass(slots=True)
 class _Asked:
-    """Sums over hours of one model."""
+    """The sums over hours of one model's traffic."""
 
     asked: int = 0
     requests: int = 0
@@ -64,13 +65,13 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Window:
-    """Some hours, by model."""
+    """The traffic of some hours, by model."""
 
     seconds: int
     models: dict[str, _Asked] = field(default_factory=dict)
     all: _Asked = field(default_factory=_Asked)
     work: int = 0
-    """Tokens that were computed."""
+    """The tokens that were computed."""
 
     def add(self, hour: TrafficHour) -> None:
         self.models.setdefault(hour.base or hour.model, _Asked()).add(hour)
@@ -88,7 +89,7 @@ def seen_traffic(hours: Sequence[TrafficHour], models: Collection[str], at: At, 
     between them in which nobody asked.
     Requests without an answer count by the lengths of the others.
 
-    now: seconds since the epoch. Raises ConfigError if nobody asked for any of these models."""
+    `now` is in seconds since the epoch. Raises ConfigError if nobody asked for any of these models."""
     ours = [hour for hour in hours if (hour.base or hour.model) in models and hour.asked]
     if not ours:
         there = ", ".join(sorted({hour.base or hour.model for hour in hours})) or "none"

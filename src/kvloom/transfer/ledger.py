@@ -134,7 +134,7 @@ class PeerLedger:
             row = self._rows[ticket.slot]
             if row[_RECEIVED] < begin:
                 return False
-            row[_RECEIVED] = max(end, row[_RECEIVED])  # it is past `begin` where nothing was sent
+            row[_RECEIVED] = max(end, row[_RECEIVED])  # it is past `begin` if nothing was sent
             return True
 
     @contextmanager

@@ -54,7 +54,7 @@ class NixlEndpoint(Struct, frozen=True, array_like=True):
     blocks: int
     block_bytes: int
     staging: int = 0
-    """Where its staging buffer begins; 0: it has none."""
+    """The address at which its staging buffer begins; 0 if it has none."""
     half: int = 0
     """Bytes of half a window there."""
 

@@ -221,8 +221,8 @@ def _proof(secret: str, role: bytes, said: bytes) -> bytes:
 
 def grow(send: Callable[[int], object], clock: Callable[[], float] = time.perf_counter) -> float:
     """Returns the rate of `send`, which sends so many bytes, in bytes a second: of the first run that takes
-    `ENOUGH`, or of the largest one, where each sends twice as much as the one before. So a slow network
-    carries little, and what only the first run takes does not count. Raises what `send` does."""
+    `ENOUGH`, or of the largest one. Each run sends twice as much as the one before. So a slow network carries
+    little, and what only the first run takes does not count. Raises what `send` does."""
     size = _LEAST_PROBED
     while True:
         began = clock()
@@ -324,8 +324,8 @@ def send_piece(
     kernel takes them from `source` itself. Raises LinkError, OSError.
 
     Not by MSG_ZEROCOPY: its pages are the kernel's until the peer has acknowledged them, so a transfer that
-    is given up, or whose peer stalls, could not give its blocks back within a piece; and where the receiver
-    is on the same host the kernel copies all the same (Linux, Documentation/networking/msg_zerocopy.rst).
+    is given up, or whose peer stalls, could not give its blocks back within a piece; and if the receiver is
+    on the same host, the kernel copies all the same (Linux, Documentation/networking/msg_zerocopy.rst).
     """
     spans = np.stack((there, sizes), axis=1).astype("<i8")
     views: list[memoryview] = [memoryview(_HEADER.pack(number, len(sizes)) + spans.tobytes())]

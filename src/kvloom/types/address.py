@@ -53,7 +53,8 @@ class KVForm(Struct, frozen=True, kw_only=True):
 
 
 class Endpoint(Struct, frozen=True, kw_only=True):
-    """How peers reach one unit's arena; a restarted unit has another. `where` is the transport's own."""
+    """The endpoint at which peers reach one unit's arena. A restarted unit has another. `where` is the
+    transport's own."""
 
     unit: str
     kind: EndpointKind
@@ -87,7 +88,7 @@ class KVAddress(Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def first_page(self) -> int:
-        """The sequence's page, counted from its start, that `blocks` begins with."""
+        """The number of the sequence's page, counted from its start, with which `blocks` begins."""
         return self.begin // self.form.tokens_per_block
 
     @property
@@ -96,8 +97,8 @@ class KVAddress(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def block_map(self) -> I32:
-        """[pages, layers, kv_heads], of all ranks' heads, not to be written to. Raises BadRequest if the runs
-        do not make up as many blocks."""
+        """Returns the blocks [pages, layers, kv_heads] of all ranks' heads, which nobody may write to. Raises
+        BadRequest if the runs do not make up as many blocks."""
         heads, rest = divmod(self.form.kv_heads, self.ranks)
         if rest:
             raise BadRequest(
@@ -119,8 +120,8 @@ class KVAddress(Struct, frozen=True, kw_only=True, dict=True):
 
     def digest(self, prompt: Sequence[int], peer: Endpoint, salt: str = "") -> int:
         """Returns one word that stands for the blocks, tokens and model of the address: its receiver keeps
-        it, and each sender shows it. peer: the receiver's endpoint; salt: that with which the receiver
-        caches the prompt."""
+        it, and each sender shows it. `peer` is the receiver's endpoint, and `salt` the one with which the
+        receiver caches the prompt."""
         return digest_of(
             model=self.model,
             form=self.form,
@@ -178,7 +179,7 @@ def digest_of(
 ) -> int:
     """Returns 64 bits of BLAKE2b (RFC 7693) over an address' fields but its ticket, over `where` of the
     receiver's endpoint, from which a sender counts the blocks, over prompt[:end], because what comes after
-    the address does not change its K and V, and over the salt. ranks: the address' `ranks` and
+    the address does not change its K and V, and over the salt. `ranks` are the address' `ranks` and
     `rank_blocks`."""
     whole = msgpack.encode((model, form, begin, end, blocks, where, prompt[:end], salt, ranks))
     return int.from_bytes(blake2b(whole, digest_size=8).digest(), "little", signed=True)

@@ -77,7 +77,8 @@ class ModelServer(Generator, Protocol):
 
     @property
     def choices(self) -> Mapping[tuple[str, str], int]:
-        """How often K and V were copied, or computed again, by what was to be moved and by the reason."""
+        """Tells how often K and V were copied, or computed again, by what was to be moved and by the
+        reason."""
 
     @property
     def waiting(self) -> Mapping[str, int]:

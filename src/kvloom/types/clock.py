@@ -47,7 +47,8 @@ def has_ended(process: int) -> bool:
 
 
 def ending(code: int) -> str:
-    """Says how a process ended. code: as `subprocess` gives it, negative if a signal ended the process."""
+    """Says how a process ended. `code` is as `subprocess` gives it, negative if a signal ended the
+    process."""
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name

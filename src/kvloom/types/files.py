@@ -17,7 +17,7 @@ def replacing(path: Path, mode: int = 0o600) -> Iterator[BinaryIO]:
     """Gives a file to write to, which takes the place of `path` once the block has ended well, so that half
     of it is never read. Raises OSError if that cannot be done. After any error what was there before stays.
 
-    mode: who may read it, of those whom the process's umask lets.
+    `mode` says who may read it, of those whom the process's umask lets.
     """
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:

@@ -1,4 +1,4 @@
-"""How a model's KV cache is cut into the pool's blocks."""
+"""The sizes of a model's KV cache: how it is cut into the pool's blocks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy.typing as npt
 from kvloom.types.errors import ConfigError
 
 KVDtype = Literal["auto", "float32", "bfloat16", "int8", "float8_e4m3fn"]
-"""The number formats that K and V may be kept in, by torch's names. `auto` is the one that the model computes
-in."""
+"""The number formats that K and V may be kept in, with torch's names. `auto` is the one that the model
+computes in."""
 
 SCALED: Final = frozenset({"int8"})
 """The number formats whose rows have a scale. A row is a token's K, or its V, in one KV head of one layer."""
@@ -92,8 +92,9 @@ AnyArray = npt.NDArray[Any]
 
 
 def over_ranks(blocks: I32, ranks: int, rank_blocks: int) -> I32:
-    """Returns the blocks [..., ranks · heads] of all ranks' heads in a unit's arena, rank by rank. blocks:
-    [..., heads], those of the first rank; rank_blocks: the blocks of each rank's part of the arena."""
+    """Returns the blocks [..., ranks · heads] of all ranks' heads in a unit's arena, rank by rank. `blocks`
+    [..., heads] are those of the first rank, and `rank_blocks` is the number of blocks of each rank's part of
+    the arena."""
     if ranks == 1:
         return blocks
     parts = np.arange(ranks, dtype=np.int32)[:, None] * np.int32(rank_blocks)

@@ -53,7 +53,7 @@ class ForwardPlan:
 
     def part(self, tokens: I64, *, first: bool) -> ForwardPlan:
         """Returns the plan of a forward over some tokens of this one, each of which is a row of its own, by
-        their numbers. first: it is the first such forward, so that it does the copies."""
+        their numbers. If it is the `first` such forward, it does the copies."""
         return replace(
             self,
             sequences=tuple(self.sequences[i] for i in tokens.tolist()),
@@ -83,9 +83,9 @@ class OffloadedRows:
     """The rows of a decode step, after those at home, for which another unit attends."""
 
     plan: ForwardPlan
-    """The plan over the loan's blocks; each sequence appends one token."""
+    """The plan over the loan's blocks. Each sequence appends one token."""
     moves: tuple[PageMove, ...] = ()
-    """Copies that come before the step, in this order."""
+    """The copies that come before the step, in this order."""
 
 
 class Phase(StrEnum):
@@ -98,7 +98,7 @@ class Phase(StrEnum):
 
     @property
     def parts(self) -> tuple[Phase, ...]:
-        """Returns the phases that such a job counts as."""
+        """Returns the phases as which such a job counts."""
         return (Phase.PREFILL, Phase.DECODE) if self is Phase.MIXED else (self,)
 
 
@@ -135,17 +135,19 @@ class DraftedSequence:
     """A sequence of a decode job for which a smaller model drafts."""
 
     sequence: int
-    """Its id."""
+    """The sequence's id."""
     known: I64
-    """Its tokens that the smaller model has no K and V of: at least the last one, which is not drafted."""
+    """The sequence's tokens of which the smaller model has no K and V: at least the last one, which is not
+    drafted."""
     count: int
-    """Tokens to draft; 0 if it is only to have K and V of these."""
+    """The number of tokens to draft; 0 if the smaller model is only to have K and V of these."""
     places: tuple[I64, ...] = ()
     """Arrays [count] that take the drafts: parts of the job's `tokens` and of its draws' outputs."""
 
     @property
     def computed(self) -> int:
-        """Tokens that the smaller model computes: all but the last draft, which nothing follows."""
+        """Returns the number of tokens that the smaller model computes: all but the last draft, which nothing
+        follows."""
         return self.known.size + max(0, self.count - 1)
 
 
@@ -158,7 +160,7 @@ class DraftSteps:
 
     model: str
     plan: ForwardPlan
-    """Over all tokens that are computed, sequence by sequence, each a row of its own."""
+    """The plan over all tokens that are computed, sequence by sequence, each a row of its own."""
     sequences: tuple[DraftedSequence, ...]
 
     @property
@@ -224,7 +226,8 @@ class Job:
 
     @property
     def kept(self) -> I64:
-        """[R] rows whose logits are wanted: first those of the draws, then those of the prompt's tokens."""
+        """Returns the rows [R] whose logits are wanted: first those of the draws, then those of the prompt's
+        tokens."""
         rows = [row.row for row in self.samples] + [row.row for row in self.prompts]
         return np.asarray(rows, dtype=np.int64)
 

@@ -70,7 +70,7 @@ class ModelLoad(Struct, frozen=True, kw_only=True):
 
     @property
     def busy(self) -> bool:
-        """True while a sequence waits or runs."""
+        """Tells whether a sequence waits or runs."""
         return bool(self.waiting or self.running)
 
     @property
@@ -84,8 +84,8 @@ class ModelLoad(Struct, frozen=True, kw_only=True):
 
 
 class Waits(Struct, frozen=True, kw_only=True):
-    """How long the last attention tasks of another unit waited here, from being posted to their begin, in
-    seconds, beside what the queueing model expects (`offload/queueing.py`)."""
+    """The waits of another unit's last attention tasks here, from being posted to their begin, in seconds,
+    beside what the queueing model expects (`offload/queueing.py`)."""
 
     tasks_total: int
     ahead: float  # what the asking unit has to do meanwhile, less `service`

@@ -41,7 +41,7 @@ class Guide(Struct, frozen=True, omit_defaults=True):
 
 
 class SamplingParams(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """How the tokens of one request are drawn.
+    """The way in which the tokens of one request are drawn.
 
     Every random draw is a function of (`seed`, choice, token index) alone, so neither batch nor engine nor a
     crash can change it.
@@ -65,12 +65,12 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True, kw_only=True):
 
     @property
     def penalised(self) -> bool:
-        """Whether the tokens so far change the logits."""
+        """Tells whether the tokens so far change the logits."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
     @property
     def plain(self) -> bool:
-        """Whether the largest logit is the answer and nothing else is asked for."""
+        """Tells whether the largest logit is the answer and nothing else is asked for."""
         return (
             self.temperature == 0.0
             and self.logprobs is None
@@ -89,8 +89,8 @@ Salt = Annotated[str, Meta(max_length=200)]
 Prompt = Annotated[list[TokenId], Meta(min_length=1)]
 FinishReason = Literal["stop", "length", "abort", "error"]
 Task = Literal["generate", "embed", "score"]
-"""What a model does with a text: it goes on with it, or makes a vector of it, or one number, of one text or
-of a pair."""
+"""The task of a model: it goes on with a text, makes a vector of it, or makes one number of a text or of a
+pair of texts."""
 
 
 class Made(Struct, frozen=True, array_like=True):
@@ -180,7 +180,8 @@ Event = TokenEvent | PromptEvent | EndEvent
 
 
 class SamplingDefaults(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """How a model is sampled if a request leaves it open: OpenAI's defaults, or the checkpoint's own."""
+    """The way in which a model is sampled if a request leaves it open: OpenAI's defaults, or the checkpoint's
+    own."""
 
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
     top_p: Unit = 1.0

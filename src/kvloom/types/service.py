@@ -1,4 +1,4 @@
-"""Whether units take requests, as those who run a fleet see and order it."""
+"""The states and orders of units and nodes, as those who run a fleet see and give them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class UnitState(Struct, frozen=True, kw_only=True):
 
     name: str
     state: Service
-    """up: it takes requests. down: it does not answer. draining: it takes none and still works on some.
-    drained: it works on none. restarting: it is about to be a new process. away: it has no process,
-    because it was stopped, is not needed, or failed to start. starting: it is about to have one."""
+    """`up`: it takes requests. `down`: it does not answer. `draining`: it takes none and still works on some.
+    `drained`: it works on none. `restarting`: it is about to be a new process. `away`: it has no process,
+    because it was stopped, is not needed, or failed to start. `starting`: it is about to have one."""
     calls: int
-    """Those that the router has in flight there."""
+    """The number of calls that the router has in flight there."""
     models: tuple[str, ...]
-    """Those it serves, or is to serve once it has a process."""
+    """The models that it serves, or is to serve once it has a process."""
     problem: str = ""
-    """Why it is down."""
+    """The reason why it is down."""
 
 
 class NodeState(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -39,25 +39,26 @@ class NodeState(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     name: str
     state: NodeService
-    """there: units start on it. draining: none does, and something still runs there. drained: nothing runs
-    there. silent: it does not answer, and what runs there may serve until its lease is over. lost: its lease
-    is over, or it is known that nothing runs there any more. gone: it has left by itself."""
+    """`there`: units start on it. `draining`: none does, and something still runs there. `drained`: nothing
+    runs there. `silent`: it does not answer, and what runs there may serve until its lease is over. `lost`:
+    its lease is over, or it is known that nothing runs there any more. `gone`: it has left by itself."""
     address: str = ""
     cores: int = 0
     memory: int = 0
-    """Bytes that units may take there."""
+    """The bytes that units may take there."""
     left: int = 0
-    """Bytes of them that no unit takes."""
+    """The bytes of these that no unit takes."""
     gpus: int = 0
     components: tuple[str, ...] = ()
-    """Components with a process there."""
+    """The components that have a process there."""
     problem: str = ""
-    """Why it does not answer, or which units were there, and why they have no other node yet."""
+    """The reason why it does not answer; or the units that were there, and why they have no other node
+    yet."""
 
 
 class Drain(Struct, frozen=True, kw_only=True):
-    """The body of drain and restart, of units and nodes. seconds: how long what runs there is waited for; the
-    config's `drain` if it is left out."""
+    """The body of drain and restart, of units and nodes. `seconds` tells how long to wait for what runs
+    there; if it is left out, the config's `drain` does."""
 
     seconds: Annotated[float, Meta(ge=0, le=LONGEST_DRAIN)] | None = None
 
@@ -73,9 +74,9 @@ class LoadLora(Struct, frozen=True, kw_only=True):
     lora_path: str = ""
     """The adapter's folder on the hosts of the units, from the root on."""
     base_model_name: str | None = None
-    """May be left out if the fleet has one model."""
+    """The model of which it is an adapter. It may be left out if the fleet has one model."""
     load_inplace: bool = False
-    """Whether it may take the place of an adapter of that name, which is not served."""
+    """Tells whether it may take the place of an adapter of that name, which is not served."""
 
 
 class UnloadLora(Struct, frozen=True, kw_only=True):
@@ -98,9 +99,9 @@ class RevertedProgram(Struct, frozen=True):
     """A program from which the fleet has gone back to the one before."""
 
     program: ProgramSpec | None
-    """None for the config's."""
+    """The program's name; None for the config's."""
     problem: str
-    """What became of the gateway that ran it."""
+    """The fate of the gateway that ran it."""
 
 
 class ProgramState(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -109,25 +110,26 @@ class ProgramState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str
     options: dict[str, Option]
     probation: bool = False
-    """Whether it was set less than a minute ago: if the gateway dies or hangs, the one before runs again."""
+    """Tells whether it was set less than a minute ago: if the gateway dies or hangs, the one before runs
+    again."""
     reverted: RevertedProgram | None = None
     """The program that was set last, if it did not pass its probation."""
 
 
 class Scale(Struct, frozen=True):
-    """How many replicas a model has, and when that changes. Raises ValueError if bounds are the wrong way
-    round."""
+    """The number of replicas of a model, and the bounds at which it changes. Raises ValueError if bounds are
+    the wrong way round."""
 
     least: int
-    """Replicas."""
+    """The smallest number of replicas."""
     most: int
-    """Replicas."""
+    """The largest number of replicas."""
     low: float = 160.0
-    """Mean freeness, in decode steps, below which there is to be one more."""
+    """The mean freeness, in decode steps, below which there is to be one replica more."""
     high: float = 960.0
-    """Mean freeness, in decode steps, above which there is to be one less."""
+    """The mean freeness, in decode steps, above which there is to be one replica less."""
     seconds: float = 10.0
-    """For so long freeness must be outside before that."""
+    """The seconds for which freeness must be outside of `low` and `high` before the number changes."""
     idle: float = 60.0
     """Seconds without a request before the last replica goes, if `least` is 0."""
 
@@ -153,14 +155,14 @@ class UnitGroup(Struct, frozen=True):
     units: frozenset[str]
     scale: Scale
     starting: int = 0
-    """Units that are about to have a process."""
+    """The number of units that are about to have a process."""
     away: tuple[str, ...] = ()
-    """Units that can be given a process now, in this order; those that were to lose theirs, and still have
-    it, come first."""
+    """The units that can be given a process now, in this order. Units that were to lose theirs, and still
+    have it, come first."""
     models: frozenset[str] = frozenset()
-    """What each unit serves."""
+    """The models that each unit serves."""
     idle: float = 0.0
-    """Seconds since the last request ended there."""
+    """The seconds since the last request ended there."""
 
 
 class Steps(Struct, frozen=True):
@@ -178,39 +180,40 @@ class Pair(Struct, frozen=True, order=True):
 
 
 class Pairs(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """The pairs that stand for `seconds` from now, unless others come, and none beside them."""
+    """The pairs that stand for `seconds` from now, unless others come. No other pairs stand beside them."""
 
     pairs: tuple[Pair, ...]
     seconds: Annotated[float, Meta(gt=0)]
     floor: float = 0.0
-    """Freeness, in decode steps, that a destination keeps: a request that would leave it less does not move
-    there."""
+    """The freeness, in decode steps, that a destination keeps: a request that would leave it less does not
+    move there."""
     freeness: dict[str, float | None] = {}
-    """That of the units of the pairs, by which they were made, None for one that is infinite: a source that
-    drains, a destination where nothing runs. Empty if somebody else has made the pairs."""
+    """The freeness of the pairs' units, from which the pairs were made; None for one that is infinite: that
+    of a source that drains, or of a destination on which nothing runs. It is empty if somebody else has made
+    the pairs."""
 
 
 class FleetState(Struct, frozen=True, kw_only=True):
     """The state that the fleet scheduler decides by."""
 
     loads: dict[str, UnitLoad]
-    """Loads of the units that answer, by name; one that takes no requests drains."""
+    """The loads of the units that answer, by name. A unit that takes no requests drains."""
     waiting: dict[str, int] = {}
-    """Requests that nobody can answer yet, by model."""
+    """The number of requests that nobody can answer yet, by model."""
     groups: dict[str, UnitGroup] = {}
-    """Units that come and go."""
+    """The groups of units that come and go."""
 
 
 class Placement(Struct, frozen=True, kw_only=True):
     """The units of a fleet and the machine that it runs on."""
 
     units: tuple[EngineSpec, ...]
-    """Those that have a process."""
+    """The units that have a process."""
     away: tuple[EngineSpec, ...]
-    """Those that have none now."""
+    """The units that have no process now."""
     scaled: tuple[str, ...]
-    """Names of those that come and go by themselves."""
+    """The names of the units that come and go by themselves."""
     memory: int
-    """Bytes that were free before the fleet was started."""
+    """The bytes that were free before the fleet was started."""
     cores: int
-    """Cores that the fleet may use."""
+    """The number of cores that the fleet may use."""

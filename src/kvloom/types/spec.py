@@ -15,19 +15,19 @@ DEFAULT_POLICY: Final[Policy] = "slack"
 """The policy that has most requests in time over the workloads of `kvloom reproduce muxserve --figure
 policies`."""
 Quotas = Literal["adaptive", "fixed", "sequences", "fixed-sequences"]
-"""Whether a unit's quotas move and bend; or are walls (no unified pool), beyond which a model runs one
-sequence at most; or bound how many sequences of a model run, as those of MuxServe's published code do, and
-move or not."""
+"""The kinds of a unit's quotas. They move and bend; or they are walls (no unified pool), beyond which a model
+runs one sequence at most; or they bound how many sequences of a model run, as those of MuxServe's published
+code do, and move or not."""
 Control = Literal["operators", "iterations"]
 Splitting = Literal["auto", "none"]
 TransportName = Literal["auto", "shm", "nixl", "tcp"]
 BY_NAME: Final = ("none", "ngram")
-"""What `speculation` may be, but for a model's name: nothing is drafted, or the n-grams of a sequence's own
+"""The values of `speculation` besides a model's name: nothing is drafted, or the n-grams of a sequence's own
 text are."""
 MOST_DRAFTED: Final = 15
 """Tokens that are drafted for a sequence in a step."""
 MOST_ROWS: Final = 64
-"""Rows of a step with drafts, or of a step of the model that drafts."""
+"""The rows of a step with drafts, or of a step of the model that drafts."""
 Option = bool | int | float | str | list[str]
 
 
@@ -133,7 +133,7 @@ class UnitAbilities(Struct, frozen=True, cache_hash=True):
 
 
 def unit_abilities(device: str, ranks: int, transport: TransportName = "shm") -> UnitAbilities:
-    """Returns what a unit of so many ranks can do. device: `cpu`; anything else is a GPU.
+    """Returns what a unit of so many ranks can do. `device` is `cpu`; anything else is a GPU.
 
     The ranks of a CPU have one arena together and a channel for each job that runs at the same time. Those of
     GPUs have one lane, and as many arenas, which no transport joins. Loans are memory that both units map, so
@@ -161,11 +161,11 @@ def gpu_index(device: str) -> int:
 CHUNK_TOKENS: Final = 512
 """Prompt tokens of a prefill job on cores, unless the config says otherwise."""
 GPU_CHUNK_TOKENS: Final = 2048
-"""The same on a GPU, which is idle in part with fewer. It is MuxServe's most, too."""
+"""The same on a GPU, which is idle in part with fewer. It is MuxServe's maximum, too."""
 
 
 def default_chunk(device: str) -> int:
-    """Returns the prompt tokens that a prefill job takes at most by default. device: as in
+    """Returns the prompt tokens that a prefill job takes at most by default. `device` is as in
     `unit_abilities`."""
     return CHUNK_TOKENS if device == "cpu" else GPU_CHUNK_TOKENS
 
@@ -189,7 +189,8 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     chunk_tokens: int
     threads: int
     vector_tokens: int | None = None
-    """Tokens of texts that a job takes at most if no model of the unit generates; None: `chunk_tokens`."""
+    """The tokens of texts that a job takes at most if no model of the unit generates; None stands for
+    `chunk_tokens`."""
     unit: str = "unit-0"
     priorities: tuple[Level, ...] = ()  # levels of execution priority, which the unit's load tells
     lease: float = 30.0  # seconds for which a reservation is kept without being renewed
@@ -217,7 +218,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
 
     @property
     def drafting(self) -> bool:
-        """Whether a model of the unit drafts for another one."""
+        """Tells whether a model of the unit drafts for another one."""
         return any(model.draft is not None for model in self.models)
 
     @property
@@ -236,7 +237,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
 
 
 class SchedulerSpec(Struct, frozen=True):
-    """How the fleet scheduler moves requests (Llumnix, section 4.4.3)."""
+    """The settings by which the fleet scheduler moves requests (Llumnix, section 4.4.3)."""
 
     period: float = 0.5  # seconds
     out: float = 24.0  # freeness, in decode steps, below which a unit gives requests away

@@ -1,5 +1,5 @@
-"""K and V on their way from one unit's arena into another's, from the verb `remote_send` to the thread that
-copies, and the plane on which they go."""
+"""Transfers: K and V on their way from one unit's arena into another's, from the verb `remote_send` to the
+thread that copies, and the plane on which they go."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvloom.types.load import LinkLoad
 
 
 class TransferState(Enum):
-    """How far a transfer has come."""
+    """The state of a transfer, which tells how far it has come."""
 
     PLANNED = "planned"
     """Sources and targets are known; the receiver has not agreed yet."""
@@ -80,9 +80,9 @@ class Transfer(ABC):
         self.sent = max(self.sent, min(computed, self.end))
 
     def owed(self, row: I32, begin: int, end: int, rank_blocks: int = 0) -> PageCopies:
-        """Returns the copies of tokens in [begin, end) that this transfer has not sent. row: [pages], all
-        pages of the sequence; rank_blocks: of each rank of this unit, if it has several. Raises BadRequest if
-        the address does not list the blocks of its pages."""
+        """Returns the copies of tokens in [begin, end) that this transfer has not sent. `row` [pages] are all
+        pages of the sequence, and `rank_blocks` is the number of blocks of each rank of this unit, if it has
+        several. Raises BadRequest if the address does not list the blocks of its pages."""
         tokens, first = self.address.form.tokens_per_block, self.address.first_page
         begin, end = max(begin, self.sent), min(end, self.end)
         edges: I32 = np.arange(begin // tokens, -(-end // tokens), dtype=np.int32)
@@ -109,12 +109,12 @@ class Transfer(ABC):
 
 
 class TransferMeter:
-    """How many bytes a unit has sent to its peers, and in what time, on any thread."""
+    """Counts the bytes that a unit has sent to its peers, and the time that this took, on any thread."""
 
     def __init__(self) -> None:
         self.bytes = 0
         self.seconds = 0.0
-        """For which at least one copy was under way."""
+        """The seconds for which at least one copy was under way."""
         self.links: dict[str, LinkLoad] = {}
         """The measured rate to each peer, by its unit."""
         self._copies = 0
@@ -168,7 +168,7 @@ class BlockCopies:
     offsets: I32
     counts: I32
     after: DeviceEvent | None = None
-    """The copies may begin once it is done; None: at once."""
+    """The point after which the copies may begin; None if they may begin at once."""
 
     def part(self, rows: slice) -> BlockCopies:
         return BlockCopies(self.own[rows], self.peer[rows], self.offsets[rows], self.counts[rows], self.after)
@@ -197,11 +197,11 @@ class PageCopies:
     counts: I32
     """[n]"""
     rank_blocks: int = 0
-    """The blocks of each of our ranks, if there are several. All have the same pages: the first one's map
-    tells all ranks' blocks."""
+    """The blocks of each of our ranks, if there are several. All ranks have the same pages, and the first
+    one's map tells all ranks' blocks."""
 
     def put(self, page_map: I32, layer: int) -> None:
-        """Puts one layer's part. page_map: [pages, layers, heads], the blocks of our first rank."""
+        """Puts one layer's part. `page_map` [pages, layers, heads] has the blocks of our first rank."""
         self.transfer.put(self.of_layer(page_map, layer))
 
     def put_all(self, page_map: I32) -> None:
@@ -240,8 +240,8 @@ class Transport(Protocol):
 
     def open(self, begin: int, digest: int, blocks: bytes = b"") -> Ticket:
         """Begins a reservation in which nothing has arrived past token `begin`, for whoever shows `digest`,
-        that of its address, this endpoint and the prompt. blocks: those of the address, as it tells them; a
-        transport whose receiver writes writes into no others. Raises QueueFull if there are too many,
+        that of its address, this endpoint and the prompt. `blocks` are those of the address, as it tells
+        them; a transport whose receiver writes writes into no others. Raises QueueFull if there are too many,
         Unavailable if nothing can arrive any more."""
 
     def received(self, ticket: Ticket) -> int:
@@ -257,11 +257,11 @@ class Transport(Protocol):
 
     def claim(self, peer: Endpoint, address: KVAddress, digest: int, begin: int, end: int) -> Transfer:
         """Claims tokens [begin, end) of the address, which have to be the next ones that nobody has claimed,
-        and returns their transfer. digest: of the address, `peer` and the prompt that is sent. Raises
-        BadRequest if that is not the reservation's, so that one of them is another than at `open`, if the
-        reservation is over, and if another transfer has claimed the tokens; Unavailable if the peer cannot be
-        reached, or nothing can be sent any more. What only the peer can tell, the transfer's `arrived` raises
-        instead; nothing is written before."""
+        and returns their transfer. `digest` is that of the address, `peer` and the prompt that is sent.
+        Raises BadRequest if that is not the reservation's, so that one of them is another than at `open`, if
+        the reservation is over, and if another transfer has claimed the tokens; Unavailable if the peer
+        cannot be reached, or nothing can be sent any more. What only the peer can tell, the transfer's
+        `arrived` raises instead; nothing is written before."""
 
     # at the end
 

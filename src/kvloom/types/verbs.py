@@ -249,7 +249,7 @@ class Verb(Generic[Body, Answer]):
 
     @property
     def reports(self) -> bool:
-        """Whether the verb takes no body and changes nothing."""
+        """Tells whether the verb takes no body and changes nothing."""
         return self.body is NoneType
 
     async def ask(self, engine: object, body: Body) -> Answer:
@@ -418,7 +418,7 @@ class FrameParser:
 
     @property
     def whole(self) -> bool:
-        """Whether the bytes so far end at a frame's end."""
+        """Tells whether the bytes so far end at a frame's end."""
         return not self._rest
 
     def feed(self, data: bytes) -> list[list[Event] | WireError]:

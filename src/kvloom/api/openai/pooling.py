@@ -293,8 +293,8 @@ async def _pairs(
     model: ServedModel, pairs: list[tuple[str, str]], tenant: str, params: tuple[str, str]
 ) -> list[_Text]:
     """Returns the tokens of pairs, in the form that the model's tokenizer has for them. The second text
-    begins where the first one's own form ends. params: the parameters that have the first ones and the second
-    ones."""
+    begins at the end of the first one's own form. params: the parameters that have the first ones and the
+    second ones."""
     param, other = params
     firsts = list(dict.fromkeys(first for first, _ in pairs))
     plain = await _tokens(model, [PlainPrompt(one, param=param) for one in firsts], tenant, param, "score")

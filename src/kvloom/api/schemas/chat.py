@@ -109,7 +109,7 @@ Verbosity = Literal["low", "medium", "high"]
 
 
 class ChatBody(GenerationBody):
-    """`max_completion_tokens`, or the older `max_tokens`, is all that is left of the context where absent.
+    """`max_completion_tokens`, or the older `max_tokens`, defaults to all that is left of the context.
     `chat_template_kwargs` are the template's own switches, as vLLM names them; `reasoning_effort` sets those
     of them that are named `reasoning_effort` and `enable_thinking`, and `verbosity` the one of its name."""
 

@@ -326,7 +326,7 @@ ManyIds = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_
 
 
 class CompletionBody(GenerationBody):
-    """`max_tokens` is 16 where it is absent; 0 asks for the prompt's own log-probabilities (with echo)."""
+    """`max_tokens` is 16 if it is left out; 0 asks for the prompt's own log-probabilities (with echo)."""
 
     prompt: str | Texts | Ids | ManyIds
     echo: bool | None = None

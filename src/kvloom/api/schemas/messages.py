@@ -238,8 +238,8 @@ class CountBody(PromptBody):
 
 
 class MessagesBody(PromptBody):
-    """`top_k`, `temperature` and `top_p` are the model's own where absent. `max_tokens` may be more than the
-    context has room for, since it cannot be left out."""
+    """`top_k`, `temperature` and `top_p` are the model's own if they are left out. `max_tokens` may be more
+    than the context has room for, since it cannot be left out."""
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
     stop_sequences: StopList | None = None

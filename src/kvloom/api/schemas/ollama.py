@@ -147,7 +147,7 @@ class OllamaBody(Body):
 
 
 class OllamaChatBody(OllamaBody):
-    """`stream` is true where absent. Without messages the answer only says that the model is there."""
+    """`stream` is true if it is left out. Without messages the answer only says that the model is there."""
 
     messages: Annotated[list[OllamaTurn], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     tools: Annotated[list[OllamaTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
@@ -168,7 +168,7 @@ class OllamaChatBody(OllamaBody):
 
 
 class OllamaGenerateBody(OllamaBody):
-    """`stream` is true where absent. Without a prompt the answer only says that the model is there. With
+    """`stream` is true if it is left out. Without a prompt the answer only says that the model is there. With
     `raw` the prompt goes to the model as it is, and without the model's template."""
 
     prompt: str | None = None
@@ -208,7 +208,7 @@ class EmbeddingsOfOllama(EmbeddingBody):
 
 
 class OllamaEmbedBody(Body):
-    """`truncate` is true where absent. `options` and `keep_alive` pass without effect."""
+    """`truncate` is true if it is left out. `options` and `keep_alive` pass without effect."""
 
     model: Name
     input: Text | Texts

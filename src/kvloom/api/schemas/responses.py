@@ -326,7 +326,7 @@ class ResponsesBody(Body):
         fields["reasoning_effort"] = self.reasoning.effort if self.reasoning else None
         if self.tools:
             fields["tools"] = [_chat_tool(tool) for tool in self.tools]
-        if self.tools or self.tool_choice != "auto":  # which asks for nothing where there are no tools
+        if self.tools or self.tool_choice != "auto":  # which asks for nothing if there are no tools
             choice = self.tool_choice
             fields["tool_choice"] = _chat_choice(choice) if isinstance(choice, NamedChoice) else choice
         if self.text is not None:

@@ -1,4 +1,4 @@
-"""The command: all checks, a line for each."""
+"""The command `kvloom doctor`, which runs all checks and prints a line for each."""
 
 from __future__ import annotations
 

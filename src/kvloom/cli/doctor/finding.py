@@ -17,4 +17,4 @@ class Finding(Struct, frozen=True):
     found: str
     verdict: Verdict = "ok"
     right: str = ""
-    """What would be right, if that is something else."""
+    """The state that would be right, if it is another one."""

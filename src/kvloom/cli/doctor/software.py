@@ -26,7 +26,7 @@ EXTRAS: Final = {
     "gpu": "GPUs",
     "otlp": "traces",
 }
-"""The extras that a user may want, and for what."""
+"""The extras that a user may want, and what each is for."""
 WHERE: Final = "in kvloom's checkout"
 """The place to install kvloom from: it is not on PyPI yet."""
 _COMPILERS: Final = ("gcc", "clang", "cc")
@@ -63,7 +63,7 @@ def check_python() -> Finding:
 
 
 def check_torch(processor: Processor | str, gpus: int) -> Iterator[Finding]:
-    """Finds torch, its build, and the instructions that kernels may use. gpus: those that there are."""
+    """Finds torch, its build, and the instructions that kernels may use. `gpus` are those that there are."""
     if isinstance(processor, str):
         right = "a torch that can be imported: `pip install --force-reinstall torch`"
         yield Finding("torch", f"cannot be used: {processor}", "problem", right)

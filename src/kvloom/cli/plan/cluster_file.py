@@ -83,7 +83,7 @@ class DemandConfig(ConfigSection):
     prompt: _Tokens | None = None
     output: _Tokens | None = None
     speculation: Annotated[str, Field(min_length=1)] = "none"
-    """What drafts tokens on cores: `none`, `ngram`, or another model, where that is on the same unit."""
+    """The drafter of tokens on cores: `none`, `ngram`, or another model, if that is on the same unit."""
     acceptance: Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1)] = 0.0
     """The probability that a drafted token is right if those before it are."""
     slo: SloConfig | None = None
@@ -115,8 +115,8 @@ class Cluster:
 
 
 def read_cluster(file: Path, machines: Sequence[Machine] | None = None) -> Cluster:
-    """Reads a cluster's file. machines: those of a cluster that runs; None if the file says which there are.
-    Raises ConfigError."""
+    """Reads a cluster's file. `machines` are those of a cluster that runs; None if the file says which there
+    are. Raises ConfigError."""
     settings = read_yaml(file)
     try:
         config = ClusterConfig.model_validate(settings)
@@ -148,8 +148,8 @@ def _machines(config: ClusterConfig, machines: Sequence[Machine] | None) -> tupl
 
 
 def cpu_nodes(memory: int, cores: int, count: int = 1, names: tuple[str, ...] = ()) -> Nodes:
-    """Returns machines whose cores are planned. memory: bytes of each, of which the fleet's processes beside
-    units take their part."""
+    """Returns machines whose cores are planned. `memory` is the bytes of each, of which the fleet's processes
+    beside units take their part."""
     return Nodes(CPU, max(0, memory - FLEET_BYTES) // cores, cores, count, names)
 
 
@@ -196,8 +196,8 @@ def budgeted(nodes: Nodes, memory: str) -> Nodes:
 def read_demands(
     cluster: Cluster, traffic: Traffic | SeenTraffic | None, profile: Profile | None
 ) -> list[Demand]:
-    """Returns what is asked of each model, by past traffic if there is some, else by the file. traffic: that
-    of a workload, or of a gateway's log. Raises ConfigError."""
+    """Returns what is asked of each model, by past traffic if there is some, else by the file. `traffic` is
+    that of a workload, or of a gateway's log. Raises ConfigError."""
     demands = []
     try:
         seen = _seen(traffic, [*cluster.config.models]) if isinstance(traffic, Traffic) else None

@@ -156,8 +156,8 @@ def replan(file: Path, server: AdminClient, *, apply: bool) -> None:
 
 
 def bring_to(plan: PlacementPlan, file: Path, server: AdminClient, *, apply: bool) -> None:
-    """Shows what is to be done, and does it if `apply` is set. file: the plan's, which errors name. Raises
-    ConfigError before anything is changed, and CommandFailed if the server fails."""
+    """Shows what is to be done, and does it if `apply` is set. `file` is the plan's, which errors name.
+    Raises ConfigError before anything is changed, and CommandFailed if the server fails."""
     try:
         with interruptible(_GOES_ON):
             fleet = server.placement()

@@ -1,4 +1,4 @@
-"""`kvloom traffic`: what a fleet was asked, and the same for a plan."""
+"""`kvloom traffic` shows what a fleet was asked, and makes the demand for a plan of it."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def shown_hour(hour: int) -> str:
 
 
 def read_hours(source: str, key_file: Path | None) -> list[TrafficHour]:
-    """Returns the traffic that a server or a file has. source: `http…`, or the path of a file. Raises
+    """Returns the traffic that a server or a file has. `source` is `http…`, or the path of a file. Raises
     ConfigError, and CommandFailed if the server refuses or is not there."""
     if source.startswith(("http://", "https://")):
         try:

@@ -78,8 +78,8 @@ class Conversation:
 
 def show_answer(answer: Iterable[Piece], *, thoughts: bool | None) -> None:
     """Prints an answer as it comes, and ends its last line if it comes to its end. In a terminal its thoughts
-    stand before it, dimmed. Where standard output is none it has the answer alone, and thoughts go to
-    standard error. thoughts: whether they are shown; None shows them in a terminal alone. Raises
+    stand before it, dimmed. If standard output is no terminal, it gets the answer alone, and thoughts go to
+    standard error. `thoughts` tells whether they are shown; None shows them in a terminal alone. Raises
     GatewayError."""
     terminal = sys.stdout.isatty()
     shown = terminal if thoughts is None else thoughts

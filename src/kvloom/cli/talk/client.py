@@ -46,7 +46,7 @@ class _Delta(Struct, frozen=True):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    """What servers that are not kvloom may call `reasoning_content`."""
+    """The thoughts under the name that servers that are not kvloom may use instead of `reasoning_content`."""
 
 
 class _Choice(Struct, frozen=True):
@@ -64,8 +64,8 @@ class _Chunk(Struct, frozen=True):
 
 
 class Piece(Struct, frozen=True):
-    """A part of an answer, as it comes. thought: what the model thinks before its answer; finish: why the
-    answer is over, if it is."""
+    """A part of an answer, as it comes. `thought` is what the model thinks before its answer, and `finish` is
+    the reason why the answer is over, if it is."""
 
     thought: str
     text: str
@@ -84,8 +84,8 @@ class ApiOptions:
     ] = None
 
     def client(self, model: str | None = None) -> ApiClient:
-        """Returns a client of the server. model: whose name a remedy has. Raises ConfigError if the address,
-        the key or the certificates cannot be used."""
+        """Returns a client of the server. `model` is the model that a remedy names. Raises ConfigError if the
+        address, the key or the certificates cannot be used."""
         key = self.key or os.environ.get(API_KEY_VARIABLE)
         if key:
             key = sendable(key, "--key" if self.key else API_KEY_VARIABLE)
@@ -113,7 +113,8 @@ def _read_temperature(_: type, tokens: Sequence[Token]) -> float:
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """How a model is to answer. What is left out is as the server and the model's own defaults have it."""
+    """The options with which a model is to answer. An option that is left out is as the server and the
+    model's own defaults have it."""
 
     system: Annotated[str | None, Parameter(metavar="TEXT", help="the system message")] = None
     temperature: Annotated[
@@ -197,7 +198,7 @@ class ApiClient:
         raise GatewayError(f"{self.url}: the answer broke off before its end; ask again")
 
     def _chunk(self, data: bytes) -> _Chunk:
-        """Raises GatewayError if it tells one, or is none."""
+        """Returns a chunk of the answer. Raises GatewayError if it tells an error, or is no chunk."""
         try:
             chunk = msgspec.json.decode(data, type=_Chunk)
         except msgspec.MsgspecError as error:

@@ -1,4 +1,4 @@
-"""The command: two streams are read by threads, and what they tell is drawn."""
+"""The command `kvloom top`: two threads read streams, and what they tell is drawn."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from kvloom.cli.top.watched import Watched
 app = App(name="top")
 AGAIN: Final = 1.0  # seconds until a server that went away is asked again
 QUIET: Final = 0.5  # seconds after which a journal has told what it has kept
-WIDTH: Final = 100  # where there is no terminal
+WIDTH: Final = 100  # if there is no terminal
 
 Stream = Literal["live", "events"]
 
 
 class News(NamedTuple):
-    """What a stream has told: an event, or why it has broken off."""
+    """News of a stream: an event, or why the stream has broken off."""
 
     stream: Stream
     event: ServerEvent | None = None

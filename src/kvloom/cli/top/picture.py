@@ -30,7 +30,7 @@ _SIGNS: Final = {
 
 
 class Column(NamedTuple):
-    """A column of a table. from_width: of the terminal, from which on it is there."""
+    """A column of a table. `from_width` is the terminal's width from which on it is there."""
 
     head: str
     width: int
@@ -59,7 +59,7 @@ _PACES: Final = (
 
 
 def draw(fleet: Watched, width: int, height: int | None = None) -> Text:
-    """Returns the picture. height: lines that there are; None for as many as are needed."""
+    """Returns the picture. `height` is the number of lines that there are; None for as many as are needed."""
     width = max(width, LEAST_WIDTH)
     above: list[Text | str] = [*_head(fleet, width)]
     if (sample := fleet.last) is not None:
@@ -169,7 +169,7 @@ def _paces(paces: dict[str, Pace], colours: dict[str, str], width: int) -> Itera
 def _table(
     columns: Sequence[Column], width: int, widest: str, rows: Sequence[dict[str, Cell]]
 ) -> Iterator[Text]:
-    """Yields a line for the heads and each row. widest: the column that takes what is left over."""
+    """Yields a line for the heads and each row. `widest` is the column that takes what is left over."""
     shown = [column for column in columns if width >= column.from_width]
     left = width - sum(column.width for column in shown) - 2 * (len(shown) - 1)
     names = min(max(left, 0) // 3, 26) if widest != "model" else 0
@@ -190,7 +190,7 @@ def _table(
 
 
 def _fit(text: Text, size: int, *, right: bool) -> Text:
-    """Returns the text on exactly so many columns."""
+    """Returns the text, cut or filled up to exactly so many columns."""
     if (told := cell_len(text.plain)) > size:
         text = text.copy()
         text.truncate(size, overflow="ellipsis")

@@ -1,4 +1,4 @@
-"""What is known of a fleet that is watched: its last samples, and its last events."""
+"""The state of a fleet that is watched: its last samples, and its last events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ MOST_EVENTS: Final = 200
 
 
 class Told(Struct, frozen=True):
-    """What an event says of itself; those of a newer server may be of other types than are known here."""
+    """The parts of an event that every type has; a newer server's event may be of a type that is not known
+    here."""
 
     type: str = ""
     model: str = ""
@@ -42,12 +43,12 @@ class History(Struct, frozen=True):
 
 
 class Pace(Struct, frozen=True, kw_only=True):
-    """What a model did in the last seconds; None where nothing was."""
+    """The work of a model in the last seconds. A number is None if there was nothing to count."""
 
     requests: float | None
-    """A second."""
+    """The tokens a second."""
     tokens: float | None
-    """A second."""
+    """The requests a second."""
     first: float | None
     """The mean time to the first token."""
     per_token: float | None
@@ -63,9 +64,9 @@ class Watched:
         self.samples: deque[Sample] = deque()
         self.happenings: deque[Happening] = deque(maxlen=MOST_EVENTS)
         self.problem = ""
-        """Why nothing comes now."""
+        """The reason why nothing comes now."""
         self.last_id = ""
-        """Of the last event of the journal."""
+        """The id of the last event of the journal."""
 
     @property
     def last(self) -> Sample | None:
@@ -83,7 +84,7 @@ class Watched:
             self.last_id = event.id or self.last_id
 
     def _keep(self, samples: Iterable[Sample]) -> None:
-        """Keeps one of at least `SPAN` seconds ago, and those after it."""
+        """Keeps one sample from at least `SPAN` seconds ago, and those after it."""
         kept = self.samples
         kept.extend(samples)
         while len(kept) > 2 and kept[1].at <= kept[-1].at - SPAN:
@@ -114,7 +115,8 @@ def _pace(
     old: ModelTotals | None,
     seconds: float,
 ) -> Pace:
-    """Totals begin anew with a process; what would fall below zero is left out."""
+    """Returns a model's pace between two samples. Totals begin anew with a process, so a part that would fall
+    below zero is left out."""
     pairs = [(now, then) for now, then in units if then and now.output_tokens >= then.output_tokens]
     output = sum(now.output_tokens - then.output_tokens for now, then in pairs)
     prompt = sum(now.prompt_tokens - then.prompt_tokens for now, then in pairs)

@@ -48,7 +48,8 @@ read_chunk = msgspec.json.Decoder(Chunk).decode
 
 
 class Events:
-    """count: events so far. last: the latest one's data, [DONE] aside. done: whether that has come."""
+    """A reader of events. `count` is the number of events so far, `last` the latest one's data, [DONE] aside,
+    and `done` tells whether that has come."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -75,7 +76,7 @@ Form = Literal["tokens", "text"]
 
 
 class ServerError(Exception):
-    """The server said no, or nothing. One line."""
+    """The server said no, or nothing. The message is one line."""
 
 
 class _Model(msgspec.Struct):
@@ -88,8 +89,9 @@ class _Models(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """How requests are written. models: what the endpoint calls a workload's models. form: prompts as token
-    ids, or as text of about as many tokens. exact: answers that do not end early, as kvloom's and vLLM's."""
+    """The way in which requests are written. `models` are the endpoint's names for a workload's models.
+    `form` says whether prompts are token ids, or text of about as many tokens. `exact` asks for answers that
+    do not end early, as kvloom and vLLM can give them."""
 
     prompts: Prompts
     models: Mapping[str, str]
@@ -116,8 +118,8 @@ class Asking:
 
 
 class Endpoint:
-    """url: `http://HOST:PORT`, with or without `/v1`. timeout: seconds of a request. To be entered and left.
-    Raises ConfigError for a URL that is none."""
+    """`url` is `http://HOST:PORT`, with or without `/v1`, and `timeout` the seconds of a request. The
+    endpoint has to be entered and left. Raises ConfigError for a URL that is none."""
 
     def __init__(self, url: str, key: str | None, timeout: float, asking: Asking, clock: Clock) -> None:
         self.url = _base(url)
@@ -138,8 +140,8 @@ class Endpoint:
         await self._session.close()
 
     async def served(self) -> list[str] | None:
-        """The models' names; None if it does not tell. Raises ServerError if it cannot be reached, or
-        wants another key."""
+        """Returns the models' names; None if the server does not tell. Raises ServerError if it cannot be
+        reached, or wants another key."""
         try:
             async with self._session.get(f"{self.url}/v1/models") as response:
                 data = await response.read()

@@ -144,8 +144,9 @@ ALL: Final = ""  # every model of a workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """models: the endpoint's names for a workload's models; that of ALL is for those without one. vocab: None
-    for the workload's. bounds: seconds that an answer may take; scales: multiples of its latency alone."""
+    """`models` are the endpoint's names for a workload's models; that of ALL is for those without one.
+    `vocab` is None for the workload's own. `bounds` are the seconds that an answer may take, and `scales`
+    multiples of its latency alone."""
 
     url: str
     key: str | None

@@ -41,9 +41,9 @@ from kvloom.types.errors import ConfigError, KvloomError
 from kvloom.types.request import SamplingParams, StartGenerate
 
 ENDS_WITHIN: Final = 300.0  # virtual seconds in which every request has ended
-PROMPTLY: Final = 60.0  # in which it has where nobody waits for a lease
+PROMPTLY: Final = 60.0  # in which it has if nobody waits for a lease
 MOST_TURNS: Final = 100_000  # of the event loop at one moment
-TIDY: Final = 10.0  # after the last answer: what is held then is held by a lease, where there are any
+TIDY: Final = 10.0  # after the last answer: what is held then is held by a lease, if there are any
 SETTLED: Final = 100.0  # after the last fault: all that was late has come, all leases have run out
 
 
@@ -55,13 +55,13 @@ class Verdict:
     broken: list[Broken] = field(default_factory=list)
     """The laws that did not hold."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Events by kind."""
+    """The number of events, by kind."""
     lines: list[str] = field(default_factory=list)
     """The run's own journal, if it was wanted."""
     records: list[Record] = field(default_factory=list)
     """The fleet's journal, if it was wanted."""
     recording: Recording = field(default_factory=Recording, compare=False)
-    """Of the fleet, for a page, if it was wanted."""
+    """The recording of the fleet for a page, if it was wanted."""
 
 
 def run_seed(seed: int, *, journal: bool = False) -> Verdict:
@@ -69,7 +69,7 @@ def run_seed(seed: int, *, journal: bool = False) -> Verdict:
 
 
 def run_scenario(scenario: FaultScenario, *, journal: bool = False, parts: Parts | None = None) -> Verdict:
-    """Plays a scenario. It never raises: what it fails of is in the verdict."""
+    """Plays a scenario. It never raises: an error of the run is in the verdict."""
     verdict = Verdict(scenario.seed)
     try:
         run = _run(scenario, verdict, journal, parts or Parts())
@@ -221,7 +221,7 @@ def chaos(
     replay: int | None,
     keep: Callable[[Verdict], None] = lambda _: None,
 ) -> int:
-    """Returns the command's exit code. keep: takes the verdict of a replayed run, with the fleet's own
+    """Returns the command's exit code. `keep` takes the verdict of a replayed run, with the fleet's own
     journal. Raises ConfigError."""
     _check(seeds, first, jobs, replay)
     console = Console() if sys.stdout.isatty() else Console(width=160)

@@ -88,7 +88,7 @@ class RollingRestart:
 
     at: float
     seconds: float | None
-    """How long what runs at a unit is waited for; None for as long as it takes."""
+    """The seconds for which what runs at a unit is waited for; None for as long as it takes."""
     budget: int
 
 
@@ -99,7 +99,7 @@ class Replan:
     at: float
     unit: SimulatedUnit
     seconds: float | None
-    """How long what runs at the unit is waited for; None for as long as it takes."""
+    """The seconds for which what runs at the unit is waited for; None for as long as it takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class UnitRemoved:
     at: float
     unit: str
     seconds: float | None
-    """How long what runs at the unit is waited for; None for as long as it takes."""
+    """The seconds for which what runs at the unit is waited for; None for as long as it takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class NodeOutage:
     nodes: tuple[str, ...]
     seconds: float
     off: bool
-    """Whether they have no power."""
+    """Tells whether they have no power."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,8 @@ class Client:
     pause: float = 0.0
     """Seconds that the client takes over each frame."""
     stop: str = ""
-    """A stop string: a choice is aborted once its text, by `text_of`, holds it. Empty for none."""
+    """A stop string: a choice is aborted once its text, by `text_of`, holds it. It is empty if there is
+    none."""
 
 
 def text_of(tokens: Iterable[int]) -> str:
@@ -185,19 +186,19 @@ class CallFault:
     """The fate of one call."""
 
     late: float = 0.0
-    """Seconds more on the way there."""
+    """The seconds by which the call is late on the way there."""
     slow: float = 0.0
-    """Seconds more on the way back."""
+    """The seconds by which the answer is late on the way back."""
     lost: bool = False
-    """The call never arrives."""
+    """Tells whether the call never arrives."""
     unanswered: bool = False
-    """The answer never arrives."""
+    """Tells whether the answer never arrives."""
     again: float | None = None
-    """The call arrives a second time, so many seconds later."""
+    """The seconds after which the call arrives a second time; None if it does not."""
     cut: int | None = None
-    """The stream breaks after so many frames."""
+    """The number of frames after which the stream breaks; None if it does not."""
     noticed: float = 0.0
-    """Seconds until a side sees that the other is gone."""
+    """The seconds until a side sees that the other is gone."""
 
     def __str__(self) -> str:
         told = {"late": self.late, "slow": self.slow, "again": self.again, "cut after": self.cut}
@@ -259,42 +260,42 @@ class FaultSource:
 
 
 def _moment(draw: random.Random, most: float) -> float:
-    """Mostly short, now and then as long as can be."""
+    """Returns seconds that are mostly few, and now and then as many as can be."""
     return most * float(draw.random() ** 4)
 
 
 @dataclass(frozen=True, slots=True)
 class FaultScenario:
-    """One run: who serves, who asks, and what goes wrong."""
+    """The scenario of one run: who serves, who asks, and what goes wrong."""
 
     seed: int
     units: tuple[SimulatedUnit, ...]
     contexts: Mapping[str, int]
-    """The tokens that each model holds, by model."""
+    """The context of each model in tokens, by model."""
     program: Switch
     clients: tuple[Client, ...]
     faults: tuple[Fault, ...] = ()
     rates: Rates = field(default_factory=Rates)
-    """The rates of calls to the engines, and of jobs."""
+    """The rates of faults of the calls to the engines, and of jobs."""
     fleet_rates: Rates | None = None
-    """The rates of the fleet scheduler's calls, if they are others."""
+    """The rates of faults of the fleet scheduler's calls, if they are others."""
     delay: float = 0.0003
-    """Seconds that the wire takes one way."""
+    """The seconds that the wire takes one way."""
     rescheduling: Rescheduling | None = None
-    """None if there is no fleet scheduler."""
+    """The settings of the fleet scheduler; None if there is none."""
     nodes: tuple[SimulatedNode, ...] = ()
-    """The machines of the units; none if all are on one."""
+    """The machines of the units; empty if all are on one."""
     node_lease: float = 1.0
-    """Seconds for which a machine's units serve while it is cut off."""
+    """The seconds for which a machine's units serve while it is cut off."""
 
     @property
     def all_units(self) -> tuple[SimulatedUnit, ...]:
-        """The units with each specification that one of them ever has."""
+        """Returns the units with each specification that one of them ever has."""
         later = [fault.unit for fault in self.faults if isinstance(fault, Replan | UnitAdded)]
         return (*self.units, *later)
 
     def _ends_nodes(self, fault: Fault) -> bool:
-        """Returns whether the engines of nodes end by a fault: for want of power, or of a lease."""
+        """Returns whether a fault ends the engines of nodes, because they have no power or no lease."""
         match fault:
             case NodeOutage(seconds=seconds, off=off):
                 return off or seconds >= self.node_lease
@@ -305,7 +306,7 @@ class FaultScenario:
 
     @property
     def tidy(self) -> bool:
-        """True if nobody fails to give back what was held for a request, so that leases are not needed."""
+        """Tells whether everybody gives back what was held for a request, so that leases are not needed."""
         return self.rates.none and not any(
             isinstance(one, Death | GatewayLoss | NodeOutage)
             or self._ends_nodes(one)
@@ -316,17 +317,17 @@ class FaultScenario:
 
     @property
     def harmless(self) -> bool:
-        """True if nothing breaks, no unit is taken out of service, and no model is removed: whoever stays is
-        answered."""
+        """Tells whether nothing breaks, no unit is taken out of service, and no model is removed: whoever
+        stays is answered."""
         return self.survivable and not any(
             isinstance(one, Death | Replan | UnitRemoved) for one in self.faults
         )
 
     @property
     def survivable(self) -> bool:
-        """True if at most engines die, and so few that none can be thought to die of a request: who has begun
-        to be answered is answered whole. A request whose model or unit is removed has nowhere else to go, so
-        what runs must be waited for, and no engine may die meanwhile."""
+        """Tells whether at most engines die, and so few that none can be thought to die of a request: who has
+        begun to be answered is answered whole. A request whose model or unit is removed has nowhere else to
+        go, so what runs must be waited for, and no engine may die meanwhile."""
         deaths = sum(isinstance(one, Death) for one in self.faults)
         taken = [one for one in self.faults if isinstance(one, Replan | UnitRemoved)]
         return (

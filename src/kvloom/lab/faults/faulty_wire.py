@@ -36,8 +36,8 @@ class FaultyCalls:
         journal: Journal,
         crashed: Crashed,
     ) -> None:
-        """told: what and who the journal's lines are about. delay: seconds of one way. crashed: called with
-        what is no error of ours."""
+        """`told` is what and whom the journal's lines are about, and `delay` the seconds of one way.
+        `crashed` is called with errors that are none of kvloom's own."""
         self._told = told
         self._clock = clock
         self._delay = delay
@@ -104,7 +104,7 @@ class FaultyWire(FaultyCalls, RemoteEngine):
         self._gone = False
 
     def cut(self) -> None:
-        """The caller's process is gone: it asks nothing any more."""
+        """Notes that the caller's process is gone: it asks nothing any more."""
         self._gone = True
 
     # -- verbs that answer once -------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class FaultyWire(FaultyCalls, RemoteEngine):
                 raise HostAway("the engine's node does not answer")
 
     async def _once_more(self, name: str, about: str, verb: Asking[T], after: float) -> None:
-        """Nobody waits for what the second copy is answered."""
+        """Makes the second copy of the call, for whose answer nobody waits."""
         await self._clock.sleep(after)
         process = self._host.process
         if process is not None:
@@ -203,7 +203,7 @@ class FaultyWire(FaultyCalls, RemoteEngine):
                 frames.put_nowait(frame)
 
     async def _first_frame(self, body: StartGenerate, engine: EngineClient) -> None:
-        """Nobody listens to the second copy of a stream for long."""
+        """Makes the second copy of a stream, to which nobody listens for long."""
         async with aclosing(engine.start_generate(body)) as events:
             await anext(events, None)
 

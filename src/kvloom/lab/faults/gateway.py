@@ -1,5 +1,5 @@
-"""The processes of a gateway, with the clients that have reached it, and of a fleet scheduler in a run with
-faults."""
+"""The processes of a run with faults that unite a fleet: gateways, with the clients that have reached them,
+and fleet schedulers."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class FaultyGateway:
         tell: Callable[[Said], None],
         record: Recorder,
     ) -> None:
-        """crashed: called with what is no error of ours. tell: takes what it says to the controller. record:
-        takes what it decides to the fleet's journal."""
+        """`crashed` is called with errors that are none of kvloom's own. `tell` takes what it says to the
+        controller, and `record` takes what it decides to the fleet's journal."""
         self.wires = wires
         self.mirror = Mirror(snapshot, self._send)
         link = FleetLink(self.mirror, wires.__getitem__)
@@ -200,7 +200,7 @@ class FleetWire(FaultyCalls):
         journal: Journal,
         crashed: Crashed,
     ) -> None:
-        """gateway: returns None while there is none."""
+        """`gateway` returns None while there is none."""
         super().__init__(("fleet", ""), clock, delay, faults, journal, crashed)
         self._gateway = gateway
 
@@ -215,7 +215,7 @@ class FleetWire(FaultyCalls):
         await self._call("scale", lambda gateway: gateway.scale(steps))
 
     async def _call(self, name: str, verb: Verb[T]) -> T:
-        """Sent at once; the answer is waited for."""
+        """Sends the call at once, and waits for the answer."""
         answer: T = await asyncio.shield(self._tasks.spawn(self._carry(name, verb)))
         return answer
 
@@ -229,7 +229,7 @@ class FleetWire(FaultyCalls):
         return answer
 
     async def _once_more(self, verb: Verb[Any], after: float) -> None:
-        """Nobody waits for what the second copy is answered."""
+        """Makes the second copy of the call, for whose answer nobody waits."""
         await self._clock.sleep(after)
         await self._served(verb)
 

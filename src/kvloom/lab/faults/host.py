@@ -33,7 +33,7 @@ from kvloom.types.spec import EngineSpec
 
 
 class WatchedDevice:
-    """Satisfies `Content`: a checker. Where the seed has it, a job fails: at its end, with all written, or,
+    """Satisfies `Content`: a checker. If the seed has it so, a job fails: at its end, with all written, or,
     if peers wait for its layers, after some of them."""
 
     def __init__(
@@ -76,7 +76,7 @@ class WatchedDevice:
         return tokens
 
     def _draw(self, job: Job, step: int) -> list[int]:
-        """Offloaded rows that do not count get any token."""
+        """Gives offloaded rows that do not count any token."""
         if job.offloaded is None:
             return self._checker.draw(job, step)
         self._journal.count("steps offloaded")
@@ -125,15 +125,17 @@ class Outage:
     """A node's time without a network, or without power."""
 
     off: bool
-    """Whether it has no power."""
+    """Tells whether it has no power."""
     noticed: bool = False
-    """Whether its connections to the controller are given up: what they had to carry is lost."""
+    """Tells whether its connections to the controller are given up. Then what they had to carry is lost."""
     held: list[Callable[[], None]] = field(default_factory=list)
-    """What its connections to the controller carry once it is back, if that is before they are given up."""
+    """The messages that its connections to the controller carry once it is back, unless they are given up
+    before."""
     over: asyncio.Future[bool] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future(), repr=False
     )
-    """Done once callers' connections work again (True), or are given up with the node (False)."""
+    """The end of the outage. Its result is True once callers' connections work again, and False if they are
+    given up with the node."""
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
     def end(self, *, healed: bool) -> None:
@@ -151,7 +153,7 @@ class FaultyHost(UnitHost):
     ) -> None:
         super().__init__(unit, around)
         self.checkers: list[InvariantChecker] = []
-        """Those of all its processes, one after the other."""
+        """The checkers of all its processes, one after the other."""
         self.outage: Outage | None = None
         """The outage of the node that it is on; None if callers reach it."""
         self._faults = faults
@@ -196,7 +198,8 @@ class FaultyHost(UnitHost):
 
 
 AT_ONCE: Final = Timing(first=0.0, most=0.0)
-"""A fault says itself how long what has died stays away."""
+"""The timing of restarts, which wait for nothing, because a fault says itself how long what has died stays
+away."""
 
 
 class FaultyLauncher(ModelledLauncher):
@@ -212,8 +215,8 @@ class FaultyLauncher(ModelledLauncher):
         shapes: Mapping[str, ModelShape],
         open_gateway: Callable[[str, Snapshot], Coroutine[Any, Any, None]],
     ) -> None:
-        """shapes: of all models that a unit may ever have. open_gateway: serves the fleet of a snapshot as
-        the gateway of this name."""
+        """`shapes` are those of all models that a unit may ever have. `open_gateway` serves the fleet of a
+        snapshot as the gateway of this name."""
         super().__init__(hosts, clock, tasks)
         self._journal = journal
         self._shapes = shapes
@@ -252,7 +255,7 @@ class FaultyLauncher(ModelledLauncher):
             super().tell(component, news)
 
     def running(self) -> list[FoundProcess]:
-        """Returns the units' processes, and the gateway if there is one: none is from the beginning."""
+        """Returns the units' processes, and the gateway if there is one. At the beginning there is none."""
         phase: Phase = "ready" if self._gateway == "up" else "starting"
         gateway = [FoundProcess(GATEWAY_NAME, 1, phase)] if self._gateway else []
         return [*self._found(self._hosts), *gateway]

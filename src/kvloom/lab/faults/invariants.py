@@ -1,5 +1,5 @@
-"""Pages that really hold numbers, and tokens that are a hash of what lies in them: so that it shows at once
-where a page was given away too early, copied too late, or read by somebody else."""
+"""Pages that really hold numbers, and tokens that are a hash of what lies in them. So it shows at once if a
+page was given away too early, copied too late, or read by somebody else."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def next_token(
     vocab: int,
     mask: U32 | None = None,
 ) -> int:
-    """Returns what `model` says after `tokens`; (key, index) draw it if it is not greedy. mask: of the tokens
-    that a guide allows."""
+    """Returns what `model` says after `tokens`; (key, index) draw it if it is not greedy. `mask` is that of
+    the tokens that a guide allows."""
     drawn = digest(model, list(tokens), (key, index) if params.temperature else ())
     few = params.stop_token_ids and index < params.min_tokens
     if mask is None and not few:
@@ -51,8 +51,8 @@ def _bits(mask: U32) -> AnyArray:
 
 
 def lone_answer(body: StartGenerate, choice: int, *, context: int, vocab: int) -> list[int]:
-    """Returns the tokens of one choice, worked out without an engine. context: tokens that the model holds
-    in all."""
+    """Returns the tokens of one choice, worked out without an engine. `context` is the number of tokens that
+    the model holds in all."""
     sampling = body.sampling
     key, tokens = (sampling.seed + choice * _CHOICES) % 2**64, list(body.prompt)
     guide = begin_guide(sampling.guide, vocab) if sampling.guide else None
@@ -93,7 +93,7 @@ class InvariantChecker:
     def __init__(
         self, geometries: Mapping[str, Geometry], blocks: int, vocab: int, *, width: int = 0
     ) -> None:
-        """width: tokens of a block of the arena, if models of other units use it too."""
+        """`width` is the tokens of a block of the arena, if models of other units use it too."""
         self.geometries = geometries
         self.vocab = vocab
         width = max(width, *(one.tokens_per_block for one in geometries.values()))
@@ -168,7 +168,7 @@ class InvariantChecker:
                 target[other, :tokens] = numbers
 
     def _history(self, plan: ForwardPlan, i: int, length: int) -> list[int]:
-        """The tokens of sequence i as its pages hold them, the same in all layers and heads."""
+        """Returns the tokens of sequence i as its pages hold them, the same in all layers and heads."""
         positions = np.arange(length, dtype=np.int64)
         width = self.geometries[plan.model].tokens_per_block
         blocks = plan.page_map[plan.tables[i, positions // width]]
@@ -180,14 +180,14 @@ class InvariantChecker:
         return history
 
     def numbers(self, model: str, positions: I64, tokens: I64) -> I64:
-        """[N, layers, kv_heads], no number twice."""
+        """Returns the numbers [N, layers, kv_heads], of which none comes twice."""
         places = self._places[model][None] * _TOKENS
         numbers: I64 = (places + positions[:, None, None]) * _TOKENS + tokens[:, None, None]
         return numbers
 
 
 def _places(model: str, geometry: Geometry) -> I64:
-    """[layers, kv_heads] numbers that no other model has."""
+    """Returns [layers, kv_heads] numbers that no other model has."""
     first = digest(model) % 900_000 * 10_000
     places: I64 = first + np.arange(geometry.blocks_per_page, dtype=np.int64)
     return places.reshape(geometry.layers, geometry.kv_heads)

@@ -13,13 +13,13 @@ from kvloom.types.request import EndEvent, Event, PromptEvent, TokenEvent
 
 
 class Journal:
-    """A line for each event: when (virtual seconds), what, who, and how it was. Lines are kept only if they
-    are wanted, because they take longer to write than the events themselves."""
+    """The journal of a run has a line for each event: when (virtual seconds), what, who, and how it was.
+    Lines are kept only if they are wanted, because they take longer to write than the events themselves."""
 
     def __init__(self, clock: Clock, *, kept: bool) -> None:
         self.lines: list[str] = []
         self.counts: Counter[str] = Counter()
-        """Events by kind, of what is worth counting."""
+        """The number of events by kind, of those that are worth counting."""
         self.kept = kept
         self._clock = clock
 
@@ -41,9 +41,10 @@ class ClientAnswer:
 
     client: Client
     fate: Fate = "waits"
-    """Its stream has ended; it was told an error and has failed; it has left; or its gateway was lost."""
+    """The fate of the answer: the client waits; its stream has ended; it was told an error and has failed; it
+    has left; or its gateway was lost."""
     over: float | None = None
-    """The time when that was."""
+    """The time when its fate was decided; None while it waits."""
     tokens: dict[int, list[int]] = field(default_factory=dict)
     """The tokens by choice."""
     ends: dict[int, EndEvent] = field(default_factory=dict)
@@ -54,7 +55,7 @@ class ClientAnswer:
     stopped: set[int] = field(default_factory=set)
     """Choices that were aborted for their stop string."""
     broken: list[str] = field(default_factory=list)
-    """What no stream may do (law 3), and this one did."""
+    """The things that this stream did and that no stream may do (law 3)."""
 
     def take(self, frame: list[Event]) -> None:
         for event in frame:

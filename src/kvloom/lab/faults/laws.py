@@ -21,7 +21,7 @@ from kvloom.types.errors import BadRequest, OutOfBlocks, QueueFull
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import EndEvent, StartGenerate
 
-_REFUSALS = (BadRequest, QueueFull, OutOfBlocks)  # what a request may be told where nothing has gone wrong
+_REFUSALS = (BadRequest, QueueFull, OutOfBlocks)  # what a request may be told if nothing has gone wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def _fate(answer: ClientAnswer, scenario: FaultScenario) -> Iterator[str]:
 
 
 def check_pool(host: FaultyHost) -> Iterator[Broken]:
-    """Law 1, at any moment."""
+    """Checks law 1, at any moment."""
     if host.process is None:
         return
     try:
@@ -178,7 +178,7 @@ def check_invariants(host: FaultyHost) -> Iterator[Broken]:
 
 
 def check_fleet(controller: Controller) -> Iterator[Broken]:
-    """Law 5, of a fleet of which nothing more is wanted: it is what it is to be."""
+    """Checks law 5: a fleet of which nothing more is wanted is what it is to be."""
     spec, processes = controller.spec, controller.status.processes
     if spec.rolling is not None:
         yield Broken(NO_STARVATION, f"a rolling restart is not over, at {at(spec.rolling)}")

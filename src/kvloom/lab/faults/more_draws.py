@@ -102,7 +102,7 @@ class FleetEditDraws:
         return [self._edit(at) for at in moments]
 
     def _edit(self, at: float) -> FleetEdit:
-        """Units that come and go by themselves are neither added nor removed."""
+        """Draws a unit that is added or removed. Units that come and go by themselves are neither."""
         draw = self._random
         kinds = [self._rolling, self._replan, self._replan]
         if not self._scaled:
@@ -136,7 +136,7 @@ class FleetEditDraws:
         return Replan(at, made, self._seconds())
 
     def _add(self, at: float) -> FleetEdit:
-        """The new unit is as another one is, under a name of its own."""
+        """Draws a new unit, which is as another one is, under a name of its own."""
         like: SimulatedUnit = self._random.choice(list(self._units.values()))
         name = f"new-{self._added}"
         self._added += 1
@@ -187,7 +187,7 @@ def with_sleep(scenario: FaultScenario) -> FaultScenario:
     )
 
 
-_LONGEST_LEASE: Final = 10.0  # seconds; where leases are longer nothing may be left to them
+_LONGEST_LEASE: Final = 10.0  # seconds; if leases are longer, nothing may be left to them
 
 
 def with_nodes(scenario: FaultScenario) -> FaultScenario:

@@ -32,7 +32,7 @@ class FaultyNodes(FaultyLauncher):
     and the callers hear nothing of it meanwhile. A node that is back tells what runs there."""
 
     def __init__(self, nodes: Collection[SimulatedNode], lease: float, *given: Any) -> None:
-        """lease: seconds. given: what a `FaultyLauncher` takes."""
+        """`lease` is in seconds, and `given` is what a `FaultyLauncher` takes."""
         super().__init__(*given)
         self.nodes = {node.name: node for node in nodes}
         self._lease = lease
@@ -91,7 +91,7 @@ class FaultyNodes(FaultyLauncher):
                 carry()
 
     def abandon(self) -> None:
-        """The controller is gone: nobody renews leases, and its connections are over."""
+        """Lets the controller be gone: nobody renews leases, and its connections are over."""
         loop = asyncio.get_running_loop()
         self._give_up_connections()
         self._leases = [
@@ -101,7 +101,7 @@ class FaultyNodes(FaultyLauncher):
         ]
 
     def resume(self) -> None:
-        """Another controller is there, and is told what runs on the nodes that it reaches."""
+        """Lets another controller be there, which is told what runs on the nodes that it reaches."""
         for timer in self._leases:
             timer.cancel()
         self._leases = []

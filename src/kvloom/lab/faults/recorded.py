@@ -1,4 +1,4 @@
-"""What befalls a fleet, as its journal tells it."""
+"""The records by which a fleet's journal tells what befalls the fleet."""
 
 from __future__ import annotations
 

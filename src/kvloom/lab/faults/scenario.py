@@ -44,7 +44,7 @@ LONGEST: Final = 4.0  # seconds in which clients come
 
 
 LEASES: Final = (1.0, 2.0, 4.0)  # seconds
-LONG_LEASE: Final = 120.0  # where all is given back without it
+LONG_LEASE: Final = 120.0  # if all is given back without it
 BANDS: Final = (  # pools are small
     Thresholds(0.0, 0.0),
     Thresholds(10.0, 20.0),
@@ -52,7 +52,7 @@ BANDS: Final = (  # pools are small
     Thresholds(1e3, 1e3, floor=0.0),  # all that fits moves to a unit that is idle
 )
 POLICIES: Final = tuple(policy for policy in get_args(Policy) if policy not in PUBLISHED)
-"""Those that are drawn for each unit by itself; `with_published_policies` draws the others."""
+"""The policies that are drawn for each unit by itself; `with_published_policies` draws the others."""
 PROGRAMS: Final[Mapping[str, Mapping[str, tuple[Option, ...]]]] = {
     "data_parallel": {},
     "least_loaded": {},
@@ -298,13 +298,13 @@ class DrawnScenario:
 
 
 SHARE: Final = 0.19  # of the scenarios
-CROWDED: Final = 0.4  # of these: prompts wait for room, where others have some
+CROWDED: Final = 0.4  # of these: prompts wait for room, while other units have some
 EDGES: Final = (200.0, 1e3, 1e3, 1e3)  # decode steps: units with less give, those with more take
 
 
 class Restless(DrawnScenario):
-    """Long answers, pools with room for most, and a scheduler that looks often and acts on each difference.
-    Units come and go, and are drained."""
+    """A scenario with long answers, pools with room for most, and a scheduler that looks often and acts on
+    each difference. Units come and go, and are drained."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -343,12 +343,12 @@ class Restless(DrawnScenario):
         return replace(given, groups={"all": GroupSpec(names, scale)}, away=frozenset(names[least:]))
 
     def _switch(self, at: float) -> Switch:
-        """Now and then one that sends all to one unit, from which they are to move."""
+        """Draws now and then a program that sends all to one unit, from which they are to move."""
         return Switch(at, "cache_aware", {"slack": 2048}) if self._odds(0.4) else super()._switch(at)
 
     def draw(self) -> FaultScenario:
-        """A scheduler whose calls go astray moves nothing: they do so elsewhere. Where units come and go a
-        gateway may be lost meanwhile."""
+        """A scheduler whose calls go astray moves nothing: calls go astray in other scenarios. If units come
+        and go, a gateway may be lost meanwhile."""
         drawn = replace(super().draw(), fleet_rates=Rates())
         scaled = drawn.rescheduling is not None and drawn.rescheduling.groups
         if not scaled or self.calm or self._odds(0.6):

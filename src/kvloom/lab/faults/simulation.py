@@ -1,4 +1,4 @@
-"""A fleet in which things go wrong: who is there, and what befalls them."""
+"""The simulation of a fleet in which things go wrong: who is there, and what befalls them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _EDITED: Final = {
     UnitAdded: "units added",
     UnitRemoved: "units removed",
 }
-"""The names under which edits are counted that are taken."""
+"""The names under which edits that are taken are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,10 @@ class FaultSimulation:
     def __init__(self, scenario: FaultScenario, clock: Clock, journal: Journal, parts: Parts) -> None:
         self.scenario = scenario
         self.crash: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        """What an engine, a router or a call has failed of that is no error of ours."""
+        """The error that an engine, a router or a call has failed of, if it is none of kvloom's own
+        errors."""
         self.broken: list[Broken] = []
-        """What was seen on the way."""
+        """The broken laws that were seen during the run."""
         self.answers = [ClientAnswer(client) for client in scenario.clients]
         self.gateway: FaultyGateway | None = None
         self._clock = clock
@@ -142,7 +143,8 @@ class FaultSimulation:
         return [answer for answer in self.answers if answer.fate == "waits"]
 
     def sample(self, at: float, totals: tuple[ModelTotals, ...]) -> Sample:
-        """Returns a sample of the fleet. While it has no gateway, whoever has a process is up."""
+        """Returns a sample of the fleet. While it has no gateway, every unit that has a process counts as
+        up."""
         spec = self.controller.spec.units
         engines = {name: host.process.engine for name, host in self.hosts.items() if host.process}
         services: Mapping[str, str] = {name: "up" if name in engines else "down" for name in spec}

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from kvloom.engine.engine import Engine
-from kvloom.engine.quotas import fitted
+from kvloom.engine.queues import limit_context
 from kvloom.exec.cpu.executor import TorchExecutor
 from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import Arena
@@ -145,7 +145,7 @@ class Stage:
     def __init__(self, executor: TorchExecutor, *, temperature: float) -> None:
         self._executor = executor
         self._cards = {
-            name: fitted(card, executor.geometries[name], executor.blocks)
+            name: limit_context(card, executor.geometries[name], executor.blocks)
             for name, card in executor.cards.items()
         }
         self.pool = Pool(

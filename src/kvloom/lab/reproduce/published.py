@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 
 def read_published(name: str, kind: type[T], what: str) -> T | None:
-    """Returns the JSON of a file; None if the variable is not set. what: the file's contents, for the reader.
-    Raises ConfigError."""
+    """Returns the JSON of a file; None if the variable is not set. `what` names the file's contents for the
+    reader. Raises ConfigError."""
     folder = os.environ.get(FOLDER)
     if not folder:
         return None

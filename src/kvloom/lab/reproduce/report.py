@@ -27,7 +27,7 @@ def part_of(tell: Tell, at: int, of: int) -> Tell:
 
 
 class Cell(Struct, frozen=True, kw_only=True):
-    """One number, and where it stands. `paper` is None if the paper tells none."""
+    """One number, and its row and column. `paper` is None if the paper tells none."""
 
     row: str
     column: str
@@ -36,7 +36,7 @@ class Cell(Struct, frozen=True, kw_only=True):
 
     @property
     def ratio(self) -> float | None:
-        """Ours over the paper's."""
+        """Returns our number over the paper's."""
         return self.ours / self.paper if self.paper else None
 
     @property
@@ -54,8 +54,8 @@ def cells(row: str, *told: tuple[str, float | None, float]) -> list[Cell]:
 
 
 class Claim(Struct, frozen=True, kw_only=True):
-    """A statement of the paper about its figure, and what is found here, in a few words. holds: None if what
-    was found cannot tell."""
+    """A statement of the paper about its figure, and what is found here, in a few words. `holds` is None if
+    what was found cannot tell."""
 
     said: str
     holds: bool | None
@@ -72,7 +72,7 @@ def duration(seconds: float) -> str:
 
 
 class Grid(Struct, frozen=True, kw_only=True):
-    """Numbers of ours that are drawn in the paper, and not told: as text, a row each."""
+    """Numbers of ours that the paper draws and does not tell, as text, with a line for each row."""
 
     title: str
     heads: tuple[str, ...]
@@ -80,7 +80,7 @@ class Grid(Struct, frozen=True, kw_only=True):
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """One figure or table with all that is said of it. Its name is as `figure 10`."""
+    """One figure or table with all that is said of it. Its name is, for example, `figure 10`."""
 
     name: str
     title: str
@@ -91,7 +91,8 @@ class Report(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a reader asks of an experiment besides its scale. None or empty: the experiment's own."""
+    """The options of an experiment that a reader asks for besides its scale. None, or an empty one, stands
+    for the experiment's own."""
 
     traffic: str | None = None
     rates: tuple[float, ...] = ()
@@ -101,22 +102,24 @@ class Options:
 
     @property
     def given(self) -> tuple[str, ...]:
-        """The names of those that are given."""
+        """Returns the names of the options that are given."""
         return tuple(one.name for one in fields(self) if getattr(self, one.name))
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """name: of its figure (`10`) or table (`table-3`). run: raises ConfigError."""
+    """An experiment. `name` is that of its figure (`10`) or table (`table-3`). `run` raises ConfigError."""
 
     name: str
     run: Callable[[Scale, Tell], Report]
     adjusted: Callable[[Scale, Tell, Options], Report] | None = None
-    """Runs it with what a reader asks besides; None if it has no options. It raises ConfigError."""
+    """The function that runs it with what a reader asks besides; None if it has no options. It raises
+    ConfigError."""
     options: tuple[str, ...] = ()
-    """The names of those that it has, as `Options` has them."""
+    """The names of the options that it has, as `Options` has them."""
     timed: bool = False
-    """Whether it tells times of the machine that plays it, so that no two runs agree in their numbers."""
+    """Tells whether it shows times of the machine that plays it, so that no two runs agree in their
+    numbers."""
 
     def play(self, scale: Scale, tell: Tell, options: Options) -> Report:
         """Runs it with the options, which it has if any are given. Raises ConfigError."""
@@ -135,7 +138,7 @@ _CLAIM_HEADS: Final = ("the paper says", "found here", "verdict")
 
 
 class _Tabular(NamedTuple):
-    """A table of a report, whichever way it is shown. right: the columns of numbers."""
+    """A table of a report, whichever way it is shown. `right` are the columns of numbers."""
 
     title: str
     heads: Sequence[str]
@@ -230,10 +233,10 @@ def _cell(cell: Cell) -> tuple[str, ...]:
 
 
 def _numbers(grid: Grid) -> list[int]:
-    """Columns of numbers, beside the first one."""
+    """Returns the columns of numbers, beside the first one."""
     return [i for i in range(1, len(grid.heads)) if all(row[i][:1].isdigit() for row in grid.rows)]
 
 
 def _number(value: float) -> str:
-    """Three digits, or all that stand before the point."""
+    """Returns three digits, or all that stand before the point."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

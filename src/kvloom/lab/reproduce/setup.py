@@ -46,7 +46,7 @@ def engine_spec(
 ) -> EngineSpec:
     """Returns an engine that runs jobs one at a time on the whole of its device, first come first served.
 
-    policy: that or another one; chunk_tokens: the most of a prefill job."""
+    `policy` is that one or another, and `chunk_tokens` the most of a prefill job."""
     return EngineSpec(
         models=tuple(models),
         kv_bytes=kv_bytes,
@@ -72,7 +72,7 @@ class Hosted:
     """Satisfies `CostModel`: a decode step waits for the host, which prepares it and reads its tokens."""
 
     def __init__(self, cost: CostModel, host: Callable[[Work], float]) -> None:
-        """host: returns the seconds that the host takes for a decode step."""
+        """`host` returns the seconds that the host takes for a decode step."""
         self._cost = cost
         self._host = host
 
@@ -110,7 +110,7 @@ def poisson_requests(
 ) -> Iterator[WorkloadRequest]:
     """Yields one model's requests, `rate` a second, until `seconds`. They do not depend on other models.
 
-    pairs: returns the lengths of prompts and answers, without end."""
+    `pairs` returns the lengths of prompts and answers, without end."""
     timing, sizing = (np.random.default_rng([seed, kind, *model.encode()]) for kind in (1, 2))
     lengths = pairs(sizing)
     for at in arrivals(poisson, Steps(np.array([rate])), timing):
@@ -128,7 +128,7 @@ def play_all(
 ) -> list[P]:
     """Plays the runs one after the other, and returns what `play` found in each.
 
-    name: of a run, for the reader."""
+    `name` returns that of a run, for the reader."""
 
     def played(at: int, run: R) -> P:
         what = f"{name(run)}, {at + 1} of {len(runs)}"
@@ -161,7 +161,7 @@ def play_watched(
     """Plays requests to a fleet that dispatches to the least loaded unit, for at most so many seconds; it
     ends earlier once `over` is set or, if that is left out, once all are answered.
 
-    look: is called at `first` seconds and `every` so many from then on, before `last`."""
+    `look` is called at `first` seconds and `every` so many from then on, before `last`."""
 
     async def looking(fleet: SimulatedFleet, clock: LoopClock) -> None:
         await clock.sleep(first)

@@ -1,4 +1,5 @@
-"""When requests come, and for which model: renewal processes, rates that change, the power law."""
+"""Arrivals: when requests come, and for which model. There are renewal processes, rates that change, and the
+power law."""
 
 from __future__ import annotations
 
@@ -41,9 +42,9 @@ class Steps:
     """A rate that changes with the time."""
 
     rates: F64
-    """[K] requests a second, of K equal steps that fill `period` and then begin anew."""
+    """The requests a second [K] of K equal steps that fill `period` and then begin anew."""
     period: float = 1.0
-    """Seconds."""
+    """The seconds of a period."""
 
     def times(self, turns: F64) -> F64:
         """Returns the times [N], in seconds, by which so many arrivals [N] are expected since the start."""

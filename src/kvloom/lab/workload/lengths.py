@@ -1,4 +1,4 @@
-"""How long prompts and answers are: distributions of token counts, and those of published traces."""
+"""The lengths of prompts and answers: distributions of token counts, and those of published traces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """low, …, high, each with the same probability."""
+    """A distribution over low, …, high, each with the same probability."""
 
     low: int
     high: int
@@ -31,8 +31,9 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class Zipf:
-    """The shorter, the more: rank k of 1, …, 2·mean − 1 has a probability in proportion to k^-exponent, and
-    ranks times whatever brings their mean to `mean` are tokens, at most `most` (Llumnix, section 6.1)."""
+    """A distribution in which short lengths are frequent: rank k of 1, …, 2·mean − 1 has a probability in
+    proportion to k^-exponent, and ranks times whatever brings their mean to `mean` are tokens, at most `most`
+    (Llumnix, section 6.1)."""
 
     mean: int
     exponent: float
@@ -49,7 +50,7 @@ class Zipf:
 
 @dataclass(frozen=True, slots=True)
 class Normal:
-    """Rounded, and at least 1."""
+    """Returns the numbers rounded, and at least 1."""
 
     mean: float
     deviation: float
@@ -61,7 +62,7 @@ class Normal:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Log-normal; counts that are not between `least` and `most` are drawn anew."""
+    """A log-normal distribution. Counts that are not between `least` and `most` are drawn anew."""
 
     median: float
     sigma: float
@@ -78,11 +79,11 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Log-normal in pieces: the logarithm of the tokens is linear in the normal variate between two
-    percentiles, and goes on as straight beyond the outer two."""
+    """A distribution that is log-normal in pieces: the logarithm of the tokens is linear in the normal
+    variate between two percentiles, and goes on as straight beyond the outer two."""
 
     points: tuple[tuple[float, int], ...]
-    """(percentile, tokens), ascending."""
+    """The pairs (percentile, tokens), ascending."""
     most: int
 
     def draw(self, rng: np.random.Generator, count: int) -> I64:

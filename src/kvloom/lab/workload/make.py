@@ -32,7 +32,7 @@ _IDS: Final = 1 << 32  # segments of a model; a number of 53 bits is one to ever
 def open_workload(path: Path, **changes: Any) -> Workload:
     """Returns the workload of a spec in YAML or JSON, of a workload file or of a trace. Raises ConfigError.
 
-    changes: keys of a spec that are otherwise than in its file."""
+    `changes` are keys of a spec that are otherwise than in its file."""
     if path.suffix.lower() not in SPECS:
         return read_workload(path)
     spec = read_spec(path, **changes)
@@ -164,7 +164,7 @@ class _Sharing:
     what was said before."""
 
     def __init__(self, system: SystemPrompts | None, ids: Iterator[int], rng: np.random.Generator) -> None:
-        """ids: the model's own, for segments; the first of them are those of its system prompts."""
+        """`ids` are the model's own, for segments; the first of them are those of its system prompts."""
         self._rng = rng
         self._ids = ids
         self._system = system
@@ -185,7 +185,7 @@ class _Sharing:
         """Yields the turns of conversations. The drawn prompt is what the user says in a turn; in the next
         turn it and the answer (made-up tokens, as many as it had) come before what is said then.
 
-        starts: arrivals of the first turns."""
+        `starts` are the arrivals of the first turns."""
         order = itertools.count()
         due: list[_Due] = []
         for start in starts:

@@ -64,7 +64,7 @@ class Line:
     name: str
     colour: int
     values: Sequence[float | None]
-    """One for each of the chart's places; None if the series has no point there."""
+    """The series' values, one for each of the chart's places; None if the series has no point there."""
     dash: tuple[int, int] | None = None
     own: Sequence[float] | None = None
     """The values without those that they are stacked upon; None if nothing is stacked."""

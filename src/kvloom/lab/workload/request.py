@@ -40,9 +40,9 @@ class WorkloadRequest(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """The arrival, in seconds since the workload's start."""
     model: str
     prompt: Count
-    """Tokens of the prompt."""
+    """The tokens of the prompt."""
     output: Count
-    """Tokens of the answer, which has exactly as many."""
+    """The tokens of the answer, which has exactly as many."""
     priority: int = 0
     shared: tuple[Segment, ...] = ()
     """The segments that the prompt begins with. The rest of the prompt belongs to this request alone."""
@@ -57,11 +57,11 @@ class RequestResult(Struct, frozen=True, omit_defaults=True, kw_only=True):
     end: float | None
     """The last token's time."""
     tokens: int
-    """Tokens that came."""
+    """The number of tokens that came."""
     cached: int = 0
-    """Tokens of the prompt that were not computed anew."""
+    """The tokens of the prompt that were not computed anew."""
     error: str = ""
-    """One line, empty if the whole answer came."""
+    """The error in one line; empty if the whole answer came."""
 
     @property
     def per_token(self) -> float | None:
@@ -122,7 +122,7 @@ Objective = Callable[[RequestResult], bool]
 
 @dataclass(frozen=True, slots=True)
 class Within:
-    """An objective: bounds in seconds, None for no bound."""
+    """An objective of bounds in seconds; None stands for no bound."""
 
     first: float | None = None
     """The bound of the time to the first token."""

@@ -25,7 +25,7 @@ class Latency(Struct, frozen=True, kw_only=True):
     p99: float
     most: float
     curve: list[float]
-    """The quantiles CURVE."""
+    """The quantiles of CURVE."""
 
 
 class Tally(Struct, frozen=True, kw_only=True):
@@ -53,11 +53,11 @@ class Course(Struct, frozen=True, kw_only=True):
     """Sums over stretches of time of equal width."""
 
     asked: list[float]
-    """Requests that came."""
+    """The number of requests that came."""
     answered: list[float]
-    """Requests that were answered."""
+    """The number of requests that were answered."""
     tokens: list[float]
-    """Tokens that came."""
+    """The number of tokens that came."""
 
 
 class Slept(Struct, frozen=True, kw_only=True):
@@ -66,7 +66,7 @@ class Slept(Struct, frozen=True, kw_only=True):
     wakes: int
     sleeps: int
     waited: int
-    """Requests that came while their model slept."""
+    """The number of requests that came while their model slept."""
     wait: Latency | None
     """The time from the arrival of these until their model was awake."""
 
@@ -77,15 +77,15 @@ class Upheaval(Struct, frozen=True, kw_only=True):
     preempted: int
     """The times that a choice was put back because blocks were short."""
     moved: int | None
-    """Requests that went over to another unit; None if there was no fleet scheduler."""
+    """The number of requests that went over to another unit; None if there was no fleet scheduler."""
     stayed: int | None
-    """Requests that were to go over and could not; None if there was no fleet scheduler."""
+    """The number of requests that were to go over and could not; None if there was no fleet scheduler."""
     units: float
-    """Units that had a process, or were about to, in the mean over the run."""
+    """The mean number of units that had a process, or were about to, over the run."""
     least: int
     most: int
     slept: Slept | None = None
-    """None if no weights could sleep."""
+    """The wakings of weights; None if no weights could sleep."""
 
 
 def show_upheaval(found: Upheaval) -> str:
@@ -118,7 +118,7 @@ def _counted(number: int, what: str) -> str:
 
 
 class Results(Struct, frozen=True, kw_only=True):
-    """The file."""
+    """The file of results."""
 
     kvloom_results: Annotated[int, Meta(ge=1)] = VERSION
     source: Literal["benchmark", "simulation"]
@@ -128,15 +128,15 @@ class Results(Struct, frozen=True, kw_only=True):
     total: Tally
     models: dict[str, Tally]
     width: float
-    """Seconds of a stretch of the courses."""
+    """The seconds of a stretch of the courses."""
     courses: dict[str, Course]
     """The results by model."""
     errors: dict[str, int]
-    """The number of each kind."""
+    """The number of errors of each kind."""
     lateness: Latency | None = None
     """The time by which the client sent its requests too late; None if there was no client."""
     upheaval: Upheaval | None = None
-    """None if it is not known."""
+    """The moves and starts of the run; None if they are not known."""
 
     def save(self, path: Path) -> None:
         """Raises ConfigError."""

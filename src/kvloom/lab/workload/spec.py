@@ -155,7 +155,8 @@ class Drift(Section):
     def rates(self, rates: F64, phases: F64) -> F64:
         """Returns [models, STEPS] requests a second.
 
-        rates: [models] requests a second without drift. phases: [models] in [0, 1), places in the period."""
+        `rates` [models] are requests a second without drift. `phases` [models] are places in the period, in
+        [0, 1)."""
         turns = np.arange(STEPS) / STEPS
         weights = rates[:, None] * np.exp(self.swing * np.sin(2 * np.pi * (turns + phases[:, None])))
         drifted: F64 = weights * (rates.sum() / weights.sum(axis=0))
@@ -179,7 +180,8 @@ class Conversations(Section):
     pause: Seconds
     """The mean time from one turn's arrival to the next one's, which is exponentially distributed."""
     max_context: TokenCount = LONGEST
-    """A conversation ends before the turn that would need more tokens, but not before its first."""
+    """The tokens at which a conversation ends: it ends before the turn that would need more, but not before
+    its first."""
 
 
 class ReplaySpec(Section):
@@ -191,14 +193,14 @@ class ReplaySpec(Section):
     length_scale: _Scale = 1.0
     """The factor of the requests' tokens."""
     max_total: TokenCount | None = None
-    """Tokens of a scaled request; longer requests are left out."""
+    """The most tokens of a scaled request. Longer requests are left out."""
 
 
 class ModelSpec(Section):
     """Settings of one model. Those that are None are as they are for all models."""
 
     rate: Rate | None = None
-    """Requests a second."""
+    """The requests a second of the model."""
     arrivals: Process | None = None
     lengths: LengthSpec | None = None
     priorities: Priorities | None = None
@@ -207,19 +209,19 @@ class ModelSpec(Section):
 
 
 class WorkloadSpec(Section):
-    """The file."""
+    """The file of a workload."""
 
     name: Name = ""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     vocab: Annotated[int, Field(ge=32, lt=2**31)] = VOCAB
-    """Prompts are made of token ids below it."""
+    """The bound of token ids: prompts are made of ids below it."""
     seconds: Seconds | None = None
     requests: Annotated[int, Field(ge=1, lt=2**53)] | None = None
     models: Annotated[dict[Name, ModelSpec], BeforeValidator(_named), Field(min_length=1, max_length=4096)]
     rate: Rate | None = None
-    """Requests a second of all models together."""
+    """The requests a second of all models together."""
     top_rate: Rate | None = None
-    """Requests a second of the most popular model."""
+    """The requests a second of the most popular model."""
     alpha: Annotated[float, Field(ge=0, le=20, allow_inf_nan=False)] = 0.0
     """The exponent of the power law by which the rates fall, in the order of `models`."""
     drift: Drift | None = None

@@ -34,12 +34,12 @@ class Histogram:
 
     @property
     def mean(self) -> float:
-        """0 if nothing was added."""
+        """Returns the mean; 0 if nothing was added."""
         return self.total / self.count if self.count else 0.0
 
     @property
     def buckets(self) -> int:
-        """Returns the number of its values."""
+        """Returns the number of buckets that hold a value."""
         return len(self._buckets)
 
     def add(self, value: float) -> None:
@@ -93,7 +93,7 @@ class Series:
     """Sums over at most MOST_STRETCHES equal stretches of time, from 0 on."""
 
     def __init__(self, width: float = 1 / 64) -> None:
-        """width: seconds of the first stretches, which double as time goes on."""
+        """`width` is the seconds of the first stretches, which double as time goes on."""
         self.width = width
         self._sums: list[float] = []
 
@@ -129,7 +129,7 @@ class Summary:
     """Results of requests, added up by model."""
 
     def __init__(self, objectives: Mapping[str, Objective] | None = None) -> None:
-        """objectives: by the names under which their attainment is told."""
+        """`objectives` are by the names under which their attainment is told."""
         self._objectives = dict(objectives or {})
         self._models: dict[str, _Sums] = {}
         self._errors: dict[str, int] = {}
@@ -157,7 +157,7 @@ class Summary:
     ) -> Results:
         """Returns all that was added up.
 
-        seconds: how long the run took, if that is known better than from its last answer."""
+        `seconds` tells how long the run took, if that is known better than from its last answer."""
         seconds = seconds or self._seconds or 1.0
         total = _Sums(self._objectives)
         for sums in self._models.values():

@@ -134,11 +134,11 @@ class MooncakeLine(Struct, frozen=True):
     """A line of Mooncake's release (FAST'25)."""
 
     timestamp: Annotated[float, Meta(ge=0)]
-    """Milliseconds."""
+    """The arrival in milliseconds."""
     input_length: Count
     output_length: Count
     hash_ids: list[int]
-    """One for each BLOCK tokens of the prompt, the last one cut."""
+    """The ids of the prompt's blocks, one for each BLOCK tokens, of which the last may be cut."""
 
     @property
     def shared(self) -> tuple[Segment, ...]:

@@ -17,17 +17,17 @@ class DeviceSpec(Struct, frozen=True, kw_only=True):
 
     name: str
     flops: float
-    """Dense products in 16 bit, operations a second."""
+    """Operations a second of dense products in 16 bit."""
     memory: int
-    """Bytes."""
+    """The bytes of its memory."""
     bandwidth: float
-    """Bytes a second."""
+    """The bytes a second that it reads from its memory."""
     sms: int
-    """Multiprocessors."""
+    """The number of multiprocessors."""
     link: float
-    """Bytes a second to the other devices of its node, both ways together."""
+    """The bytes a second to the other devices of its node, both ways together."""
     host: float
-    """Bytes a second to its host, one way."""
+    """The bytes a second to its host, one way."""
 
 
 def _a100(name: str, memory: int, bandwidth: float) -> DeviceSpec:
@@ -88,9 +88,9 @@ class Constants(Struct, frozen=True, kw_only=True):
     host: float
     """Seconds in which the host issues a layer's decode step; the device waits if it is done before."""
     host_parallel: float
-    """Times as long for tensor parallelism."""
+    """The factor by which that is longer under tensor parallelism."""
     host_prefill: float
-    """Times as long for a prefill."""
+    """The factor by which that is longer for a prefill."""
     sequence: float
     """Each decoded sequence takes attention as long as so many cached tokens more."""
     bandwidth: float = 0.85
@@ -117,5 +117,5 @@ FITTED: Final = Constants(
 )
 FITTED_TO: Final = "A100-80"
 UNSEEN_ERROR: Final = (0.047, 0.135)
-"""How far a fit to a random half of that profile is from the times of the other half: the median, and the
-90th percentile."""
+"""The error of a fit to a random half of that profile, against the times of the other half: the median, and
+the 90th percentile."""

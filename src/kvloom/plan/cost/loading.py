@@ -1,4 +1,4 @@
-"""How long weights that sleep take to wake: their bytes over the way on which they come."""
+"""The time that weights that sleep take to wake: their bytes over the rate of the way on which they come."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ core of a Xeon."""
 
 
 def load_bandwidth(device: DeviceSpec | None, gpus: int = 1) -> float:
-    """Returns the bytes a second at which weights come into a unit's memory. device: None for cores, whose
-    weights come from the page cache. gpus: that have a link each, and a part of the weights."""
+    """Returns the bytes a second at which weights come into a unit's memory. `device` is None for cores,
+    whose weights come from the page cache. Each of the `gpus` has a link, and a part of the weights."""
     return MAPPED if device is None else PINNED * device.host * gpus
 
 

@@ -64,13 +64,14 @@ def _least_squares(a: F64, b: F64) -> F64:
 
 
 class Curve:
-    """seconds(x, a, b, c) = f(x) + k·(a, b, c), f linear between knots. f never falls and no k is negative,
-    so more work never takes less time."""
+    """A curve seconds(x, a, b, c) = f(x) + k·(a, b, c), in which f is linear between knots. f never falls and
+    no k is negative, so more work never takes less time."""
 
     def __init__(
         self, knots: Sequence[float], values: Sequence[float], slope: float, others: Sequence[float]
     ) -> None:
-        """values: at the knots, which rise from 0 on; slope: beyond the last. others: three."""
+        """`values` are those at the knots, which rise from 0 on; `slope` is the one beyond the last knot;
+        `others` are the three factors k."""
         self._knots = list(knots)
         self._values = list(values)
         self._slopes = [
@@ -80,8 +81,8 @@ class Curve:
 
     @staticmethod
     def fit(x: Sequence[float], others: Sequence[Sequence[float]], seconds: Sequence[float]) -> Curve:
-        """x [R]; others [R, 3]. The knots are those x that come more than once, but for the smallest and the
-        largest, past which lines go on."""
+        """Returns the curve that fits x [R] and others [R, 3]. The knots are those x that come more than
+        once, but for the smallest and the largest, past which lines go on."""
         often = sorted(value for value, times in Counter(x).items() if times > 1)
         knots = [0.0, *(value for value in often if min(x) < value < max(x))]
         at = np.asarray(x, float)[:, None]
@@ -102,8 +103,8 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The spread of |predicted / measured − 1| over `rows` rows: median and 90th percentile. bias: median of
-    predicted / measured − 1."""
+    """The spread of |predicted / measured − 1| over `rows` rows: median and 90th percentile. `bias` is the
+    median of predicted / measured − 1."""
 
     rows: int
     median: float
@@ -124,8 +125,8 @@ Kind = tuple[str, bool]  # a model, and whether the job is a decode step
 
 
 class _Shares:
-    """One kind of job on any number of cores: a curve for each that was measured, and between them such a
-    power of the cores as joins both."""
+    """The times of one kind of job on any number of cores: there is a curve for each number that was
+    measured, and between two of them a power of the cores joins both."""
 
     def __init__(self, curves: Mapping[int, Curve]) -> None:
         self._cores = sorted(curves)
@@ -145,7 +146,7 @@ class _Shares:
 
 
 class Measured:
-    """Satisfies `Operated`. cores: that the unit has; all of the profile's by default.
+    """Satisfies `Operated`. `cores` is the number that the unit has; by default it has all of the profile's.
 
     A prefill takes f(tokens) + a · pairs + b · context + c · sequences, a decode step f(sequences) + a ·
     context, fitted for each model and number of cores to what was measured. A mixed job takes what the
@@ -206,7 +207,7 @@ class Measured:
         return (*found, Operator("head", head * each, 1, MOST_PARTS))
 
     def queued(self, work: Work) -> float:
-        """A job is issued as one."""
+        """Returns the job's own seconds, because it is issued as one."""
         return self.seconds(work)
 
     def attention(self, model: str, shape: ModelShape, rows: int, context: int) -> float:
@@ -309,7 +310,7 @@ class Upkeep:
 
 
 class Hosting:
-    """cores: of the machine. Jobs that were not measured fare as others of their phase."""
+    """`cores` are those of the machine. Jobs that were not measured fare as others of their phase."""
 
     def __init__(self, profile: Profile) -> None:
         self.cores = profile.computer.cores
@@ -346,7 +347,7 @@ class Hosting:
 
 
 class _Known:
-    """Points by kind of job: of each x, the median of all y."""
+    """The points of each kind of job: for each x, the median of all y."""
 
     def __init__(self, rows: Iterable[tuple[JobMeasured, Point]]) -> None:
         found: dict[HostedKind, list[Point]] = defaultdict(list)

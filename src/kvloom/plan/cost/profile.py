@@ -58,14 +58,14 @@ class JobMeasured(Struct, frozen=True, kw_only=True):
 
 
 class Timed(Struct, frozen=True, kw_only=True):
-    """A job alone, from launch to result, as often as it was measured."""
+    """The times of a job alone, from launch to result, as often as it was measured."""
 
     doing: JobMeasured
     seconds: Annotated[tuple[_Seconds, ...], Meta(min_length=1)]
 
 
 class Crowded(Struct, frozen=True, kw_only=True):
-    """A job alone, and with `beside` running all the while: medians."""
+    """The median times of a job alone, and with `beside` running all the while."""
 
     doing: JobMeasured
     beside: JobMeasured
@@ -79,14 +79,14 @@ class Stepped(Struct, frozen=True, kw_only=True):
     model: str
     sequences: _Some
     between: _Seconds
-    """Seconds from a step's result to the next one's launch."""
+    """The seconds from a step's result to the next one's launch."""
     step: _Seconds
-    """Seconds from launch to result, while the engine hands out the tokens of the step before."""
+    """The seconds from launch to result, while the engine hands out the tokens of the step before."""
 
 
 class Pressed(Struct, frozen=True, kw_only=True):
-    """A job alone, and with so many busy threads of other processes that `over` more want to run than there
-    are cores: medians."""
+    """The median times of a job alone, and beside so many busy threads of other processes that `over` more
+    threads want to run than there are cores."""
 
     doing: JobMeasured
     over: _Some
@@ -95,7 +95,8 @@ class Pressed(Struct, frozen=True, kw_only=True):
 
 
 class StalledJob(Struct, frozen=True, kw_only=True):
-    """A job alone, and while the loop's thread of its own process worked for `busy` seconds: medians."""
+    """The median times of a job alone, and while the loop's thread of its own process worked for `busy`
+    seconds."""
 
     doing: JobMeasured
     busy: _Seconds
@@ -104,18 +105,19 @@ class StalledJob(Struct, frozen=True, kw_only=True):
 
 
 class ServedJobs(Struct, frozen=True, kw_only=True):
-    """How much longer a model's jobs take under the real server than all else in a profile says, as others
-    have had the caches meanwhile, and the server's threads run beside them."""
+    """The time by which a model's jobs take longer under the real server than all else in a profile says, as
+    others have had the caches meanwhile, and the server's threads run beside them."""
 
     model: str
     phase: Phase
     seconds: float
-    """Negative if they take less."""
+    """The time in seconds, which is negative if they take less."""
 
 
 class HostedSeconds(Struct, frozen=True, kw_only=True):
     """CPU seconds of one thread's work besides jobs: for each request, for each token, and for each time that
-    tokens come, however many. engine: its loop's thread, without what `Stepped` has as `between`."""
+    tokens come, however many. The role `engine` is that of its loop's thread, without what `Stepped` has as
+    `between`."""
 
     role: Role
     request: _CpuSeconds
@@ -129,16 +131,16 @@ class Computer(Struct, frozen=True, kw_only=True):
     cpu: str
     cores: _Some
     memory: _Count
-    """Bytes that were free."""
+    """The bytes that were free."""
     load: Annotated[float, Meta(ge=0.0)]
-    """The average before, of other processes."""
+    """The average load of other processes before."""
     system: str
     versions: dict[str, str]
 
 
 class Profile(Struct, frozen=True, kw_only=True):
-    """cores: that the executor had. temperature: of what was drawn. shapes: by model. hosted: empty where
-    what is not a job was not measured."""
+    """A profile. `cores` is the number that the executor had, and `temperature` that of what was drawn.
+    `shapes` are by model. `hosted` is empty if only jobs were measured."""
 
     version: int = PROFILE_VERSION
     computer: Computer

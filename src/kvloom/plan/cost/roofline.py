@@ -18,10 +18,12 @@ from kvloom.types.job import Phase
 
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    """A model's costs on the whole unit, in seconds. token, drawn, pair: of computing. weights: of reading
-    those that every step needs; expert: an expert of every layer; kv, passing: a token's K and V, and what
-    passes between its kernels. moving: a token's all-reduces. fixed: of a step. decode, prefill: of issuing
-    one. experts: a layer's, 0 where it has but one; missed: the odds that a token passes by one of them."""
+    """A model's costs on the whole unit, in seconds. `token`, `drawn` and `pair` are the costs of computing;
+    `weights` is that of reading the weights that every step needs, and `expert` that of an expert of every
+    layer; `kv` and `passing` are those of a token's K and V, and of what passes between its kernels; `moving`
+    is that of a token's all-reduces, and `fixed` that of a step; `decode` and `prefill` are those of issuing
+    one. `experts` is the number of a layer's experts, 0 if it has but one, and `missed` the probability that
+    a token passes by one of them."""
 
     token: float
     drawn: float
@@ -39,8 +41,8 @@ class _Costs:
 
 
 class _Parts(Struct, frozen=True, gc=False):
-    """A job's seconds on the whole unit: products and attention compute, weights and traffic are read and
-    written; the rest takes what it takes on any share."""
+    """A job's seconds on the whole unit. `products` and `attention` are spent computing, `weights` and
+    `traffic` reading and writing; `rest` is as long on any share."""
 
     products: float
     attention: float
@@ -50,12 +52,13 @@ class _Parts(Struct, frozen=True, gc=False):
     host: float
 
     def seconds(self, compute: float, memory: float) -> float:
-        """compute, memory: times as long as on the whole unit."""
+        """Returns the seconds of the job. `compute` and `memory` tell how many times as long as on the whole
+        unit computing and reading take."""
         # the host issues ahead of the device: the slower one counts, and only near a tie both
         return float((self.device(compute, memory) ** 8 + self.host**8) ** 0.125)
 
     def device(self, compute: float, memory: float) -> float:
-        """Seconds for which the device is busy."""
+        """Returns the seconds for which the device is busy."""
         products = hypot(compute * self.products, memory * self.weights)
         return products + compute * self.attention + memory * self.traffic + self.rest
 
@@ -72,8 +75,8 @@ class Roofline:
     between the larger of the two and their sum; attention, the traffic between kernels and two all-reduces a
     layer are added. All of it depends on the share but for all-reduces and starts of kernels.
 
-    Jobs that run beside each other compete: where together they would compute or read more than the unit can,
-    that part of each takes as many times longer, and where their shares are more than the whole, each has its
+    Jobs that run beside each other compete: if together they would compute or read more than the unit can,
+    that part of each takes as many times longer, and if their shares are more than the whole, each has its
     part of it.
     """
 
@@ -131,7 +134,7 @@ class Roofline:
         return self.start + (context + rows) * pair + held * shape.kv_bytes / self._memory / shape.layers
 
     def _slower(self, share: float) -> tuple[float, float]:
-        """How many times longer computing and reading take on a share."""
+        """Returns how many times longer computing and reading take on a share."""
         return max(1.0, self._full / share), (share + self._ease) / (share * (1.0 + self._ease))
 
     def _parts(self, work: Work) -> _Parts:

@@ -17,10 +17,10 @@ _Count = Annotated[int, Meta(ge=1, lt=2**31)]
 
 
 class ModelShape(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A decoder of `layers` like layers. gated: the MLP has three matrices, not two. tied: the head is the
-    embedding. itemsize: bytes of a weight. kv_dtype: the format of the numbers in the KV cache; None for
-    numbers of `itemsize` bytes. experts: MLPs of a layer, each `ffn` wide, of which a token goes through
-    `active`."""
+    """A decoder of `layers` like layers. If it is `gated`, the MLP has three matrices, not two; if it is
+    `tied`, the head is the embedding. `itemsize` is the bytes of a weight. `kv_dtype` is the format of the
+    numbers in the KV cache; None stands for numbers of `itemsize` bytes. `experts` is the number of a layer's
+    MLPs, each `ffn` wide, of which a token goes through `active`."""
 
     layers: Annotated[int, Meta(ge=1, lt=4096)]
     hidden: _Count
@@ -45,17 +45,17 @@ class ModelShape(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def attention_parameters(self) -> int:
-        """Weights of one layer's q, k, v and output matrices."""
+        """Returns the number of weights of one layer's q, k, v and output matrices."""
         return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
     @property
     def expert_parameters(self) -> int:
-        """Weights of one MLP."""
+        """Returns the number of weights of one MLP."""
         return self.hidden * self.ffn * (3 if self.gated else 2)
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of one layer's matrices."""
+        """Returns the number of weights of one layer's matrices."""
         return self.attention_parameters + self.experts * self.expert_parameters
 
     @property
@@ -168,8 +168,9 @@ def find_shape(name: str) -> ModelShape:
 
 
 def read_shape(checkpoint: Path, itemsize: int | None = None) -> ModelShape:
-    """Returns the shape of the decoder in a checkpoint's directory. itemsize: bytes of a number if it is not
-    served in the format it was saved in. Raises ConfigError naming the file and what it lacks."""
+    """Returns the shape of the decoder in a checkpoint's directory. `itemsize` is the bytes of a number if
+    the model is not served in the format in which it was saved. Raises ConfigError naming the file and what
+    it lacks."""
     config = _read_config(checkpoint)
     try:
         return shape_of(config, itemsize)
@@ -197,7 +198,8 @@ def _read_config(checkpoint: Path) -> dict[str, Any]:
 
 
 def _decoder(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns what a config says of a decoder: of a model that sees or hears, of the part that speaks."""
+    """Returns what a config says of a decoder; for a model that sees or hears, what it says of the part that
+    speaks."""
     nested = config.get("text_config")
     if not isinstance(nested, dict):
         return config
@@ -215,7 +217,7 @@ def shape_of(config: Mapping[str, Any], itemsize: int | None = None) -> ModelSha
     kv_heads = 1 if one else _maybe(config, _KV_HEADS) or heads
     experts = _maybe(config, _EXPERTS) or 1
     ffn = _maybe(config, ("moe_intermediate_size",)) if experts > 1 else None
-    if ffn is None and "n_embd" in config:  # GPT-2's kin, where it may be left open
+    if ffn is None and "n_embd" in config:  # GPT-2's kin, which may leave it open
         ffn = _maybe(config, ("n_inner",)) or 4 * hidden
     if family in _FOUR_TIMES:
         ffn = _maybe(config, ("ffn_hidden_size",)) or 4 * hidden

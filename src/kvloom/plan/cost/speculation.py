@@ -1,5 +1,5 @@
-"""What drafted tokens bring and cost (Leviathan et al., "Fast Inference from Transformers via Speculative
-Decoding", ICML 2023, section 3)."""
+"""The gain and the cost of drafted tokens (Leviathan et al., "Fast Inference from Transformers via
+Speculative Decoding", ICML 2023, section 3)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def drafted_step(
     cost: CostModel, model: str, share: float, contexts: Sequence[int], drafted: int, draft: str | None
 ) -> float:
     """Returns the seconds of a step that verifies so many drafts of each sequence, and of drafting them.
-    contexts: tokens that each sequence holds; draft: the model that drafts, one step for each draft; None
-    if n-grams do, which cost nothing."""
+    `contexts` are the tokens that each sequence holds. `draft` is the model that drafts, in one step for each
+    draft; it is None if n-grams do, which cost nothing."""
     verifying = cost.seconds(Work.verify(model, share, contexts, drafted))
     if draft is None or not drafted:
         return verifying

@@ -20,28 +20,28 @@ class Work(Struct, frozen=True, gc=False):
     model: str
     phase: Phase
     share: float
-    """Of the unit's compute, in (0, 1]."""
+    """The job's share of the unit's compute, in (0, 1]."""
     batch: int
     """The number of sequences."""
     tokens: int
     """The tokens that the job computes, over all sequences."""
     drawn: int
-    """Tokens whose logits are needed."""
+    """The number of tokens whose logits are needed."""
     pairs: int
-    """(query, key) pairs that attention looks at."""
+    """The number of (query, key) pairs that attention looks at."""
     context: int
-    """Cached tokens that the job reads, over all sequences."""
+    """The number of cached tokens that the job reads, over all sequences."""
     rows: int = 0
-    """Sequences of a mixed job that decode."""
+    """The number of sequences of a mixed job that decode."""
     held: int = 0
-    """Cached tokens that those read."""
+    """The number of cached tokens that those sequences read."""
 
     @staticmethod
     def of(
         model: str, phase: Phase, share: float, appends: I64, starts: I64, drawn: int, rows: int = 0
     ) -> Work:
-        """Returns the work of a batch. appends, starts: [B] tokens that each sequence computes, and has
-        already. rows: as in `Job`."""
+        """Returns the work of a batch. `appends` and `starts` [B] are the tokens that each sequence computes,
+        and those that it has already. `rows` are as in `Job`."""
         tokens, context = int(appends.sum()), int(starts.sum())
         pairs = int(appends @ starts) + int(appends @ (appends + 1)) // 2
         held = int(starts[:rows].sum())
@@ -119,11 +119,11 @@ class Operator(NamedTuple):
 
     name: str
     seconds: float
-    """The time that one of it takes, with its start."""
+    """The time that one such operator takes, with its start."""
     number: int
-    """How many of it a job has."""
+    """The number of such operators in a job."""
     most: int
-    """Parts in which one can be run."""
+    """The number of parts in which one can be run."""
 
 
 @runtime_checkable
@@ -158,25 +158,25 @@ class LayerOperator(NamedTuple):
 
     name: str
     multiplied: float
-    """Weights that each token is multiplied with."""
+    """The number of weights that each token is multiplied with."""
     read: float
-    """Weights that are read, whatever the tokens."""
+    """The number of weights that are read, whatever the tokens."""
     passed: float
-    """Numbers a token that pass through memory."""
+    """The numbers of a token that pass through memory."""
 
 
 class WorkPace(NamedTuple):
     """The pace of a device."""
 
     multiply: float
-    """Seconds of multiplying with a weight."""
+    """The seconds of multiplying with a weight."""
     move: float
-    """Seconds of moving a byte."""
+    """The seconds of moving a byte."""
 
 
 def layer_parts(shape: ModelShape, touched: float) -> Iterator[LayerOperator]:
     """Returns the operators of one layer in the order in which they run, but for what attention does with K
-    and V. touched: experts that the job reads."""
+    and V. `touched` is the number of experts that the job reads."""
     hidden, ffn, active = shape.hidden, shape.ffn, shape.active
     out = hidden * shape.head_dim * shape.heads
     qkv = shape.attention_parameters - out
@@ -206,8 +206,8 @@ def operators_of(
     start: float,
     pace: WorkPace,
 ) -> tuple[Operator, ...]:
-    """Returns the operators of a job, those of a layer in the order in which they run. attention: seconds of
-    one layer's, without its start."""
+    """Returns the operators of a job, those of a layer in the order in which they run. `attention` is the
+    seconds of one layer's attention, without its start."""
     found = list[Operator]()
     for part in layer_parts(shape, touched):
         seconds = start + _seconds(part, tokens, shape.itemsize, pace)

@@ -154,7 +154,7 @@ class Ready(Struct, frozen=True, tag="ready"):
     routes: dict[str, str] = {}
     """The route under /v1 at which each of its models is asked, if it has any."""
     endpoint: str = ""
-    """Where it answers other hosts, if it does."""
+    """The address at which it answers other hosts; empty if it does not."""
 
 
 class Alive(Struct, frozen=True, tag="alive"):

@@ -253,7 +253,7 @@ class Sandbox:
 
     def _why(self, code: int) -> OverLimit | _Lost:
         """Says why a process has ended. RLIMIT_CPU gives SIGXCPU; RLIMIT_STACK gives SIGSEGV; RLIMIT_AS lets
-        Rust's and C++'s allocators abort, where Python has a MemoryError."""
+        Rust's and C++'s allocators abort, while Python raises a MemoryError."""
         if code == -signal.SIGXCPU:
             return OverLimit(f"it takes longer than {self._limits.seconds:g} s")
         if code == -signal.SIGSEGV:

@@ -1,4 +1,5 @@
-"""How many models per GPU has (Aegaeon's comparison), and the paper's arithmetic of active models."""
+"""The number of models that a GPU serves (Aegaeon's comparison), and the paper's arithmetic of active
+models."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ ACTIVE: Final = 46.55  # models with a request, expected
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """rate: requests/s per model, which come for `seconds`. counts: of models, ascending."""
+    """`rate` is in requests/s per model, which come for `seconds`. `counts` are numbers of models,
+    ascending."""
 
     rate: float
     seconds: float
@@ -56,7 +58,7 @@ SWEEPS: Final[Mapping[Scale, tuple[Sweep, ...]]] = {
 }
 
 Climbed = dict[int, Found]
-"""What a system has of each number of models, up to the first that is below the bar."""
+"""The outcomes of a system for each number of models, up to the first that is below the bar."""
 
 
 def climb(system: System, sweep: Sweep, tell: Tell) -> Climbed:
@@ -83,7 +85,7 @@ def at_most(found: Climbed, counts: Sequence[int]) -> float:
 
 
 def pooling(scale: Scale, tell: Tell) -> Report:
-    """More and more models on a GPU, at the paper's rates."""
+    """Plays more and more models on a GPU, at the paper's rates."""
     runs = [(sweep, system) for sweep in SWEEPS[scale] for system in SYSTEMS]
     found: dict[float, dict[str, Climbed]] = {sweep.rate: {} for sweep in SWEEPS[scale]}
     for at, (sweep, system) in enumerate(runs):
@@ -93,7 +95,7 @@ def pooling(scale: Scale, tell: Tell) -> Report:
 
 
 def told(sweeps: Sequence[Sweep], found: Mapping[float, Mapping[str, Climbed]]) -> Report:
-    """Returns what is told of the sweeps. found: by rate and by the system's name."""
+    """Returns what is told of the sweeps. `found` is by rate and by the system's name."""
     top = {rate: {name: most(one) for name, one in of.items()} for rate, of in found.items()}
     room = {sweep.rate: at_most(found[sweep.rate][KVLOOM.name], sweep.counts) for sweep in sweeps}
     return Report(
@@ -111,7 +113,7 @@ Top = Mapping[float, Mapping[str, int]]
 
 
 Room = Mapping[float, float]
-"""What `at_most` says of kvloom at each rate."""
+"""The `at_most` of kvloom at each rate."""
 
 
 def _seven(top: Top, room: Room) -> Claim:
@@ -228,7 +230,8 @@ def drawn_at_once(models: int, rate: float, service: float, seconds: float) -> f
 
 
 def arithmetic(scale: Scale, tell: Tell) -> Report:
-    """How many of a market's models are active at once, which is why they need not all be in memory."""
+    """Computes how many of a market's models are active at once, which is why they need not all be in
+    memory."""
     seconds = 2_000.0 if scale == "small" else 20_000.0
     drawn = drawn_at_once(MARKET, ASKED, SERVICE, seconds)
     tell("drawn", 1.0)

@@ -55,7 +55,7 @@ DEVICE: Final = "H100"
 SLO: Final = Slo(ttft=10.0, tpot=0.1)
 BAR: Final = 0.9  # of the tokens
 BUDGET: Final = int(USABLE * find_device(DEVICE).memory)
-"""Bytes of a GPU for weights and K and V."""
+"""The bytes of a GPU for weights and K and V."""
 KEPT: Final = 0.15  # of the budget, which systems whose models do not give way keep for K and V
 
 _YI_6B: Final = structs.replace(find_shape("llama-7b"), kv_heads=4, vocab=64_000)
@@ -115,7 +115,7 @@ class TokensInTime(NoContent):
     """Satisfies `Content`, and counts the tokens that are drawn before they are due."""
 
     def __init__(self, vocab: Mapping[str, int], asked: Sequence[WorkloadRequest]) -> None:
-        """asked: by their number, which is their draws' key."""
+        """`asked` are the requests by their number, which is their draws' key."""
         super().__init__(vocab)
         self._asked = asked
         self.count = 0
@@ -134,7 +134,8 @@ class RequestLevel:
     the one that has waited longest is next."""
 
     def __init__(self, server: Generator, weights: Mapping[str, int], room: int) -> None:
-        """weights: bytes of each model's. room: for those that serve at once, beside the first."""
+        """`weights` are the bytes of each model's, and `room` is for the models that serve at once, beside
+        the first."""
         self._server = server
         self._weights = weights
         self._room = room
@@ -185,9 +186,9 @@ class RequestLevel:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """sleeps: whether weights share the budget with K and V; otherwise the GPU has those
-    that fit, and nobody serves the others. room: the part of the budget for models that serve at once, where
-    they take turns by requests, beside the first; None where they do not."""
+    """`sleeps` says whether weights share the budget with K and V. Otherwise the GPU has the models that fit,
+    and nobody serves the others. `room` is the part of the budget for models that serve at once beside the
+    first, if they take turns by requests; it is None if they do not."""
 
     name: str
     sleeps: bool = True
@@ -241,7 +242,8 @@ def make_unit(
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """models: of a GPU. rate: of each, in requests a second, which come for `seconds`."""
+    """`models` is the number of models of a GPU, and `rate` that of each in requests a second, which come for
+    `seconds`."""
 
     models: int
     rate: float
@@ -251,10 +253,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Tells what a system has of a load.
+    """The result of a system under a load.
 
-    attained: the part of the tokens that came in time. service: seconds from a request's arrival to its end,
-    in the mean of those that were answered. requests: that were asked. slept: None if nothing sleeps."""
+    `attained` is the part of the tokens that came in time, `service` the mean seconds from a request's
+    arrival to its end, over those that were answered, and `requests` the number that were asked. `slept` is
+    None if nothing sleeps."""
 
     attained: float
     service: float
@@ -263,7 +266,7 @@ class Found:
 
 
 def play_load(system: System, load: Load, tell: TellPart) -> Found:
-    """Plays the load to a GPU. tell: hears which part of its requests has ended."""
+    """Plays the load to a GPU. `tell` hears which part of its requests has ended."""
     every = shapes(load.models)
     models = every if system.sleeps else those_that_fit(every)
     asked = list(requests([*every], load.rate, load.seconds, load.seed))

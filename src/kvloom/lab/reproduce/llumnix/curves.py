@@ -17,11 +17,11 @@ class Curves(Struct, frozen=True):
     figures: dict[str, dict[str, dict[str, list[tuple[float, float]]]]] = {}
 
     def at(self, traffic: str, measure: str, system: str, rate: float) -> float | None:
-        """Returns None if nothing was published, or the file is not here."""
+        """Returns the published value; None if nothing was published, or the file is not here."""
         curve = self.figures.get(traffic, {}).get(measure, {}).get(system, [])
         return next((value for at, value in curve if abs(at - rate) < 1e-6), None)
 
 
 def read_curves() -> Curves:
-    """Empty where the variable is not set. Raises ConfigError."""
+    """Returns the published curves; empty if the variable is not set. Raises ConfigError."""
     return read_published(NAME, Curves, "the curves of figure 11") or Curves()

@@ -1,5 +1,5 @@
-"""How long a request that moves has to wait, and what its move costs those that stay (section 6.2): figure
-10."""
+"""The time for which a request that moves has to wait, and the cost of its move to those that stay (section
+6.2): figure 10."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ _COLUMN_NAMES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """The findings of one draw of figure 3, in its units. memory: in use, in the mean until the last request
-    came. per_token: seconds, P50 and P99."""
+    """The findings of one draw of figure 3, in its units. `memory` is the mean memory in use until the last
+    request came, and `per_token` the seconds of a token, P50 and P99."""
 
     memory: float
     preempted: float
@@ -62,7 +62,7 @@ class Alone:
     lost: float
     lost_seconds: float
     prefill: tuple[float, float]
-    """Seconds to the first token, P50 and P99."""
+    """The seconds to the first token, P50 and P99."""
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -77,7 +77,8 @@ Found = TypeVar("Found")
 def _in_all_draws(
     play: Callable[[EngineKind, int, int, TellPart], Found], draws: int, scale: Scale, tell: Tell
 ) -> list[tuple[str, Found]]:
-    """Returns what `play` finds of each engine in each draw, with the engine's name. draws: in full."""
+    """Returns what `play` finds of each engine in each draw, with the engine's name. `draws` is their number
+    at the full scale."""
     draws, count = (draws, REQUESTS) if scale == "full" else (1, 300)
     plan = [(name, draw) for name in ENGINES for draw in range(draws)]
 
@@ -136,7 +137,7 @@ def _played(
     look: Look,
     tell: TellPart,
 ) -> tuple[list[RequestResult], dict[str, list[float]]]:
-    """Returns the results, and the losses of each request that was preempted. look: is called once a second
+    """Returns the results, and the losses of each request that was preempted. `look` is called once a second
     until the last request has come."""
     results: list[RequestResult] = []
     told = tell_each(tell, len(asked))
@@ -166,7 +167,7 @@ def _played(
 
 
 def report_3(found: Sequence[tuple[str, Alone]]) -> Report:
-    """found: of each engine all draws."""
+    """Returns the report. `found` has all draws of each engine."""
     own = {name: [one for other, one in found if other == name] for name in ENGINES}
     return Report(
         name="figure 3",
@@ -198,9 +199,9 @@ def _rows(own: Mapping[str, Sequence[Alone]]) -> Iterator[tuple[str, ...]]:
 class Unused:
     """The looks at which a queue head would find room.
 
-    seconds: looks, one a second, at which a request waited. several: the fraction of them at which the queue
-    heads of QUEUE_HEADS instances (of all that had one, if fewer) fitted into the cluster's free blocks. all:
-    the fraction at which every queue head did.
+    `seconds` is the number of looks, one a second, at which a request waited. `several` is the fraction of
+    them at which the queue heads of QUEUE_HEADS instances (of all that had one, if fewer) fitted into the
+    cluster's free blocks, and `all` the fraction at which every queue head did.
     """
 
     seconds: int
@@ -230,7 +231,7 @@ def unused(engine: EngineKind, count: int, draw: int, tell: TellPart) -> Unused:
 
 
 def report_5(found: Sequence[tuple[str, Unused]]) -> Report:
-    """found: of each engine all draws."""
+    """Returns the report. `found` has all draws of each engine."""
     return Report(
         name="figure 5",
         title=f"room that nobody can use: four instances, M-M, {RATE_OF_FOUR:g} req/s",

@@ -1,5 +1,5 @@
-"""Memory that is free but of no use (section 6.3, figure 12): what the first requests that wait would take of
-what all instances leave together, if that were in one piece."""
+"""Memory that is free but of no use (section 6.3, figure 12). It is what the first requests that wait would
+take of what all instances leave together, if that were in one piece."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def _left(load: UnitLoad) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Fragmented:
-    """parts: of all memory, second by second until the last request came."""
+    """The fragmentation under one system. `parts` are parts of all memory, second by second until the last
+    request came."""
 
     traffic: Traffic
     rate: float
@@ -85,7 +86,7 @@ def figure_12(scale: Scale, tell: Tell, options: Options | None = None) -> Repor
 
 
 def report_12(found: Sequence[Fragmented]) -> Report:
-    """found: of each workload and rate all systems."""
+    """Returns the report. `found` has all systems for each workload and rate."""
     sets = [found[at : at + len(SYSTEMS)] for at in range(0, len(found), len(SYSTEMS))]
     return Report(
         name="figure 12",

@@ -1,5 +1,5 @@
-"""How long preempted requests stand still: Llumnix's preemption loss, the time for which a request waits
-again and is computed again (sections 3 and 6.3)."""
+"""Llumnix's preemption loss: the time for which a preempted request waits again and is computed again
+(sections 3 and 6.3)."""
 
 from __future__ import annotations
 

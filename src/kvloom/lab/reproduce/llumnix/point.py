@@ -1,4 +1,4 @@
-"""One system under one load: what its requests wait for, and how long preempted ones stand still."""
+"""One system under one load: how long its requests wait, and how long preempted ones stand still."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ class Point:
     """The results of one system at one load."""
 
     prefill: Times
-    """To the first token."""
+    """The times to the first token."""
     decode: Times
-    """Between tokens, of the requests that had two."""
+    """The times between tokens, of the requests that had two."""
     request: Times
-    """To the last token."""
+    """The times to the last token."""
     loss: float
-    """Seconds for which a request stands still because it was preempted, in the mean of all requests. The end
+    """The mean seconds, over all requests, for which a request stands still because it was preempted. The end
     of it is seen to within a frame of INTERVAL tokens."""
     preemptions: int
     moved: int
-    """Requests that went over to another instance."""
+    """The number of requests that went over to another instance."""
     units: float
-    """Instances that there were, in the mean until the last answer."""
+    """The mean number of instances until the last answer."""
     results: tuple[RequestResult, ...] = ()
     """The results of all requests, as they ended."""
 
@@ -81,7 +81,8 @@ def play_point(
     tell: Callable[[RequestResult], None],
     look: Look | None = None,
 ) -> Point:
-    """Raises RuntimeError if a request is not answered. look: is given all loads once a second."""
+    """Plays requests to the system. `look` is given all loads once a second. Raises RuntimeError if a request
+    is not answered."""
     results: list[RequestResult] = []
     program, serves = program_of(system.dispatch)
 

@@ -36,7 +36,8 @@ _PRIORITY_COLUMNS: Final = ("mean", "mean prefill", "P99 prefill", "mean decode"
 
 
 class Seconds(NamedTuple):
-    """Means of whole requests, to the first token, its P99, and between tokens."""
+    """The mean seconds of whole requests and to the first token, the P99 of that, and the mean seconds
+    between tokens."""
 
     request: float
     prefill: float
@@ -57,7 +58,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class PriorityRun:
-    """plain: where nobody knows what is urgent."""
+    """The findings at one burst. In `plain` nobody knows what is urgent, and in `ranked` everybody does."""
 
     burst: int
     plain: Found
@@ -65,7 +66,7 @@ class PriorityRun:
 
 
 def section_64(scale: Scale, tell: Tell) -> Report:
-    """S-S in bursts; a tenth of the requests is urgent."""
+    """Plays S-S in bursts, in which a tenth of the requests is urgent."""
     bursts = BURSTS if scale == "full" else BURSTS[1:2]
 
     def name(run: tuple[int, bool]) -> str:
@@ -129,7 +130,7 @@ def _priority_rows(run: PriorityRun) -> Iterator[tuple[str, ...]]:
 
 
 def _played(cv: int, ranked: bool, scale: Scale, tell: TellPart) -> Found:
-    """ranked: whether anybody knows what is urgent."""
+    """Plays the requests. `ranked` tells whether anybody knows what is urgent."""
     instances, count = SIZES[scale]
     bursts = replace(SHORT, gaps=gamma(cv), urgent=URGENT)
     asked = list(bursts.requests(RATE * instances / INSTANCES, count))
@@ -140,7 +141,8 @@ def _played(cv: int, ranked: bool, scale: Scale, tell: TellPart) -> Found:
 
 
 def told_apart(results: Sequence[RequestResult], urgent: Sequence[WorkloadRequest]) -> Found:
-    """urgent: requests of the results, these very ones: in a burst others come at the same time."""
+    """Returns the times of urgent requests and of the others. `urgent` are requests of the results, these
+    very ones, because in a burst others come at the same time."""
     known = {id(request) for request in urgent}
     first, others = ([one for one in results if (id(one.request) in known) is own] for own in (True, False))
     return Found(Seconds.of(first), Seconds.of(others))

@@ -1,4 +1,4 @@
-"""As many instances as the load needs (section 6.5)."""
+"""Scaling to as many instances as the load needs (section 6.5)."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _HEADS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """L-L. cv: of the arrivals' gaps; None is Poisson. paper: P99 prefill in seconds and mean instances, each
-    under INFaaS++ and under Llumnix."""
+    """A load of L-L. `cv` is that of the arrivals' gaps; None stands for Poisson. `paper` has the P99 prefill
+    in seconds and the mean instances, each under INFaaS++ and under Llumnix."""
 
     rate: float
     cv: int | None
@@ -67,7 +67,7 @@ LOWS: Final = (5, 10, 20, 40)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """low: blocks a request in the mean below which there is to be one more instance."""
+    """`low` is the mean of blocks a request below which there is to be one more instance."""
 
     load: Load
     system: System
@@ -107,8 +107,8 @@ def _load(rate: float) -> Load:
 
 
 def elastic(system: System, low: float, instances: int) -> System:
-    """The system, with one instance to so many. low: blocks a request below which there is to be one more.
-    One that moves nothing counts memory as INFaaS++ does."""
+    """Returns the system, with one instance to so many. `low` is the blocks a request below which there is to
+    be one more. A system that moves nothing counts memory as INFaaS++ does."""
     names = tuple(unit.spec.unit for unit in make_units(instances))
     scale = Range(least=1, most=instances, low=BLOCK * low, high=BLOCK * (low + BAND), seconds=CHECK)
     own = system.rescheduling or Rescheduling(thresholds=NO_MOVES, usage=wanted)
@@ -120,7 +120,7 @@ def elastic(system: System, low: float, instances: int) -> System:
 
 
 def report_65(runs: Sequence[Run]) -> Report:
-    """runs: of each load and threshold all systems, as SYSTEMS has them."""
+    """Returns the report. `runs` has all systems for each load and threshold, in the order of SYSTEMS."""
     sets = [runs[at : at + len(SYSTEMS)] for at in range(0, len(runs), len(SYSTEMS))]
     plain = [one for one in sets if one[0].low == LOW] or sets
     claims = []
@@ -157,7 +157,7 @@ def _cells(one: Run) -> Iterator[Cell]:
 
 
 def _never(own: System, said: str, pairs: Sequence[tuple[Run, Run]], of: Callable[[Point], float]) -> Claim:
-    """pairs: runs under INFaaS++ and under `own`."""
+    """Returns the claim. `pairs` are runs under INFaaS++ and under `own`."""
     ratios = [(of(other.point) / of(one.point), str(one.load)) for other, one in pairs]
     (least, at), (most, best) = min(ratios), max(ratios)
     return Claim(

@@ -35,7 +35,7 @@ from kvloom.lab.reproduce.setup import TellPart, play_all, tell_each
 
 PUBLISHED_SYSTEMS: Final = (ROUND_ROBIN, INFAAS, LLUMNIX)  # whose curves the paper draws
 OTHERS: Final = (INFAAS_BY_COUNT, LLUMNIX_BY_COUNT, OWN_INFAAS, OWN)
-DRAWN: Final = (SHAREGPT.name, BURSTGPT.name)  # where the paper draws round-robin too
+DRAWN: Final = (SHAREGPT.name, BURSTGPT.name)  # for which the paper draws round-robin too
 EQUAL: Final = 0.02  # of it two latencies count as equal
 BETTER: Final = 3.0  # INFaaS++'s P99 prefill over Llumnix's at its best rate, in every curve of the paper
 MUCH_BETTER: Final = 9.0  # the same of round-robin's
@@ -62,7 +62,7 @@ _HEADS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One system at one rate, in all draws."""
+    """The points of one system at one rate, in all draws."""
 
     traffic: Traffic
     rate: float
@@ -75,7 +75,7 @@ class Run:
 
 def figure_11(scale: Scale, tell: Tell, options: Options | None = None) -> Report:
     """Plays INFaaS++ and Llumnix at the first, the middle and the last one of the published rates, and all
-    others at the middle one; all at those that are chosen."""
+    others at the middle one. If rates are chosen, all systems are played at those."""
     options, curves = options or Options(), read_curves()
     own = TRAFFICS if scale == "full" else (SHAREGPT,)
     plan = [
@@ -110,14 +110,15 @@ def _systems(traffic: Traffic, *, others: bool) -> tuple[System, ...]:
 
 
 def _thinned(rates: Sequence[float], scale: Scale) -> Sequence[float]:
-    """Returns the first, the middle and the last; of the small scale the last alone."""
+    """Returns the first, the middle and the last rate; at the small scale it is the last alone."""
     if scale == "small" or len(rates) < 3:
         return rates[-1:]
     return rates[0], rates[len(rates) // 2], rates[-1]
 
 
 def report_11(runs: Sequence[Run], curves: Curves, count: int) -> Report:
-    """runs: of each rate all of its systems. count: requests of each draw."""
+    """Returns the report. `runs` has all systems of each rate, and `count` is the number of requests of each
+    draw."""
     draws = len(runs[0].draws)
     spread = f"means of {draws} draws, with the least and the most of one" if draws > 1 else "one draw"
     return Report(
@@ -156,7 +157,7 @@ def _cells(run: Run, curves: Curves) -> Iterator[Cell]:
 
 
 def _against(runs: Sequence[Run], curves: Curves) -> Iterator[Claim]:
-    """Yields what is wanted of the published systems, where their curves are here."""
+    """Yields what is wanted of the published systems, if their curves are here."""
     told = [
         (run.mean(_PREFILL) / paper, run)
         for run in runs
@@ -182,7 +183,7 @@ def _at(run: Run) -> str:
 
 
 def _order(runs: Sequence[Run], curves: Curves, measure: str, column: str, of: Measure) -> Iterator[Claim]:
-    """Yields whether two systems are in the paper's order, where that has them far apart."""
+    """Yields whether two systems are in the paper's order, if that has them far apart."""
     known = [
         (run, paper)
         for run in runs

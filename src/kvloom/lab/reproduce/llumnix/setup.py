@@ -25,7 +25,7 @@ DEVICE: Final = "A10"
 INSTANCES: Final = 16
 POOL: Final = 13_616  # tokens an instance (section 6.1)
 SIZES: Final[Mapping[Scale, tuple[int, int]]] = {"full": (INSTANCES, 10_000), "small": (4, 60)}
-"""Instances, and requests of a draw. Rates are a fleet's of INSTANCES."""
+"""The number of instances, and of the requests of a draw. Rates are a fleet's of INSTANCES."""
 DRAWS: Final[Mapping[Scale, int]] = {"full": 3, "small": 1}
 
 LINK: Final = 2.5e9  # bytes a second: what figure 10's blocking copies reach over gloo
@@ -36,7 +36,7 @@ section 6.4 takes 46 ms a token, as in the paper."""
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """policy: of its batching. tokens: the most of a prefill job."""
+    """An engine. `policy` is that of its batching, and `tokens` the most of a prefill job."""
 
     policy: Policy
     tokens: int
@@ -55,7 +55,7 @@ def make_units(
 ) -> list[SimulatedUnit]:
     """Returns units of one GPU each. Jobs run one at a time on the whole of it, first come first served.
 
-    levels: the levels of execution priority."""
+    `levels` are the levels of execution priority."""
     shape = find_shape(MODEL)
     cost = Hosted(Roofline(find_device(DEVICE), 1, {MODEL: shape}), lambda _: HOST)
     pages = in_one_layer(shape)

@@ -51,7 +51,7 @@ _STRESS_HEADS: Final = (
 
 @dataclass(slots=True)
 class Meter:
-    """CPU seconds of single calls."""
+    """A meter of the CPU seconds of single calls."""
 
     spent: list[float] = field(default_factory=list)
 
@@ -70,7 +70,8 @@ class Meter:
 
 @dataclass(frozen=True, slots=True)
 class Stress:
-    """rate: requests a second. decode: mean seconds between tokens, in virtual time."""
+    """The findings at one rate. `rate` is in requests a second, and `decode` the mean seconds between tokens,
+    in virtual time."""
 
     rate: float
     dispatch: Meter
@@ -79,14 +80,14 @@ class Stress:
     decode: float
     moved: int
     stalls: Times
-    """Of each step, where all are decided in one place."""
+    """The stalls of each step if one scheduler decides all of them."""
     central: float
-    """Mean seconds between tokens there."""
+    """The mean seconds between tokens then."""
 
     @property
     def cores(self) -> tuple[float, float, float]:
-        """The part of a core of each process: the gateway's for dispatch, the scheduler's, and an engine's,
-        whose load gateway and scheduler each want once a period."""
+        """Returns the part of a core of each process: the gateway's for dispatch, the scheduler's, and an
+        engine's, whose load gateway and scheduler each want once a period."""
         return self.rate * self.dispatch.mean, self.period.mean / PERIOD, 2 * self.report.mean / PERIOD
 
 
@@ -154,7 +155,7 @@ class Central:
 
 
 def section_66(scale: Scale, tell: Tell) -> Report:
-    """64 instances at rising rates."""
+    """Plays 64 instances at rising rates."""
     rates, requests = (RATES, REQUESTS) if scale == "full" else (RATES[:1], 60)
     decision = step_cost()
     found = play_all(
@@ -164,7 +165,7 @@ def section_66(scale: Scale, tell: Tell) -> Report:
 
 
 def stress(rate: float, requests: int, decision: Decision, tell: TellPart) -> Stress:
-    """Raises RuntimeError if a request is not answered. decision: of the scheduler in one place."""
+    """Raises RuntimeError if a request is not answered. `decision` is that of the scheduler in one place."""
     central = Central(decision)
     units = [replace(unit, max_steps=1, overhead=central.stall) for unit in make_units(STRESSED)]
     asked = SHORT.requests(rate, requests)
@@ -183,7 +184,7 @@ class _Stress:
         self._steps: list[float] = []
 
     async def main(self, stalls: Times, central: float) -> Stress:
-        """stalls, central: those of the scheduler in one place."""
+        """Returns the findings. `stalls` and `central` are those of the scheduler in one place."""
         clock = LoopClock(asyncio.get_running_loop())
         units = make_units(STRESSED)
         async with (

@@ -42,7 +42,7 @@ def published_freeness(load: UnitLoad) -> float:
 
 
 def dispatch_freeness(load: UnitLoad) -> float:
-    """Returns that of the code's dispatch, which counts every request that waits."""
+    """Returns the freeness of the code's dispatch, which counts every request that waits."""
     return _published(load, requests_at(load))
 
 
@@ -70,9 +70,9 @@ class StepReports:
     time."""
 
     def __init__(self, choose: Dispatch[Replica], *, counts: bool) -> None:
-        """counts: whether it also knows what it has sent since."""
+        """`counts` tells whether it also knows what it has sent since."""
         self.ask: Callable[[str], UnitLoad | None] = lambda _: None
-        """Returns what an instance would tell now; None if it has no process."""
+        """The function that returns what an instance would tell now, or None if it has no process."""
         self._choose = choose
         self._counts = counts
         self._told: dict[str, tuple[float, UnitLoad]] = {}
@@ -98,7 +98,7 @@ class StepReports:
 
 @dataclass(frozen=True, slots=True)
 class ByStep:
-    """Dispatch by what instances told after their last steps. counts: and by what was sent since."""
+    """Dispatch by what instances told after their last steps; if it `counts`, also by what was sent since."""
 
     choose: Dispatch[Replica]
     counts: bool = False
@@ -118,7 +118,7 @@ def program_of(dispatch: Program | ByStep) -> tuple[Program, Callable[[Simulated
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """rescheduling: None where no request moves."""
+    """One of the systems that are compared. Its `rescheduling` is None if no request moves."""
 
     name: str
     engine: EngineKind

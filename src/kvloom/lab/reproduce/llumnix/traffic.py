@@ -1,4 +1,4 @@
-"""The requests of Llumnix's experiments (section 6.1): what lengths they have, and how they come."""
+"""The requests of Llumnix's experiments (section 6.1): their lengths, and the way in which they come."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import I64
 
 ALIKE: Final = 2 / 3
-"""Rank correlation of a conversation's prompts and answers: of the nine with GPT-4 that the preview of
-BurstGPT's data shows. The other workloads are drawn, each side by itself."""
+"""The rank correlation of a conversation's prompts and answers, over the nine with GPT-4 that the preview of
+BurstGPT's data shows. In the other workloads each side is drawn by itself."""
 THRESHOLD: Final = 3  # blocks a request
 LONG_THRESHOLD: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """name: as figure 11 has it. rates: the published ones, in requests a second of 16 instances. gaps: how
-    they come. urgent: the part of the requests that has priority -1. alike: the rank correlation of prompts
-    and answers. threshold: the freeness below which an instance gives requests away in the paper's runs, and
-    above which one takes them, in blocks a request."""
+    """A workload. `name` is as figure 11 has it, and `rates` are the published ones, in requests a second of
+    16 instances. `gaps` says how requests come, `urgent` is the part of them that has priority -1, and
+    `alike` the rank correlation of prompts and answers. `threshold` is the freeness below which an instance
+    gives requests away in the paper's runs, and above which one takes them, in blocks a request."""
 
     name: str
     sides: Sides
@@ -39,7 +39,7 @@ class Traffic:
     threshold: float = THRESHOLD
 
     def requests(self, rate: float, count: int, draw: int = 0) -> Iterator[WorkloadRequest]:
-        """Yields the same requests at every rate, only faster. draw: another one has other requests."""
+        """Yields the same requests at every rate, only faster. Another `draw` has other requests."""
         timing, prompting, answering, picking, coupling = (
             np.random.default_rng([draw, kind]) for kind in range(1, 6)
         )

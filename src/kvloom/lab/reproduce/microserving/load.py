@@ -63,7 +63,7 @@ def sweep(
 
 
 def figure_10(scale: Scale, tell: Tell) -> Report:
-    """ShareGPT."""
+    """Plays ShareGPT."""
     rates = SHAREGPT_RATES if scale == "full" else (6.0,)
     points = sweep(PATTERNS, SHAREGPT, rates, REQUESTS[scale], tell)
     disaggregated = [(DATA_PARALLEL, other, jct) for other in PATTERNS[1:]]
@@ -81,7 +81,7 @@ def figure_10(scale: Scale, tell: Tell) -> Report:
 
 
 def figure_11(scale: Scale, tell: Tell) -> Report:
-    """3,000 tokens in, 100 out."""
+    """Plays prompts of 3,000 tokens and outputs of 100."""
     rates = RATES_3000 if scale == "full" else (2.0, 2.5)
     points = sweep(PATTERNS, synthetic(3000), rates, REQUESTS[scale], tell)
     one, even = points[rates[-1], ONE_ONE.name], points[rates[-1], ONE_ONE_BALANCE.name]
@@ -174,7 +174,7 @@ def _no_worse(
     rates: Sequence[float],
     pairs: Sequence[tuple[Pattern, Pattern, Measure]],
 ) -> Claim:
-    """The first of each pair has the smaller number, or nearly so, at every rate."""
+    """Returns whether the first of each pair has the smaller number, or nearly so, at every rate."""
     found = [
         (of(points[rate, worse.name]) / of(points[rate, better.name]), rate, worse.name)
         for rate in rates

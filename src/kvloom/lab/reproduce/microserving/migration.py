@@ -60,8 +60,9 @@ class WatchedLink:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """seconds: until the receiver has K and V of the whole prompt. layer, transfer: a layer's, of computing
-    what is new and of moving all; from the context's copy, which begins with the job, to the last layer's."""
+    """The times of one move. `seconds` is the time until the receiver has K and V of the whole prompt.
+    `layer` is the time of a layer for computing what is new, and `transfer` that for moving all, from the
+    context's copy, which begins with the job, to the last layer's."""
 
     seconds: float
     layer: float
@@ -69,8 +70,8 @@ class Move:
 
 
 def move(context: int, *, cached: bool) -> Move:
-    """Plays one engine that prefills `context` and UNIQUE tokens for another one. cached: it has the context
-    already."""
+    """Plays one engine that prefills `context` and UNIQUE tokens for another one. If it is `cached`, it has
+    the context already."""
     copies: list[Copy] = []
 
     def watched(unit: SimulatedUnit) -> Link:
@@ -107,7 +108,7 @@ async def _prefill(engine: EngineClient, prompt: list[int]) -> None:
 
 
 def figure_12(_: Scale, tell: Tell) -> Report:
-    """Prefill time with the context recomputed, and with it migrated."""
+    """Measures the prefill time with the context recomputed, and with it migrated."""
     recomputed, migrated = [], []
     for i, context in enumerate(CONTEXTS):
         tell(f"{context + UNIQUE} tokens", i / len(CONTEXTS))

@@ -61,13 +61,14 @@ SHAREGPT: Final = Sides(LogNormal(132, 1.4, 4, 1024), LogNormal(167, 1.0, 4, 204
 
 
 def synthetic(prompt: int) -> Sides:
-    """Around `prompt` and 100 tokens, with a standard deviation of 5."""
+    """Lengths around `prompt` and 100 tokens, with a standard deviation of 5."""
     return Sides(Normal(prompt, 5), Normal(100, 5))
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Times to the first token, between tokens, and to the last one (the job completion time), in seconds."""
+    """The times to the first token, between tokens, and to the last one (the job completion time), in
+    seconds."""
 
     first: Latency
     per_token: Latency
@@ -95,8 +96,8 @@ def units(count: int) -> list[SimulatedUnit]:
 def run_point(
     pattern: Pattern, lengths: Sides, rate: float, requests: int, tell: Callable[[RequestResult], None]
 ) -> Point:
-    """rate: requests a second for each GPU, Poisson. The same requests come to every pattern, only faster
-    where it has more GPUs."""
+    """Requests come as a Poisson process, `rate` a second for each GPU. The same requests come to every
+    pattern, only faster if it has more GPUs."""
     results = simulate(
         units(pattern.gpus),
         load_program(pattern.program.name, pattern.program.options),

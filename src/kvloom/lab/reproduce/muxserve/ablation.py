@@ -108,7 +108,7 @@ _SLO: Final = 8
 
 
 def figure_8(scale: Scale, tell: Tell) -> Report:
-    """Placement by algorithm 1 against the naive one."""
+    """Compares placement by algorithm 1 with the naive one."""
     runs = [(system, Load(models, gpus, SECONDS[scale])) for _, models, gpus in PLACED for system in PLACINGS]
     points = play_points(runs, tell)
     told, rows = [], []
@@ -130,7 +130,8 @@ def figure_8(scale: Scale, tell: Tell) -> Report:
 
 
 def figure_9(scale: Scale, tell: Tell) -> Report:
-    """4 LLMs on 4 GPUs: compute and memory in parts; phases apart; and one pool for all."""
+    """Plays 4 LLMs on 4 GPUs: with compute and memory in parts, with phases apart, and with one pool for
+    all."""
     alphas = ALPHAS if scale == "full" else ALPHAS[:1]
     systems = (PARTS, SEPARATED, UNIFIED, TOGETHER)
     loads = [Load(falling(MANAGED, alpha, TOP), 4, AS_LONG[scale]) for alpha in alphas]
@@ -183,14 +184,14 @@ PUBLISHED: Final = 3  # of them, the first ones
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Models that share a unit, and what the paper has under each policy."""
+    """A set of models that share a unit, and what the paper has under each policy."""
 
     name: str
     models: tuple[Served, ...]
     weighted: tuple[float, ...]
-    """Throughput, weighted with the rates."""
+    """The throughput, weighted with the rates."""
     blocks: tuple[str, ...]
-    """Percent of the blocks in use, by model."""
+    """The percent of the blocks in use, by model."""
 
 
 SETTINGS: Final = (
@@ -217,7 +218,7 @@ SETTINGS: Final = (
 
 
 def figure_10(scale: Scale, tell: Tell) -> Report:
-    """Models that share a unit, under each policy."""
+    """Plays models that share a unit, under each policy."""
     runs = [(policy, Load(one.models, GPUS, AS_LONG[scale])) for one in SETTINGS for policy in POLICIES]
     points = play_points(runs, tell)
     told: list[Cell] = []

@@ -1,5 +1,5 @@
 """Units and loads that are drawn, none of them a paper's: how well equation 3 foretells (section 3.3), and
-which policy is best where."""
+which policy is best for which of them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from kvloom.plan.estimate import Estimate, Estimator
 from kvloom.types.spec import DEFAULT_POLICY, Policy, Quotas
 
 SIZES: Final[Mapping[int, tuple[str, ...]]] = {1: ("7b", "13b"), 2: ("7b", "13b"), 4: ("7b", "13b", "30b")}
-"""Models that are drawn, by the GPUs of the unit."""
+"""The models that are drawn, by the GPUs of the unit."""
 MEMORIES: Final[Mapping[str, float]] = {"short": 0.05, "some": 0.2, "ample": 1.0}
-"""Parts of what weights leave that are the pool."""
+"""The part of what weights leave that is the pool, by name."""
 LOADS: Final[Mapping[str, float]] = {"light": 0.5, "near what it can": 0.9, "overload": 1.5}
-"""Times what equation 3 says that the unit answers, with all of the memory."""
+"""The load over what equation 3 says that the unit answers with all of the memory, by name."""
 PHASES: Final = ("alike", "unlike")
-"""Whether the models' prompts and answers are as long as the others', or one has long prompts and another
-long answers."""
+"""The kinds of phases: the models' prompts and answers are as long as the others', or one has long prompts
+and another long answers."""
 _LONGEST: Final = 4096  # tokens of the largest model for which any pool has room
 _FLOOD: Final = 200.0  # requests a second, which no unit answers
 _PROMPT: Final = (60.0, 400.0)  # tokens, the least and the largest mean
@@ -46,7 +46,8 @@ class Drawn:
     gpus: int
     models: tuple[Served, ...]
     planned: tuple[Served, ...] = ()
-    """The same models with the rates that the unit is made for; if left out, with those that come."""
+    """The same models with the rates that the unit is made for; if they are left out, the rates are those
+    that come."""
 
     def lasting(self, requests: int) -> float:
         """Returns the seconds in which so many requests come."""
@@ -133,7 +134,7 @@ def workloads(scale: Scale) -> list[Drawn]:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a policy has over several workloads: the mean part of the requests that are in time, and the
+    """The result of a policy over several workloads: the mean part of the requests that are in time, and the
     geometric mean of its throughput over the best policy's."""
 
     in_time: float
@@ -141,7 +142,7 @@ class Score:
 
 
 Found = Mapping[Policy, Sequence[Point]]
-"""By policy, a point for each workload."""
+"""The points of each policy, one for each workload."""
 
 
 def play_policies(
@@ -150,7 +151,7 @@ def play_policies(
     seconds: Callable[[Drawn], float],
     tell: Tell,
 ) -> Found:
-    """Plays each workload under each policy. seconds: for which a workload's requests come."""
+    """Plays each workload under each policy. `seconds` returns those for which a workload's requests come."""
     runs = [(policy, one) for policy in policies for one in drawn]
     points = play_all(
         runs,
@@ -175,7 +176,7 @@ def scores(found: Found, among: Sequence[int]) -> dict[Policy, Score]:
 
 
 def policies(scale: Scale, tell: Tell) -> Report:
-    """Which policy is best, over all kinds of workloads and over some."""
+    """Finds which policy is best, over all kinds of workloads and over some."""
     drawn = workloads(scale)
     found = play_policies(drawn, POLICIES, lambda one: one.lasting(REQUESTS[scale]), tell)
     whole = scores(found, range(len(drawn)))
@@ -279,12 +280,12 @@ def overload(scale: Scale, tell: Tell) -> Report:
 
 CASES: Final[Mapping[Scale, int]] = {"full": 50, "small": 3}
 _LASTING: Final[Mapping[Scale, float]] = {"full": 30.0, "small": 6.0}
-"""Seconds for which requests come; what is answered in the second half of them counts."""
+"""The seconds for which requests come; what is answered in the second half of them counts."""
 _NEAR: Final = 0.25
 
 
 def foretold(scale: Scale, tell: Tell) -> Report:
-    """What equation 3 says that units answer, and what they answer."""
+    """Compares what equation 3 says that units answer with what they answer."""
     loads = [*LOADS]
     drawn = [draw("ample", loads[n % len(loads)], PHASES[n % 2], 1000 + n) for n in range(CASES[scale])]
     points = play_policies(drawn, (DEFAULT_POLICY,), lambda _: _LASTING[scale], tell)[DEFAULT_POLICY]

@@ -40,7 +40,7 @@ POINTS: Final[Mapping[Scale, Sequence[tuple[str, float]]]] = {
     "full": (("0.7", 1.0), ("1.3", 1.0), ("2.1", 1.0), ("2.1", 1.5), ("2.1", 2.5)),
     "small": (("2.1", 1.0),),
 }
-"""The points of figure 5 that are played: α, and times the rates."""
+"""The points of figure 5 that are played: α, and the factors of the rates."""
 # Figure 5, by α and then by rate scale, under each of SYSTEMS: the sum of whole rates times throughputs
 # over 19, as the paper plots it; None if the logs published with it are incomplete
 FIGURE_5: Final[Mapping[str, Mapping[float, tuple[float | None, ...]]]] = {
@@ -76,7 +76,8 @@ FIGURE_7: Final[Mapping[float, tuple[float, ...]]] = {
     11.9: (5.67, 5.36, 7.84),
 }
 CONDENSED: Final[Mapping[float, float]] = {3.0: 500, 4.8: 800, 7.1: 1200, 9.5: 1600, 11.9: 2000}
-"""By how much half a day of requests was condensed for each rate: all rates have the same requests."""
+"""The factor by which half a day of requests was condensed for each rate. All rates have the same
+requests."""
 HALF_A_DAY: Final = 43_200.0  # seconds
 LOADS: Final[Mapping[Scale, Sequence[float]]] = {"full": (3.0, 7.1, 11.9), "small": (11.9,)}
 CHAT_RATES: Final = (
@@ -90,14 +91,15 @@ CHAT_SPATIAL: Final = replace(
     place=Apart({"7b": 1, "13b": 2, "30b": 2, "65b": 4}, {"1-13b": 1, "3-13b": 1}),
     pools=CHAT_PARTS,
 )
-"""Spatial partitioning of figure 7: its two most popular 13B have one GPU each, the others two."""
+"""The spatial partitioning of figure 7, in which the two most popular 13B have one GPU each, and the other
+ones two."""
 _SLACK: Final = 0.05  # by which what grows may fall from one point to the next
 _SLO: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One load: the throughput by system, in the paper (None if it has none) and here."""
+    """The throughput of each system under one load, in the paper (None if it has none) and here."""
 
     name: str
     paper: Sequence[float | None]
@@ -105,7 +107,7 @@ class Row:
     points: Sequence[Point]
 
     def cells(self) -> list[Cell]:
-        """Throughputs, and MuxServe's over each of the others."""
+        """Returns the throughputs, and MuxServe's over each of the others."""
         names = [system.name for system in SYSTEMS]
         leads = [
             (f"MuxServe over {name}", _over(self.paper, at), _over(self.ours, at) or 0.0)
@@ -123,7 +125,7 @@ class Row:
 
     @property
     def best(self) -> float:
-        """MuxServe over the better one of the others."""
+        """Returns MuxServe's throughput over that of the better one of the others."""
         return self.muxserve / max(self.ours[:_MUXSERVE])
 
 
@@ -142,7 +144,7 @@ def plotted(models: Sequence[Served], point: Point) -> float:
 
 
 def figure_5(scale: Scale, tell: Tell) -> Report:
-    """Synthetic loads: 19 LLMs, whose rates fall by a power law."""
+    """Plays synthetic loads: 19 LLMs, whose rates fall by a power law."""
     rows: dict[tuple[str, float], Row] = {}
     for n, (alpha, factor) in enumerate(POINTS[scale]):
         load = Load(falling(SYNTHETIC, float(alpha), TOP * factor), GPUS, SECONDS[scale])
@@ -232,7 +234,7 @@ def _grows(said: str, values: Mapping[str, float]) -> Claim:
 
 
 def chat(average: float) -> Load:
-    """The load of figure 7 at an average rate: half a day of ChatLMSYS, condensed."""
+    """Returns the load of figure 7 at an average rate: half a day of ChatLMSYS, condensed."""
     seconds = HALF_A_DAY / CONDENSED[average]
     whole = CHATLMSYS.mean_prompt + CHATLMSYS.mean_output
     models = tuple(
@@ -248,7 +250,7 @@ def chat(average: float) -> Load:
 
 
 def figure_7(scale: Scale, tell: Tell) -> Report:
-    """ChatLMSYS: 16 LLMs, whose rates are those of real traffic."""
+    """Plays ChatLMSYS: 16 LLMs, whose rates are those of real traffic."""
     rows = []
     for n, average in enumerate(LOADS[scale]):
         load = chat(average)
@@ -281,14 +283,14 @@ STEPS: Final[Mapping[Scale, Sequence[float]]] = {
     "full": (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0),
     "small": (0.05, 4.0),
 }
-"""Times the rates of figure 5, at which section 4.2's claim is looked for."""
+"""The factors of the rates of figure 5 at which section 4.2's claim is looked for."""
 _MORE: Final = 2.9  # times the requests
 _ATTAINED: Final = 0.99
 
 
 def section_4_2(scale: Scale, tell: Tell) -> Report:
-    """The highest rates at which 99 % of the requests are in time. The paper tells neither α nor the scale of
-    the SLO: here they are 2.1 and each of SCALES."""
+    """Finds the highest rates at which 99 % of the requests are in time. The paper tells neither α nor the
+    scale of the SLO: here they are 2.1 and each of SCALES."""
     systems = (*SYSTEMS, KVLOOM)
     steps = STEPS[scale]
     most: dict[str, dict[int, float]] = {system.name: dict.fromkeys(SCALES, 0.0) for system in systems}

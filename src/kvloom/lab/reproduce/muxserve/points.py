@@ -1,4 +1,5 @@
-"""What a system has of a load: throughput as MuxServe measures it, requests in time, latencies, blocks."""
+"""The results of a system under a load: throughput as MuxServe measures it, requests in time, latencies,
+blocks."""
 
 from __future__ import annotations
 
@@ -28,26 +29,26 @@ _MOST: Final = 1e7  # seconds of a run
 class ModelTimes:
     """Latencies of one model's requests, in seconds, and the sequences that its decode steps have.
 
-    ttft: the mean to the first token; tpot: the mean between two; the tails are P99."""
+    `ttft` is the mean to the first token, and `tpot` the mean between two; the tails are P99."""
 
     ttft: float
     tpot: float
     ttft_tail: float
     tpot_tail: float
     latency_tail: float
-    """To the last token."""
+    """The P99 of the times to the last token."""
     batch: float
-    """The mean sequences that run, while any do."""
+    """The mean number of sequences that run, while any do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
     """The results of one system under one load.
 
-    throughput: by model, its requests by the seconds until the last of them has ended, as the paper has it.
-    answered: by model, answers a second in the second half of the time in which requests come.
-    attained: the part of all requests that were answered within each scale of the SLO.
-    blocks: the part of all used blocks that each model has, in the mean, while requests come.
+    `throughput` has the requests of each model by the seconds until the last of them has ended, as the paper
+    has it. `answered` has the answers a second of each model, in the second half of the time in which
+    requests come. `attained` is the part of all requests that were answered within each scale of the SLO.
+    `blocks` is the part of all used blocks that each model has, in the mean, while requests come.
     """
 
     throughput: Mapping[str, float]
@@ -56,14 +57,15 @@ class Point:
     blocks: Mapping[str, float]
     times: Mapping[str, ModelTimes]
     tails: tuple[float, float, float]
-    """P99 over all requests: to the first token, between tokens, to the last one; in seconds."""
+    """The P99 over all requests of the times to the first token, between tokens, and to the last one, in
+    seconds."""
 
     @property
     def total(self) -> float:
         return sum(self.throughput.values())
 
     def weighted(self, models: Sequence[Served]) -> float:
-        """Throughput, weighted with the rates."""
+        """Returns the throughput, weighted with the rates."""
         whole = sum(model.rate for model in models)
         return sum(model.rate * self.throughput[model.name] for model in models) / whole
 
@@ -82,7 +84,8 @@ def play_points(runs: Sequence[Run], tell: Tell) -> list[Point]:
 
 
 def play_point(system: System, load: Load, tell: TellPart) -> Point:
-    """tell: hears which part of the load has come. Raises ConfigError if the models have no place."""
+    """Plays the system under its load. `tell` hears which part of the load has come. Raises ConfigError if
+    the models have no place."""
     return play_units(make_units(system, load.models, load.gpus), load, tell)
 
 

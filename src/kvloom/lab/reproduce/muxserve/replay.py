@@ -29,7 +29,7 @@ from kvloom.types.errors import ConfigError
 
 NAME: Final = "muxserve_chatlmsys.json"
 RATES: Final = (3.0, 9.5)
-"""Requests a second and model: of the four loads that were published, a low one and a high one."""
+"""The requests a second and model of two of the four loads that were published: a low one and a high one."""
 RUNS: Final[Mapping[float, str]] = {3.0: "500", 4.8: "800", 9.5: "1600", 11.9: "2000"}
 _SMALL: Final = 16  # parts of the time that the small scale plays one of
 _NEAR: Final = 1.25
@@ -41,7 +41,8 @@ class Mesh(Struct, frozen=True):
 
 
 class Measured(Struct, frozen=True):
-    """What was published of one LLM. Times are in seconds; mps: percent of prefill and decode."""
+    """The published results of one LLM. Times are in seconds, and `mps` has the percent of prefill and
+    decode."""
 
     model: str
     mps: tuple[int, int]
@@ -65,7 +66,7 @@ class _Runs(Struct, frozen=True):
 
 
 Published = Mapping[str, Mapping[str, Measured]]
-"""By system, then by LLM."""
+"""The published results, by system, then by LLM."""
 SYSTEMS: Final[Mapping[str, System]] = {
     "flexsm": MUXSERVE,
     "spatial": CHAT_SPATIAL,
@@ -74,7 +75,7 @@ SYSTEMS: Final[Mapping[str, System]] = {
 
 
 def published_runs() -> Mapping[float, Published]:
-    """Returns what was published, by average rate. Raises ConfigError where the file is not at hand."""
+    """Returns what was published, by average rate. Raises ConfigError if the file is not at hand."""
     found = read_published(NAME, _Runs, "what was published of figure 7")
     if found is None:
         raise ConfigError(f"{FOLDER} is not set; a folder with {NAME}, which is not part of kvloom, is right")
@@ -179,7 +180,7 @@ def _naming(tell: Tell, what: str) -> Callable[[float], None]:
 
 
 def _cells(row: str, load: Load, theirs: Mapping[str, Measured], point: Point) -> list[Cell]:
-    """The throughput, weighted with rates."""
+    """Returns the cell of the throughput, weighted with rates."""
     whole = sum(model.rate for model in load.models)
     paper = (
         sum(model.rate * _of(theirs, model).throughput for model in load.models) / whole if theirs else None

@@ -25,8 +25,8 @@ from kvloom.types.spec import UnitAbilities, unit_abilities
 
 DEVICE: Final = "A100-80"
 ALONE: Final[Mapping[str, int]] = {"7b": 1, "13b": 1, "30b": 4, "65b": 8}
-"""GPUs that a model of a size has for itself: in spatial partitioning of figure 5, and where an SLO asks how
-long a request takes alone."""
+"""The number of GPUs that a model of a size has for itself: in spatial partitioning of figure 5, and if an
+SLO asks how long a request takes alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Satisfies `Tokens`: others, `factor` times as many."""
+    """Satisfies `Tokens`: it draws other tokens, `factor` times as many."""
 
     tokens: Tokens
     factor: float
@@ -86,23 +86,24 @@ class Served:
 
     @property
     def billions(self) -> int:
-        """Parameters, as the size is called."""
+        """Returns the parameters, as the size is called."""
         return int(self.size.removesuffix("b"))
 
 
 def served(sizes: Sequence[str], rates: Iterable[float], lengths: Lengths = SHAREGPT) -> tuple[Served, ...]:
-    """Models of these sizes, numbered from 1."""
+    """Returns models of these sizes, numbered from 1."""
     pairs = zip(sizes, rates, strict=True)
     return tuple(Served(f"{n}-{size}", size, rate, lengths) for n, (size, rate) in enumerate(pairs, 1))
 
 
 def falling(sizes: Sequence[str], alpha: float, top: float) -> tuple[Served, ...]:
-    """Rates that fall by a power law from `top` on, in the order of the sizes (section 4.2)."""
+    """Returns models whose rates fall by a power law from `top` on, in the order of the sizes (section
+    4.2)."""
     return served(sizes, (top * (i + 1) ** -alpha for i in range(len(sizes))))
 
 
 def cluster(gpus: int) -> list[Nodes]:
-    """Nodes of eight, or a smaller one."""
+    """Returns nodes of eight GPUs, or one that is smaller."""
     each = min(gpus, 8)
     return [Nodes(DEVICE, find_device(DEVICE).memory, each, gpus // each, abilities=multiplexed)]
 
@@ -113,11 +114,11 @@ def multiplexed(device: str, ranks: int) -> UnitAbilities:
 
 
 SECONDS: Final[Mapping[Scale, float]] = {"full": 120.0, "small": 6.0}
-"""For which requests come, where the paper's time would take too long here."""
+"""The seconds for which requests come if the paper's time would take too long here."""
 
 AS_LONG: Final[Mapping[Scale, float]] = {"full": 264.0, "small": 6.0}
-"""The paper's time: requests come until there are as many as its planner expects of 240 s and a tenth more,
-by the code that was published."""
+"""The seconds for which requests come in the paper: until there are as many as its planner expects of 240 s
+and a tenth more, by the code that was published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class Load:
     seed: int = 0
 
     def requests(self) -> Iterator[WorkloadRequest]:
-        """Yields them in their order. A model's requests do not depend on the others."""
+        """Yields the requests in their order. A model's requests do not depend on the others."""
         return merge(*(self._of(model) for model in self.models), key=attrgetter("at"))
 
     def _of(self, model: Served) -> Iterator[WorkloadRequest]:
@@ -148,7 +149,7 @@ class Load:
 
 
 class Alone:
-    """How long requests take that have `ALONE`'s GPUs for themselves: one prefill and the decode steps."""
+    """The time of requests that have `ALONE`'s GPUs for themselves: one prefill and the decode steps."""
 
     def __init__(self, models: Sequence[Served]) -> None:
         device = find_device(DEVICE)

@@ -24,15 +24,15 @@ from kvloom.plan.search import SearchEffort
 from kvloom.types.spec import DEFAULT_POLICY, EngineSpec, ModelSpec, Policy, Quotas
 
 HOST: Final[Mapping[str, float]] = {"7b": 0.10e-3, "13b": 0.08e-3, "30b": 0.07e-3, "65b": 0.07e-3}
-"""Seconds that a decode step takes longer for each of its sequences, by the model's size: what the paper's
-own estimator adds to the times of its profile."""
+"""The seconds by which a decode step takes longer for each of its sequences, by the model's size: the paper's
+own estimator adds as much to the times of its profile."""
 
 PROCESSES: Final = 9.6e9
-"""Bytes that each GPU of a unit leaves free for each of its models: by the `gpu_memory_utilization` of the
-configurations that were published with the paper, which is 80 GB less 2 bytes a parameter and this."""
+"""The bytes that each GPU of a unit leaves free for each of its models, by the `gpu_memory_utilization` of
+the configurations that were published with the paper, which is 80 GB less 2 bytes a parameter and this."""
 
 HALF: Final[Mapping[str, float]] = dict.fromkeys(ALONE, 0.5)
-"""The part of a spatial partition's memory that is its pool, by its model's size: as configured for figure
+"""The part of a spatial partition's memory that is its pool, by its model's size, as configured for figure
 5."""
 
 CHAT_PARTS: Final[Mapping[str, float]] = {"7b": 0.65, "13b": 0.5, "30b": 0.375, "65b": 0.375}
@@ -42,7 +42,7 @@ Placer = Callable[[Sequence[Served], Estimator, Sequence[Nodes]], PlacementPlan]
 
 
 PREFILLS: Final[Mapping[str, float]] = {"7b": 0.8, "13b": 0.9, "30b": 1.0, "65b": 1.0}
-"""A prefill's share of the compute, by the model's size: as the published configurations launch them."""
+"""A prefill's share of the compute, by the model's size, as the published configurations launch them."""
 
 
 class AsPublished(Estimator):
@@ -50,12 +50,12 @@ class AsPublished(Estimator):
     and a model decodes on the smallest share on which it answers its demand alone (algorithm 2)."""
 
     def settled(self, kind: MeshKind, items: Sequence[Item]) -> list[Decoding]:
-        """Returns how each model decodes beside others: as alone."""
+        """Returns how each model decodes beside others, which is as it does alone."""
         candidates = (self.candidate(kind, item) for item in items)
         return [candidate.lean for candidate in candidates if candidate is not None]
 
     def pool(self, kind: MeshKind, items: Sequence[Item]) -> int:
-        """Bytes of the pool; below 0 if these do not fit."""
+        """Returns the bytes of the pool; below 0 if these do not fit."""
         names = (self.demands[self.demand(item)].shape for item in items)
         return int(kind.bytes - sum(_billions(shape) * 2e9 + PROCESSES * kind.gpus for shape in names))
 
@@ -66,20 +66,21 @@ def _billions(shape: ModelShape) -> int:
 
 
 def planned(_: Sequence[Served], estimator: Estimator, nodes: Sequence[Nodes]) -> PlacementPlan:
-    """Algorithm 1, which gives each model one place."""
+    """Returns the plan of algorithm 1, which gives each model one place."""
     placement = plan_placement(estimator, nodes, SearchEffort(replicas=1))
     return write_down(estimator, nodes, placement, "planned")
 
 
 def replicated(models: Sequence[Served], estimator: Estimator, nodes: Sequence[Nodes]) -> PlacementPlan:
-    """What `kvloom plan` plans: models may have several places."""
+    """Returns the plan of `kvloom plan`, in which models may have several places."""
     placement = plan_placement(estimator, nodes, SearchEffort.fit(nodes, len(models)))
     return write_down(estimator, nodes, placement, "kvloom plan")
 
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """Satisfies `Placer`: a mesh for each model. gpus: by its size; names: of those that have others."""
+    """Satisfies `Placer`: a mesh for each model. `gpus` are by its size, and `names` those of models that
+    have others."""
 
     gpus: Mapping[str, int] = field(default_factory=lambda: ALONE)
     names: Mapping[str, int] = field(default_factory=dict)
@@ -92,7 +93,7 @@ class Apart:
 
 
 def naive(_: Sequence[Served], estimator: Estimator, nodes: Sequence[Nodes]) -> PlacementPlan:
-    """The most popular first, by load and free memory (section 4.4)."""
+    """Places the most popular model first, by load and free memory (section 4.4)."""
     return write_down(estimator, nodes, memory_greedy(estimator, nodes), "naive")
 
 
@@ -121,16 +122,17 @@ class System:
     """The quotas at first: as planned; by rate and the bytes of a token (MuxServe), for sequences of
     `SEQUENCE_TOKENS` or of each model's own length; or room for as many tokens of each model."""
     runtime: Runtime = "MuxServe"
-    """How long jobs take: `MuxServe`'s has fixed shares and waits for the host; in `kvloom`'s a job that runs
-    alone has the whole device."""
+    """The runtime, which decides how long jobs take: `MuxServe`'s has fixed shares and waits for the host; in
+    `kvloom`'s a job that runs alone has the whole device."""
     shares: Shares = "planned"
-    """Of the compute, for each job: planned ones, or all of it."""
+    """The shares of the compute for each job: planned ones, or all of it."""
     prefills: Mapping[str, float] = field(default_factory=dict)
-    """A prefill's share of the compute, by the model's size; if left out, as planned."""
+    """A prefill's share of the compute, by the model's size; if it is left out, the share is as planned."""
     estimator: type[Estimator] = Estimator
-    """It says how large pools are, too."""
+    """The estimator of units, which also says how large pools are."""
     pools: Mapping[str, float] = field(default_factory=dict)
-    """The part of a unit's memory that is its pool, by its only model's size; if left out, as estimated."""
+    """The part of a unit's memory that is its pool, by its only model's size; if it is left out, the part is
+    as estimated."""
     max_running: int = MAX_RUNNING
 
 
@@ -156,7 +158,7 @@ KVLOOM_PLACED: Final = System("kvloom, one place", planned)
 def host_seconds(sizes: Mapping[str, str]) -> Callable[[Work], float]:
     """Returns what the paper's runtime takes for a decode step, in seconds: the longer the larger its batch.
 
-    sizes: by model."""
+    `sizes` are by model."""
     seconds = {name: HOST[size] for name, size in sizes.items()}
     return lambda work: work.batch * seconds[work.model]
 
@@ -173,7 +175,7 @@ def _hosted(costs: Costs, sizes: Mapping[str, str]) -> Costs:
 def in_runtime(cost: CostModel, spec: EngineSpec, sizes: Mapping[str, str]) -> CostModel:
     """Returns the cost in the paper's runtime, as far as jobs take longer in it than on the bare device.
 
-    sizes: by model."""
+    `sizes` are by model."""
     return Hosted(UnderMPS(cost, spec), host_seconds(sizes))
 
 

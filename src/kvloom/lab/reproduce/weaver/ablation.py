@@ -1,4 +1,4 @@
-"""What finds a task at the cold unit, and whether operators are split (section 5.3, figure 7a); times to the
+"""The ways to find a task at the cold unit and to split operators (section 5.3, figure 7a), and times to the
 first token behind GPUs that prefill (figure 7b)."""
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ FINE: Final = 0.01  # of a step: a finer threshold than algorithm 1's
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """How much the cold model is asked. part: of its pool, that it can lend. warm: seconds until the hot
-    model's requests come."""
+    """The load of the cold model. `part` is that of its pool that it can lend, and `warm` the seconds until
+    the hot model's requests come."""
 
     name: str
     cold: float
@@ -67,8 +67,8 @@ class _Setting:
 
 IDLE: Final = _Setting("cold at 1 req/s", COLD_RATE, PART, 6.0)
 BUSY: Final = _Setting("cold at 4.5 req/s", 4.5, 0.4, 20.0)
-"""The cold model's own step takes more than 25 ms, as the paper's does by its own words: there 2.5 ms are
-less than 10 % of it."""
+"""The setting in which the cold model's own step takes more than 25 ms, as the paper's does by its own words:
+there 2.5 ms are less than 10 % of it."""
 
 ANSWERS: Final = {"full": 512, "small": 24}  # tokens
 SETTINGS: Final = {"full": (IDLE, BUSY), "small": (IDLE,)}
@@ -84,7 +84,7 @@ def _controlled(part: float) -> tuple[System, ...]:
 
 
 def figure_7(scale: Scale, tell: Tell) -> Report:
-    """(a) and (b), one after the other."""
+    """Plays (a) and (b), one after the other."""
     trace = Trace(f"{BATCH} at once", None, PROMPT, ANSWERS[scale])
     plan = [
         (setting, system, _load(setting, trace))
@@ -147,7 +147,7 @@ def _pace_grid(found: dict[tuple[str, str], Point]) -> Grid:
 
 
 def _wait_grid(found: dict[tuple[str, str], Point]) -> Grid:
-    """The waits of all tasks, as they came, and by the formulas of the queueing model."""
+    """Returns a grid of the waits of all tasks, as they came, and by the formulas of the queueing model."""
     rows = []
     for names, point in found.items():
         waits = point.waits
@@ -170,7 +170,7 @@ FIRST_SECONDS: Final = {"full": 40.0, "small": 4.0}
 FIRST_SYSTEMS: Final = (WEAVER, MUXSERVE, BARE_MUXSERVE)
 
 First = dict[tuple[float, str], float]
-"""Seconds to the hot model's first token in the mean, by rate and system."""
+"""The mean seconds to the hot model's first token, by rate and system."""
 
 
 def _first_tokens(scale: Scale, tell: Tell) -> First:

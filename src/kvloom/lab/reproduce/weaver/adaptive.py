@@ -1,4 +1,4 @@
-"""What `share: auto` chooses beside a sweep of fixed shares. The paper leaves a share that adapts to future
+"""The choice of `share: auto` beside a sweep of fixed shares. The paper leaves a share that adapts to future
 work (section 4.3), so nothing here is compared with it."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What tensor parallelism costs (section 2.3, table 1): two instances on a GPU each, or one over both. The
+"""The cost of tensor parallelism (section 2.3, table 1): two instances on a GPU each, or one over both. The
 constant of ranks for all of Weaver's figures is fitted here, to the one number that the paper tells of its
 table."""
 

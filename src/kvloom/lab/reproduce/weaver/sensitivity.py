@@ -1,4 +1,4 @@
-"""How the gain depends on the cold model's rate and the share that is offloaded (section 5.2, figure 5)."""
+"""The gain by the cold model's rate and the share that is offloaded (section 5.2, figure 5)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Found = dict[tuple[str, float], Point]
 
 
 def figure_5(scale: Scale, tell: Tell) -> Report:
-    """(a) BurstGPT, (b) Azure: of both, those whose published times a token fit their rates."""
+    """Plays (a) BurstGPT and (b) Azure, the traces whose published times a token fit the rates."""
     ratios, shares = (RATIOS, SHARES) if scale == "full" else (RATIOS[:1], (0.0, 0.5))
     base = Load(DEVICE, BURSTGPT, HOT_RATE, seconds_of(BURSTGPT, scale))
     first = [(system, replace(base, cold=part * HOT_RATE)) for part in ratios for system in SYSTEMS]

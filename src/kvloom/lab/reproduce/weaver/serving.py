@@ -1,4 +1,4 @@
-"""How much the hot model answers, and how fast, on each platform and trace (section 5): figures 4 and 6."""
+"""The throughput and the speed of the hot model on each platform and trace (section 5): figures 4 and 6."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ STEADY: Final[Mapping[str, tuple[System, ...]]] = {
     "A100-40": (DEDICATED, TEMPORAL, MUXSERVE, BARE_MUXSERVE, WEAVER),
     "L40S": (DEDICATED, TEMPORAL, BARE_TEMPORAL, WEAVER),
 }
-"""Those whose time a token is found over the rates."""
+"""The systems whose time a token is found over the rates."""
 
 _TOLD: Final = f"A100-40, {AZURE.name}"
 FLOOD: Final[Mapping[str, float]] = {
@@ -58,12 +58,12 @@ FLOOD: Final[Mapping[str, float]] = {
     "L40S": 20.0,
 }  # requests a second: more than any answers
 SECONDS: Final[Mapping[Scale, float]] = {"full": 36.0, "small": 6.0}
-"""Seconds for which requests come if answers are as long as Azure's; longer for longer ones, up to
-AT_MOST."""
+"""Seconds for which requests come if answers are as long as Azure's; the time is longer for longer answers,
+up to AT_MOST."""
 
 AT_MOST: Final = 100.0
 _STEADY_PART: Final[Mapping[Scale, float]] = {"full": 2 / 3, "small": 1.0}
-"""Of that, where all is answered, and nothing has to fill up."""
+"""The part of that time if all is answered, because nothing has to fill up then."""
 
 LOW: Final = 5.0  # requests a second, at which nothing is short
 HIGH: Final = DEDICATED_MOST
@@ -76,7 +76,7 @@ _HEADS: Final = ("", "req/s", "system", "answered", "hot, ms", "P99", "cold, ms"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """rate: asked for; None if it is more than can be answered."""
+    """A system's run. `rate` is the one asked for; None if it is more than can be answered."""
 
     system: System
     load: Load
@@ -265,7 +265,7 @@ def row(run: Run) -> tuple[str, ...]:
 
 
 def figure_6(scale: Scale, tell: Tell) -> Report:
-    """Longer answers: 512 tokens in, 1,024 out, on A100."""
+    """Plays longer answers: 512 tokens in, 1,024 out, on A100."""
     plan = floods("A100-40", LONG, scale)
     if scale == "small":
         few = (DEDICATED, MUXSERVE, BARE_MUXSERVE, WEAVER)

@@ -45,7 +45,7 @@ from kvloom.types.spec import Control, ModelSpec, Policy, Splitting, WeaveSpec
 
 HOT: Final = "hot"
 COLD: Final = "cold"
-COLD_RATE: Final = 1.0  # requests a second, where the paper has section 2.3's cold model
+COLD_RATE: Final = 1.0  # requests a second, at which the paper has section 2.3's cold model
 LONGEST: Final = 2048  # tokens of a sequence; longer ones the paper leaves out
 TAKEN: Final = 8.0e9  # bytes of a GPU that hold neither weights nor K and V: see `pool_bytes`
 
@@ -109,8 +109,8 @@ def unit(
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """sides: what its lengths are like. prompt, output: their means once sequences that are too long are left
-    out, as the paper tells them."""
+    """A trace. `sides` tells what its lengths are like. `prompt` and `output` are their means once sequences
+    that are too long are left out, as the paper tells them."""
 
     name: str
     sides: Sides | None
@@ -232,8 +232,8 @@ _LOOK: Final = 0.5  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests come for `seconds`, then it ends. hot, cold: requests a second. at_once: so many of the hot
-    model come after `warm` seconds instead, and it ends with the last of them."""
+    """A load. Requests come for `seconds`, then it ends. `hot` and `cold` are requests a second. If `at_once`
+    is set, so many of the hot model come after `warm` seconds instead, and it ends with the last of them."""
 
     device: str
     trace: Trace
@@ -245,19 +245,20 @@ class Load:
 
     @property
     def where(self) -> str:
-        """The device and the trace, for the reader."""
+        """Returns the device and the trace, for the reader."""
         return f"{self.device}, {self.trace.name}"
 
     @property
     def counted(self) -> float:
-        """The time from which on it is counted, in seconds."""
+        """Returns the seconds from which on the time counts."""
         return self.warm if self.at_once else WARM * self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """Means of one model in the counted time. rate: answers a second, by their tokens. tpot: seconds a token
-    of those that ended, the mean of their means; p99. batch: sequences that run, in the mean."""
+    """Means of one model in the counted time. `rate` is the answers a second, by their tokens. `tpot` is the
+    seconds a token of those that ended, as the mean of their means, and `p99` the P99 of these. `batch` is
+    the mean number of sequences that run."""
 
     rate: float
     tpot: float
@@ -267,9 +268,10 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """filled: by unit, the part of its pool that is in use, with what others have of it, in the mean. waits:
-    of the last loan's tasks, with what the queueing model expects; None if there was no loan. share: of the
-    hot model's sequences that were to be offloaded, in the mean."""
+    """The results of one system under one load. `filled` is the mean part of each unit's pool that is in use,
+    with what others have of it. `waits` are those of the last loan's tasks, with what the queueing model
+    expects; None if there was no loan. `share` is the mean share of the hot model's sequences that were to be
+    offloaded."""
 
     hot: Course
     cold: Course
@@ -279,7 +281,7 @@ class Point:
 
 
 def play_point(system: System, load: Load, tell: TellPart) -> Point:
-    """tell: hears which part of the time is over."""
+    """Plays the system under the load. `tell` hears which part of the time is over."""
     return _Play(load, tell).run(system.units(load.device, load.hot, load.cold))
 
 
@@ -295,14 +297,14 @@ def play_points(plan: Sequence[tuple[System, Load]], tell: Tell) -> list[Point]:
 
 @dataclass
 class _Seen:
-    """tokens: made so far, at each look."""
+    """The numbers of one model at each look. `tokens` are those made so far."""
 
     tpots: list[float] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
 
     def course(self, answer: int) -> Course:
-        """answer: its tokens, in the mean."""
+        """Returns the model's means. `answer` is the mean number of tokens of an answer."""
         times = np.array(self.tpots or [0.0])
         batch = float(np.mean(self.running or [0]))
         made = self.tokens[-1] - self.tokens[0] if self.tokens else 0
