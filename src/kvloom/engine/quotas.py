@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvloom.engine.model_queue import ModelQueue
-from kvloom.engine.queues import limit_context
 from kvloom.kv.pool import Pool
 from kvloom.kv.quota import (
     QuotaUsage,
@@ -20,9 +19,6 @@ from kvloom.types.clock import Clock
 from kvloom.types.spec import EngineSpec
 
 _PERIOD = 8.0  # seconds, MuxServe's
-
-fitted = limit_context
-"""The name by which `lab/profile` still imports it."""
 
 
 class QuotaTuner:
