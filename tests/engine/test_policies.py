@@ -377,7 +377,7 @@ def test_a_waiting_prefill_holds_decodes_until_the_compute_is_free() -> None:
 
 @pytest.mark.parametrize("prefilling", [False, True])
 def test_adbs_lets_a_crowd_give_a_place_also_while_another_model_prefills(prefilling: bool) -> None:
-    crowd = model("a", full=True, outnumbered=True, held=4, running=4, used=40, decodable=4)
+    crowd = model("a", running_full=True, outnumbered=True, held=4, running=4, used=40, decodable=4)
     other = model("b", prefilling=prefilling, running=int(prefilling))
     assert adbs(unit(crowd, other)) == Preempt("a")
 

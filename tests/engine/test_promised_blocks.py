@@ -153,7 +153,7 @@ class Budget(RuleBasedStateMachine):
             for owner in "abcdef":
                 self.renew(owner)
             self.time(LEASE / 3)
-        here = max(queue.longest_here for queue in self.queues.values())
+        here = max(queue.blocks_of_longest for queue in self.queues.values())
         assert self.pool.total - sum(self.promised().values()) >= here
 
     # -- what holds -------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def prompt(name: str, due: float, *, tokens: int = 100, **changes: object) -> ob
         "waiting": 1,
         "head_blocks": 4,
         "head_tokens": tokens,
-        "head_due": NOW + due,
+        "head_latest": NOW + due,
     } | RECENT
     return model(name, **(values | {"token_seconds": TOKEN, "tpot": 0.2} | changes))  # type: ignore[arg-type]
 
@@ -86,7 +86,7 @@ def test_steps_wait_while_their_streams_are_ahead() -> None:
 
 
 def test_a_chunk_goes_with_the_steps_of_its_own_model() -> None:
-    both = replace(streams("a", 0.2005), waiting=1, head_blocks=4, head_tokens=900, head_due=NOW + 5)  # type: ignore[type-var]
+    both = replace(streams("a", 0.2005), waiting=1, head_blocks=4, head_tokens=900, head_latest=NOW + 5)  # type: ignore[type-var]
     action = slack(at(both, mixes=True))
     assert action == Mixed("a", 1, action.blocks, 200 - WEIGHTS - 4)  # type: ignore[union-attr]
     assert isinstance(slack(at(both, streams("b", 0.03), mixes=True)), Decode)

@@ -190,7 +190,8 @@ class Engine:
         return min(lefts, default=None)
 
     def _interrupt(self) -> None:
-        """Ends running jobs after the steps that are under way, because something is to be decided."""
+        """Ends decode jobs of many steps after the steps that are under way, because something is to be
+        decided. Other jobs go on."""
         self._scheduler.cut()
         self._wake.set()
 

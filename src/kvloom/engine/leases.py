@@ -106,7 +106,7 @@ class Promises:
 
     @property
     def _longest_here(self) -> int:
-        return max(queue.longest_here for queue in self._queues.values())
+        return max(queue.blocks_of_longest for queue in self._queues.values())
 
 
 @dataclass(slots=True)

@@ -113,6 +113,7 @@ class ModelQueue:
         self.running: list[Sequence] = []  # all that have blocks, in the order of admission
         self._run_of: Counter[str] = Counter()  # how many of them are a tenant's
         self.planner: DecodePlanner[Sequence] = DecodePlanner(cache)
+        """Plans which sequences a decode step takes, and where; a borrower's offloads some of them."""
         self.stats = ModelStats(self.changed)
         self.step_time = StepTime()
         self.prefill_speed = PrefillSpeed()
@@ -157,8 +158,8 @@ class ModelQueue:
         return min(orders, default=_NOBODY)[0]
 
     def begin_by(self, now: float) -> float:
-        """Returns when a job of the model must begin, or the sequence that is next, or one that runs, misses
-        its objective; sequences that cannot keep it any more do not count. -inf if there is none."""
+        """Returns the earliest time by which a job of the model must begin so that no sequence misses an
+        objective that it can still meet: the next one, or one that runs. It is -inf if there is none."""
         first = self.waiting.first
         times = map(self.deadlines.begin_by, [*self.running, *([first] if first else [])])
         return min((time for time in times if time >= now), default=-math.inf)
@@ -172,7 +173,8 @@ class ModelQueue:
         return {sequence.request for some in (self.waiting, self.running) for sequence in some}
 
     @property
-    def full(self) -> bool:
+    def waiting_full(self) -> bool:
+        """Whether no more may wait."""
         return len(self.waiting) >= self.max_waiting
 
     @property
@@ -182,7 +184,7 @@ class ModelQueue:
         return max((now - sequence.queued_at for sequence in self.waiting), default=0.0)
 
     @property
-    def longest_here(self) -> int:
+    def blocks_of_longest(self) -> int:
         """Blocks that hold all tokens of the longest sequence which waits or runs."""
         tokens = max((s.tokens.length for some in (self.waiting, self.running) for s in some), default=0)
         return self.cache.geometry.blocks(tokens)
@@ -326,9 +328,9 @@ class ModelQueue:
         return max(held, key=lambda s: (s.order[0], self._run_of[s.tenant], s.order), default=None)
 
     def outnumbered(self, sequence: Sequence) -> bool:
-        """Returns whether the next victim is to give way to the sequence. It is if nothing else of the
-        sequence's tenant runs, and the victim is less urgent, or its tenant has had at least as much and more
-        than `FEW` running sequences."""
+        """Returns whether the next victim is to give way to the sequence: only if nothing else of the
+        sequence's tenant runs, and the victim is less urgent, or its tenant runs more than `FEW` sequences
+        and has been served at least as much."""
         others = self._run_of[sequence.tenant] - (sequence.status is Status.RUNNING)
         victim = None if others or len(self.running) <= FEW else self.victim()
         if victim is None or victim.order[0] != sequence.order[0]:
@@ -426,7 +428,7 @@ def model_view(queue: ModelQueue) -> ModelView:
         head=head.order if head else _NOBODY,
         head_since=head.waiting_since if head else 0,
         outnumbered=outnumbered,
-        full=full,
+        running_full=full,
         decodable=len(ready),
         decode_blocks=queue.cache.blocks_for_each(queue.planner.takers(ready), 1),
         held=len(here),
@@ -443,7 +445,7 @@ def model_view(queue: ModelQueue) -> ModelView:
         decode_share=queue.shares[1],
         mixes=queue.planner.mixes,
         awake=queue.awake,
-        head_due=deadlines.latest(head) if head else math.inf,
+        head_latest=deadlines.latest(head) if head else math.inf,
         head_tokens=deadlines.left(head) if head else 0,
         step_due=min(map(deadlines.step_due, hopeful), default=math.inf),
         step_order=min(map(_ORDER, ready), default=_NOBODY),

@@ -57,7 +57,7 @@ class PoolingQueue(ModelQueue):
         return 0
 
     @property
-    def longest_here(self) -> int:
+    def blocks_of_longest(self) -> int:
         return 0
 
     def blocks(self, sequences: Iterable[Sequence], *, to_end: bool = False) -> int:
@@ -109,8 +109,8 @@ class ServedAdapter(msgspec.Struct, frozen=True):
 
 
 class ModelQueues(dict[str, ModelQueue]):
-    """The queues by their models' names. For an adapter's name it returns the queue of its base, in which all
-    run in one batch. It counts and lists each queue once."""
+    """The queues by the names of models and adapters. An adapter's name gives the queue of its base, because
+    both run in one batch. Iteration and `len` see each queue once; an adapter that leaves is not in it."""
 
     def __init__(
         self,

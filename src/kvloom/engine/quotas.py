@@ -22,7 +22,7 @@ _PERIOD = 8.0  # seconds, MuxServe's
 
 
 class QuotaTuner:
-    """Measures how models use their quotas, and adapts them. Models that make vectors have none."""
+    """Measures how models use their quotas, and adapts them. Pooling models have none."""
 
     def __init__(self, queues: Mapping[str, ModelQueue], spec: EngineSpec, pool: Pool, clock: Clock) -> None:
         self._queues = queues = {
@@ -51,20 +51,21 @@ class QuotaTuner:
     def _begin(self) -> None:
         self._due = self._clock.now() + _PERIOD
         self._jobs = 0
-        self._more = dict.fromkeys(self._held, 0)
-        """Blocks that the jobs so far have seen beyond the blocks that are held now, summed over the jobs."""
+        self._correction = dict.fromkeys(self._held, 0)
+        """A correction by model: held · jobs + correction is the sum over the period's jobs of the blocks
+        that were held, though models that did nothing are not visited."""
 
     def observe(self, jobs: int) -> None:
         """Notes how many blocks each model holds when `jobs` jobs have ended."""
         for queue in self._changed:
             held = queue.cache.used_blocks
-            self._more[queue] += (self._held[queue] - held) * self._jobs
+            self._correction[queue] += (self._held[queue] - held) * self._jobs
             self._held[queue] = held
         self._changed.clear()
         self._jobs += jobs
 
     def adapt(self) -> None:
-        """Moves quotas towards use, once a period in which jobs ran."""
+        """Moves quotas towards use, once a period at most, and only if a job ran in it."""
         if not self._moves or self._jobs == 0 or self._clock.now() < self._due:
             return
         usage = {
@@ -84,7 +85,7 @@ class QuotaTuner:
 
     def _used(self, queue: ModelQueue) -> int:
         """Returns the blocks that the jobs of this period have seen, summed over them."""
-        return self._held[queue] * self._jobs + self._more[queue]
+        return self._held[queue] * self._jobs + self._correction[queue]
 
     def _set(self, quotas: Mapping[str, int]) -> None:
         self._quotas.update(quotas)

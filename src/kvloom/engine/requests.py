@@ -268,7 +268,7 @@ class Requests:
         tenant of whom most wait. Returns None if the queue is not full, or the request goes on from another
         unit and so comes in anyway. Raises QueueFull if none gives way."""
         queue = self._queues[body.model]
-        if not queue.full or body.made:
+        if not queue.waiting_full or body.made:
             return None
         for sequence in queue.waiting.who_gives_way(body.tenant, body.priority):
             stream = self._streams[sequence.request]

@@ -94,7 +94,8 @@ class Scheduler:
         return bool(self._ended)
 
     def cut(self) -> None:
-        """Ends running jobs after the steps that are under way, because something is to be decided."""
+        """Ends decode jobs of many steps after the steps that are under way, because something is to be
+        decided. Other jobs go on."""
         self.jobs += self._multistep.cut()
 
     def sync(self) -> None:
@@ -152,7 +153,8 @@ class Scheduler:
         drafts = self._speculation.drafts(queue, ready, view, view.free(own) - self._multistep.claimed)
         tried = drafts.tokens if drafts else {}
         batch = [(sequence, 1 + len(tried.get(sequence.id, ()))) for sequence in ready]
-        # time lets more in, unless a prefill runs
+        # By deadlines a prompt may be let in because time has passed, so one step is taken, and it is asked
+        # again. While a prefill runs nobody is let in anyway.
         timed = self._by_deadlines and queue.waiting and not view.prefill_runs
         single = drafts or self._settling or watched or timed
         steps = 1 if single else self._multistep.steps(view, action, batch)
@@ -224,7 +226,7 @@ class Scheduler:
                 result, running = future.result(), len(queue.running)
                 steps = inflight.steps(result)
                 self.jobs += self._multistep.ended(inflight, steps)
-                rows = inflight.tokens
+                tokens = inflight.tokens
                 tried, (inflight, result, counted) = inflight, inflight.accepted_only(result)
                 self._speculation.note_verified(tried, counted, result)
                 void, gone = queue.planner.finish(inflight.job, result.lost, counted)
@@ -232,9 +234,9 @@ class Scheduler:
                     whole = inflight
                     inflight, result = inflight.without(void, result)
                     self._outputs.lose(whole, inflight, gone, self.jobs)
-                prompt, phase = inflight.prompt_tokens, inflight.job.phase  # mixed ones say nothing of either
-                queue.deadlines.times.note(inflight.job.phase, rows, result.seconds / steps)
-                if phase is Phase.DECODE:
+                prompt, phase = inflight.prompt_tokens, inflight.job.phase
+                queue.deadlines.times.note(inflight.job.phase, tokens, result.seconds / steps)
+                if phase is Phase.DECODE:  # a mixed job's time is neither a step's nor a prefill's
                     queue.step_time.note(result.seconds / steps)
                 elif phase is Phase.PREFILL:
                     queue.prefill_speed.note(prompt, result.seconds)

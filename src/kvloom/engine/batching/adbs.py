@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from kvloom.engine.batching.job_times import WEIGHT_READ_TOKENS
 from kvloom.engine.batching.view import (
     LASTING,
     Action,
@@ -27,14 +28,12 @@ from kvloom.engine.batching.view import (
 )
 
 LONGER: Final = 3  # times that a mixed job may take as long as its decode step alone, if one prompt waits
-WEIGHTS: Final = 16  # tokens whose products take as long on cores as reading the weights
 
 
 def adbs(view: UnitView) -> Action | None:
     """Returns the next action of adaptive batch scheduling."""
-    crowded = next((m for m in view.models if m.awake and m.full and m.outnumbered and not m.partial), None)
-    if crowded:
-        return outnumbered(crowded)
+    if view.crowded:
+        return outnumbered(view.crowded)
     prompts = [model for model in view.models if model.wants_prefill]
     if not view.prefill_runs:
         action, hold = _next_prefill(view, prompts)
@@ -66,10 +65,10 @@ def _mixed(view: UnitView, model: ModelView, share: int, budget: int) -> Mixed |
     decodes; None if they are better apart: they run side by side, or another model's step is next.
 
     A prompt's token costs what a sequence that decodes costs, and the weights, which are read once for all,
-    what `WEIGHTS` tokens cost. So the chunk that keeps a decode step within `LONGER` times its own length is
-    a number of tokens, whatever the model's size. Each prompt that queues behind the first one adds as many
-    tokens to the chunk: short chunks would leave more of the device to the decodes than the waiting prompts
-    can spare.
+    what `WEIGHT_READ_TOKENS` tokens cost. So the chunk that keeps a decode step within `LONGER` times its own
+    length is a number of tokens, whatever the model's size. Each prompt that queues behind the first one adds
+    as many tokens to the chunk: short chunks would leave more of the device to the decodes than the waiting
+    prompts can spare.
     """
     if not (view.mixes and model.mixes and share == view.compute and model.wants_decode):
         return None
@@ -80,7 +79,7 @@ def _mixed(view: UnitView, model: ModelView, share: int, budget: int) -> Mixed |
     if model.head_blocks > blocks:
         return None
     prompts = model.waiting + model.partial
-    tokens = (LONGER - 1) * (WEIGHTS + model.decodable) * prompts
+    tokens = (LONGER - 1) * (WEIGHT_READ_TOKENS + model.decodable) * prompts
     return Mixed(model.name, share, blocks, tokens)
 
 

@@ -7,11 +7,12 @@ from collections import deque
 from statistics import median
 from typing import Final
 
-from kvloom.engine.batching.adbs import WEIGHTS
 from kvloom.types.clock import Clock
 from kvloom.types.job import Phase
 from kvloom.types.load import STEP_WINDOW
 
+WEIGHT_READ_TOKENS: Final = 16
+"""Tokens of which a model's matrix products take as long on cores as reading its weights once."""
 MEMORY: Final = 60.0  # seconds after which what came counts for 1 / e
 
 
@@ -93,15 +94,15 @@ class JobTimes:
         if phase is Phase.DECODE:
             self._steps.append((tokens, seconds))
         else:
-            self._tokens.append(tokens + WEIGHTS)
+            self._tokens.append(tokens + WEIGHT_READ_TOKENS)
             self._seconds.append(seconds)
             self.token = sum(self._seconds) / sum(self._tokens)
         beside = [took - count * self.token for count, took in self._steps]
-        self._base = max(0.0, median(beside)) if beside else WEIGHTS * self.token
+        self._base = max(0.0, median(beside)) if beside else WEIGHT_READ_TOKENS * self.token
 
     def prompt(self, tokens: int) -> float:
         """Returns the seconds of a prefill or a mixed job of so many tokens."""
-        return (WEIGHTS + tokens) * self.token
+        return (WEIGHT_READ_TOKENS + tokens) * self.token
 
     def step(self, sequences: int) -> float:
         """Returns the seconds of a decode step; 0 of none."""

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from math import inf
 from typing import Final
 
-from kvloom.engine.batching.adbs import WEIGHTS, room_for, step_giver
+from kvloom.engine.batching.adbs import room_for, step_giver
+from kvloom.engine.batching.job_times import WEIGHT_READ_TOKENS
 from kvloom.engine.batching.view import (
     STARVING,
     Action,
@@ -38,9 +39,8 @@ LATE: Final = 0.5  # the same, if that prompt is late
 
 def slack(view: UnitView) -> Action | None:
     """Returns the action for what has the least slack of all that can be in time."""
-    crowded = next((m for m in view.models if m.awake and m.full and m.outnumbered and not m.partial), None)
-    if crowded:
-        return outnumbered(crowded)
+    if view.crowded:
+        return outnumbered(view.crowded)
     steps = sorted((m for m in view.models if m.wants_decode), key=lambda m: _step_rank(view, m))
     if not view.prefill_runs:
         for model in sorted((m for m in view.models if m.wants_prefill), key=lambda m: _rank(view, m)):
@@ -58,12 +58,12 @@ def _rank(view: UnitView, model: ModelView) -> tuple[bool, bool, int, bool, floa
         not waits,
         model.head[0],
         _is_late(view, model),
-        model.head_due - model.head_tokens * model.token_seconds,
+        model.head_latest - model.head_tokens * model.token_seconds,
     )
 
 
 def _is_late(view: UnitView, model: ModelView) -> bool:
-    return view.now + (WEIGHTS + model.head_tokens) * model.token_seconds > model.head_due
+    return view.now + (WEIGHT_READ_TOKENS + model.head_tokens) * model.token_seconds > model.head_latest
 
 
 def _waits(view: UnitView, model: ModelView) -> bool:
@@ -98,8 +98,8 @@ def _prompts(view: UnitView, model: ModelView, steps: Sequence[ModelView]) -> tu
         if mixed and model.step_priority <= model.head[0]:
             spare = min(spare, model.step_due - view.now)
         if spare < inf and model.token_seconds:
-            tokens = int(spare / model.token_seconds) - WEIGHTS - rows
-            if tokens < min(model.head_tokens, 2 * (WEIGHTS + rows)):
+            tokens = int(spare / model.token_seconds) - WEIGHT_READ_TOKENS - rows
+            if tokens < min(model.head_tokens, 2 * (WEIGHT_READ_TOKENS + rows)):
                 return None, False
     if view.idle + view.overload < share:
         return None, True
@@ -110,7 +110,7 @@ def _prompts(view: UnitView, model: ModelView, steps: Sequence[ModelView]) -> tu
 
 def _admits(view: UnitView, model: ModelView) -> bool:
     """Returns whether the steps of all models keep up with their streams if one more of the model runs."""
-    load = (WEIGHTS * (model.running == 0) + 1) * model.token_seconds / model.tpot
+    load = (WEIGHT_READ_TOKENS * (model.running == 0) + 1) * model.token_seconds / model.tpot
     for other in (m for m in view.models if m.awake and m.step_priority <= model.head[0]):
         load += (other.step_seconds + (other.running - other.decodable) * other.token_seconds) / other.tpot
     return load <= (LATE if _is_late(view, model) else FULL)

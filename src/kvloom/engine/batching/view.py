@@ -43,10 +43,10 @@ class ModelView(Struct, frozen=True):
     prefill_share: int = 0  # parts of the device that a prefill takes beside others; 0: the policy is to say
     decode_share: int = 0
     outnumbered: bool = False  # whether a sequence of a tenant of whom more run is to give way to the head
-    full: bool = False  # whether no more may run
+    running_full: bool = False  # whether no more may run
     mixes: bool = True  # whether its decodes may go with a prompt's chunk: none is offloaded
     awake: bool = True  # whether its weights are in memory
-    head_due: float = inf  # when the head's next token is due; inf if it cannot be in time any more
+    head_latest: float = inf  # when the head's next token has to come; -inf if that is too late already
     head_tokens: int = 0  # what the head still has to compute
     step_due: float = inf  # when the next token of `decodable` is due, of those that can still be in time
     step_order: Order = (0, 0, 0)  # the order of the first of `decodable`
@@ -119,6 +119,14 @@ class UnitView(Struct, frozen=True):
     def unclaimed(self) -> int:
         """Returns the free blocks that neither the next jobs take nor what runs is to grow into."""
         return self.free_blocks - self.next_blocks - sum(model.growth for model in self.models)
+
+    @property
+    def crowded(self) -> ModelView | None:
+        """Returns a model of which no more may run, while a sequence of another tenant waits to which one of
+        them is to give way; None if there is none."""
+        return next(
+            (m for m in self.models if m.awake and m.running_full and m.outnumbered and not m.partial), None
+        )
 
     def givers(self, model: ModelView) -> list[ModelView]:
         """Returns the models that could give way to `model`."""

@@ -39,7 +39,7 @@ class DraftModel:
         self._queue = queue
         self._times = StepTimes()
         self._gap = 1  # one new sequence in so many may compute its whole prompt for a trial
-        self._left = 0  # sequences that begin before the next one does
+        self._left = 0  # new sequences that come before one may do so again
         self._wait = _FIRST_WAIT  # steps without drafts from the next trial to the one after it
         self._until_trial = _FIRST_WAIT  # steps without drafts before the next trial
 
@@ -80,7 +80,7 @@ class DraftModel:
     def lacking(self, sequence: OneSequence) -> int:
         """Returns the number of a sequence's tokens that are to be computed before more can be drafted, as
         far as is known: it is not known which K and V have given way since."""
-        return sequence.tokens.length - draft_state_of(sequence).followed
+        return sequence.tokens.length - draft_state_of(sequence).draft_model_tokens
 
     def may_try(self, sequence: OneSequence) -> bool:
         """Returns whether drafts of a sequence may be tried though they do not pay. One that explores may.
@@ -91,7 +91,7 @@ class DraftModel:
         due = self._until_trial <= 0 and state.has_paid
         return state.explores or (due and self.lacking(sequence) <= _MOST_LACKING)
 
-    def passed(self, steps: int) -> None:
+    def note_steps(self, steps: int) -> None:
         """Takes note of steps without drafts."""
         self._until_trial -= steps
 
@@ -168,7 +168,7 @@ class DraftModel:
         for sequence, _ in batch:
             if sequence.id in kept:
                 drafts = places[sequence.id][0][: right[sequence.id]].tolist() if right[sequence.id] else []
-                draft_state_of(sequence).followed = cache.length(sequence.id)
+                draft_state_of(sequence).draft_model_tokens = cache.length(sequence.id)
                 cache.keep(sequence.id, [*sequence.tokens.list(), *drafts], tail=True)
                 cache.remove_sequence(sequence.id)
         known = sum(one.known.size for one in draft_steps.sequences)

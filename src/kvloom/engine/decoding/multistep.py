@@ -126,7 +126,7 @@ class MultiStepDecode:
         self._ending = [long for long in self._ending if long.inflight is not inflight]
 
     def cut(self) -> int:
-        """Ends running jobs after the steps that are under way. Returns what `ended` does."""
+        """Ends jobs of many steps after the steps that are under way. Returns what `ended` does."""
         for long in self._running:
             self._executor.cut(long.inflight.job)
         more = self.sync()

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from kvloom.engine.batching.adbs import WEIGHTS
+from kvloom.engine.batching.job_times import WEIGHT_READ_TOKENS
 from kvloom.engine.batching.view import UnitView
 from kvloom.engine.decoding.draft_model import DraftModel, draft_state_of
 from kvloom.engine.drafts.drafting import DraftState
@@ -35,10 +35,10 @@ from kvloom.types.spec import MOST_DRAFTED, MOST_ROWS, EngineSpec
 
 MOST_STEPS_UNLOOKED: Final = 8  # decode steps before drafts are looked for again
 _MOST_IN_A_ROW: Final = 64  # steps with drafts before one without, by which it is seen whether they pay still
-_LARGEST_BACKLOG: Final = WEIGHTS
-"""The most tokens that the draft model may have to compute first, for each token that is left to make. The
-products of so many tokens take about as long as reading the weights, and that is the cost of a draft step. So
-to compute a larger backlog would cost more than to draft all tokens that are left."""
+_LARGEST_BACKLOG: Final = WEIGHT_READ_TOKENS
+"""The most tokens that the draft model may have to compute first, for each token that is left to make. A
+draft step costs about as much as computing so many tokens, because it reads the weights. So if more are
+lacking, to compute them would cost more than drafting all tokens that are left could save."""
 
 
 class Speculation:
@@ -72,13 +72,13 @@ class Speculation:
         target = self._targets.get(queue.card.name)
         if target is None or steps == 1 or target.rests(len(queue.running)):
             return steps
-        if target.compares:
+        if target.plain_step_due:
             return 1
         known = [sequence.draft_state for sequence in queue.running if sequence.draft_state is not None]
         idle = min((one.backoff_left for one in known), default=0) if len(known) == len(queue.running) else 0
         steps = min(steps, max(MOST_STEPS_UNLOOKED, 1 + idle))
         for one in known:
-            one.passed(steps - 1)  # the first one was counted when drafts were looked for
+            one.note_steps(steps - 1)  # the first one was counted when drafts were looked for
         return steps
 
     def note_verified(self, inflight: InflightBatch, counted: Mapping[int, int], result: JobResult) -> None:
@@ -117,13 +117,19 @@ class _TargetModel:
         return self._budgets[rows.bit_length()]
 
     @property
-    def compares(self) -> bool:
-        """Whether the next step has no drafts because all of late had, so that its time is known."""
+    def plain_step_due(self) -> bool:
+        """Whether a step without drafts is due, after many in a row that had some, so that it stays known how
+        long such a step takes."""
         return self._in_a_row >= _MOST_IN_A_ROW
 
     def drafts(self, ready: Sequence[OneSequence], view: UnitView, free: int) -> Proposal | None:
         queue, rows = self._queue, len(ready)
-        if not 0 < rows < MOST_ROWS or not queue.planner.multi_step or self.rests(rows) or self.compares:
+        if (
+            not 0 < rows < MOST_ROWS
+            or not queue.planner.multi_step
+            or self.rests(rows)
+            or self.plain_step_due
+        ):
             return None
         found = {sequence: drafted for sequence in ready if (drafted := self._proposed(sequence))}
         if not found or queue.cache.shares_a_tail([sequence.id for sequence in ready]):
@@ -155,14 +161,14 @@ class _TargetModel:
         for sequence, length in zip(found, lengths, strict=True):
             state = draft_state_of(sequence)
             if length:
-                state.paid()
+                state.note_paid()
                 taken[sequence] = length
                 continue
             if drafter is None:
                 state.leave_untried(found[sequence], sequence.tokens.length)
                 continue
             may_try = not taken and drafter.may_try(sequence)
-            trial = min(left, state.refused(len(found[sequence]), may_try=may_try))
+            trial = min(left, state.note_unpaid(len(found[sequence]), may_try=may_try))
             if trial:
                 taken[sequence] = trial
         return taken, any(lengths)
@@ -187,7 +193,7 @@ class _TargetModel:
         assert state.index is not None
         self._learn(state, *state.compare(tokens))
         drafted, state.kind = state.index.draft(tokens, most)
-        state.looked(len(drafted))
+        state.note_look(len(drafted))
         ends = sequence.sampling.stop_token_ids
         return next((drafted[:i] for i, token in enumerate(drafted) if token in ends), drafted)
 
@@ -197,7 +203,7 @@ class _TargetModel:
         if self.drafter is not None:
             cached = self.drafter.cached(sequence)
             explores = self.drafter.next_explores(likely=self._rates[0].likely)
-            return DraftState(rates, followed=cached, explores=explores, trial_due=explores)
+            return DraftState(rates, draft_model_tokens=cached, explores=explores, trial_due=explores)
         most = sequence.prompt_length + sequence.sampling.max_tokens
         return DraftState(rates, NgramIndex(min(self._queue.card.context_length, most)))
 
@@ -207,7 +213,7 @@ class _TargetModel:
             self._in_a_row = 0
             self._budget(rows).earn(steps)
             if self.drafter is not None:
-                self.drafter.passed(steps)
+                self.drafter.note_steps(steps)
         else:  # a job that verifies drafts has one step
             plain = self._times.typical(rows, result.seconds)
             made = sum(counted.get(sequence.id, 1) for sequence, _ in inflight.batch)

@@ -30,7 +30,7 @@ class DraftState:
     """The n-grams of its text; None if a model drafts."""
     kind: int = 0
     """The index in `rates` of the size that drafted last; 0 if a model drafts."""
-    followed: int = 0
+    draft_model_tokens: int = 0
     """Tokens of which the draft model had K and V, when it was last asked."""
     explores: bool = False
     """The draft model may compute a long prompt for the first trial."""
@@ -59,11 +59,11 @@ class DraftState:
         self.backoff_left -= 1
         return True
 
-    def passed(self, steps: int) -> None:
+    def note_steps(self, steps: int) -> None:
         """Takes note of steps for which nothing was looked for."""
         self.backoff_left = max(0, self.backoff_left - steps)
 
-    def looked(self, found: int) -> None:
+    def note_look(self, found: int) -> None:
         """Takes note that a look for n-grams has found so many tokens. After each look that finds none, one
         step more goes by until the next, because looking takes time too."""
         self.misses = 0 if found else min(self.misses + 1, _LONGEST_MISS)
@@ -86,7 +86,7 @@ class DraftState:
         same = takewhile(lambda both: both[0] == both[1], zip(drafted, came, strict=False))
         return sum(1 for _ in same), len(came)
 
-    def refused(self, found: int, *, may_try: bool) -> int:
+    def note_unpaid(self, found: int, *, may_try: bool) -> int:
         """Takes note that of the `found` tokens that a model is to draft none pays. Returns how many are
         tried anyway. may_try: whether it is this sequence's turn.
 
@@ -105,7 +105,7 @@ class DraftState:
         self.backoff_left = self.backoff
         self.backoff = min(2 * self.backoff, _LONGEST_BACKOFF)
 
-    def paid(self) -> None:
+    def note_paid(self) -> None:
         """Takes note that drafted tokens pay."""
         self.has_paid = True
         if self.index is None:

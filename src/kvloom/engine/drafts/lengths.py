@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from statistics import median
 from typing import Final
 
-from kvloom.engine.batching.adbs import WEIGHTS
+from kvloom.engine.batching.job_times import WEIGHT_READ_TOKENS
 
 LEAST_GAIN: Final = 1.03  # the least speed-up for which drafts are taken
 SURE: Final = 0.98  # the highest acceptance rate that is assumed
@@ -74,9 +74,9 @@ class StepTimes:
 
     def expected(self, least: int, most: int, unseen: float = 1.0) -> list[float]:
         """Returns the shortest seconds of a step of each number of rows from `least` to `most`. One that was
-        not seen of late is scaled from the nearest that was, by its rows beside `WEIGHTS`, the rows whose
-        products take as long as reading the weights. unseen: what a step of `least` rows takes if none was
-        seen; if it is left out, only the ratios of the numbers mean something then."""
+        not seen of late is scaled from the nearest that was, by its rows beside `WEIGHT_READ_TOKENS`. unseen:
+        what a step of `least` rows takes if none was seen; if it is left out, only the ratios of the numbers
+        mean something then."""
         return self._scaled(least, most, unseen, min)
 
     def typical(self, rows: int, unseen: float) -> float:
@@ -98,8 +98,8 @@ class StepTimes:
             while at + 1 < len(seen) and seen[at + 1] - rows <= abs(rows - seen[at]):
                 at += 1
                 each = 0.0
-            each = each or of(known[seen[at]]) / (WEIGHTS + seen[at])
-            found.append(each * (WEIGHTS + rows))
+            each = each or of(known[seen[at]]) / (WEIGHT_READ_TOKENS + seen[at])
+            found.append(each * (WEIGHT_READ_TOKENS + rows))
         return found
 
 
@@ -136,8 +136,9 @@ def best_lengths(
     that is less than `LEAST_GAIN` times what there is without.
 
     candidates: each with the probability that a token of it is right, and its tokens. seconds: of a step with
-    so many drafted tokens, from 0 on; no more are taken than it tells of. drawn: tokens that come anyway.
-    draft_seconds: seconds in which each candidate has one more token; the longest counts.
+    so many drafted tokens, from 0 on; no more are taken than it tells of. drawn: tokens that the step makes
+    without drafts, one for each sequence. draft_seconds: of one step of the draft model, which drafts one
+    token for every candidate; there are as many such steps as the longest length that is taken.
     """
     taken, best = [0] * len(candidates), [0] * len(candidates)
     # The heap holds the negative probability a^j that a candidate's next token, its j-th, is accepted. Their
