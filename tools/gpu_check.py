@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def no_device() -> str | None:
-    """Why nothing can run here."""
+    """Returns why nothing can run here; None if it can."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     if not torch.cuda.is_available():
@@ -98,7 +98,8 @@ def _driver() -> str:
 
 
 def _commit() -> str:
-    """Returns the checkout's, where there is one, and whether the code is as it was committed."""
+    """Returns the commit of the checkout, and whether the code has changed since; `unknown` if there is no
+    checkout."""
     try:
         commit = _git("rev-parse", "HEAD")
         return f"{commit}, changed" if _git("status", "--porcelain", "--", *_CODE) else commit

@@ -50,11 +50,11 @@ def test_gpus_that_torch_cannot_use() -> None:
 
 
 def test_a_cgroup_that_allows_less(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "cpu.max").write_text("250000 100000\n")
     (tmp_path / "memory.max").write_text(f"{1 << 32}\n")
     monkeypatch.setattr(hardware, "CGROUP", tmp_path)
-    cores = next(hardware.check_cores(HERE))
-    assert (cores.verdict, "the time of 2.5" in cores.found) == ("ok", True)
+    cores = next(hardware.check_cores(Machine(cores=8, memory=1 << 34, quota=2.5)))
+    assert "allows the time of 2.5, and `threads: auto` takes 2" in cores.found
+    assert "time of" not in next(hardware.check_cores(Machine(cores=8, memory=1 << 34, quota=16.0))).found
     assert f"the cgroup allows {show_size(1 << 32)}" in next(hardware.check_memory(HERE)).found
     assert next(hardware.check_memory(Machine(cores=8, memory=1 << 20))).verdict == "problem"
 

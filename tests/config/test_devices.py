@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.config.machine import Machine, available_cores
+from kvloom.config.machine import Machine, cpu_quota
 from tests.config.configs import AB, MACHINE, load, refused
 
 TWO = Machine(cores=4, memory=3 << 30, gpus=2)
@@ -157,11 +157,32 @@ def test_gpus_that_are_hidden_do_not_count(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("limit", "cores"), [("150000 100000", 1), ("50000 100000", 1), ("max 100000", None)]
+    ("limits", "quota", "threads"),
+    [
+        ({"a/b": "150000 100000"}, 1.5, 1),
+        ({"a/b": "50000 100000"}, 0.5, 1),
+        ({"a/b": "max 100000", "a": "300000 100000"}, 3.0, 3),
+        ({"a/b": "800000 100000", ".": "6400000 100000"}, 8.0, 4),
+        ({"a/b": "max 100000", "other": "100000 100000"}, None, 4),
+        ({}, None, 4),
+    ],
 )
-def test_a_container_that_has_the_time_of_few_cores(limit: str, cores: int | None, tmp_path: Path) -> None:
-    (tmp_path / "cpu.max").write_text(f"{limit}\n")
-    assert available_cores(tmp_path) == (cores or available_cores(tmp_path / "none"))
+def test_auto_takes_no_more_cores_than_have_time(
+    limits: dict[str, str], quota: float | None, threads: int, folder: Path, tmp_path: Path
+) -> None:
+    """And a number that is asked for is taken all the same."""
+    for name, limit in limits.items():
+        (tmp_path / "cgroup" / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cgroup" / name / "cpu.max").write_text(f"{limit}\n")
+    (tmp_path / "own").write_text("0::/a/b\n")
+    assert cpu_quota(tmp_path / "cgroup", tmp_path / "own") == quota
+    machine = Machine(cores=4, memory=3 << 30, quota=quota)
+    both = AB + "units: [{models: [a]}, {models: [b]}]\n"
+    [engine] = load(folder, AB, machine=machine).engines
+    assert engine.threads == threads
+    assert sum(one.threads for one in load(folder, both, machine=machine).engines) == max(2, threads)
+    assert [one.threads for one in load(folder, f"{AB}threads: 4\n", machine=machine).engines] == [4]
+    assert Machine.here().quota == cpu_quota()
 
 
 def test_how_units_exchange_k_and_v_is_found_out_where_there_are_several_hosts(folder: Path) -> None:

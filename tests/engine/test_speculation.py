@@ -251,26 +251,50 @@ def test_some_steps_have_no_drafts_however_well_these_pay(
     verified = max(noted.values(), key=max)
     in_a_row = "".join("d" if rows > 8 else "." for rows in verified).split(".")
     assert max(map(len, in_a_row)) == 64
+    assert max(verified) == MOST_ROWS  # though eight sequences could have 15 drafts each
+
+
+def test_what_drafts_lose_in_large_batches_ends_them_in_these_alone(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of four sequences or more without drafts are held to take no time, so that drafts are a loss."""
+    noted = noted_rows(monkeypatch)
+    monkeypatch.setattr(StepTimes, "typical", lambda _, rows, unseen: 1e-9 if rows >= 4 else 1000.0)
+
+    async def play() -> None:
+        async with running(speculating(paths, "ngram")) as engine:
+            for together in (4, 1, 4):
+                bodies = [
+                    body("m", [i, i + 1], max_tokens=100, seed=i, temperature=0.3) for i in range(together)
+                ]
+                await asyncio.gather(*(ask(engine, request) for request in bodies))
+
+    asyncio.run(play())
+    [steps] = noted.values()
+    alone = [at for at, rows in enumerate(steps) if rows < 4]
+    assert sum(rows > 4 for rows in steps[: min(alone)]) <= 9
+    assert max(steps[-40:]) <= 4
+    assert len(alone) < 100
 
 
 def test_ngrams_that_do_not_pay_yet_are_compared_with_what_comes(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row more costs more than drafts of which every other one is right would bring, as is assumed at
-    first. So nothing is drafted for texts out of 4 tokens, and much for those that repeat themselves."""
+    first. So nothing is drafted for texts out of 8 tokens, and much for those that repeat themselves."""
     noted = noted_rows(monkeypatch)
 
     def expected(times: StepTimes, least: int, most: int, unseen: float = 1.0) -> list[float]:
         return [1000.0 * (1 + 0.6 * row) for row in range(most - least + 1)]
 
     monkeypatch.setattr(StepTimes, "expected", expected)
-    few = dict.fromkeys(range(20, 24), 100.0)
+    few = dict.fromkeys(range(20, 28), 100.0)
     bodies = [
-        body("m", [20 + i, i], max_tokens=200, seed=i, temperature=2.0, logit_bias=few) for i in range(4)
+        body("m", [20 + i, i], max_tokens=200, seed=i, temperature=2.0, logit_bias=few) for i in range(3)
     ]
-    asyncio.run(answers(speculating(paths, "ngram"), bodies, 4))
+    asyncio.run(answers(speculating(paths, "ngram"), bodies, 1))
     [steps] = noted.values()
-    assert max(steps) == 4
+    assert max(steps) == 1
     repeating = [body("m", [i, i + 1], max_tokens=200, seed=i, temperature=0.1) for i in range(3)]
     assert check_same(paths, "ngram", repeating, 1) > 50
 

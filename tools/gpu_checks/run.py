@@ -88,7 +88,7 @@ def _ratio(report: Report) -> Findings:
 
 
 def bound(left: float, part: str, later: Sequence[str]) -> float:
-    """Seconds for a part when `left` are left and `later` are to come."""
+    """Returns the seconds that a part gets if `left` are left and the parts `later` are to come."""
     return min(BOUNDS[part][0], left - sum(BOUNDS[other][1] for other in later))
 
 
@@ -102,10 +102,11 @@ def found_by(run: Run, part: str, later: Sequence[str]) -> Findings:
 
 
 class Run:
-    """Parts one after the other, none begun after `seconds`. What is known is in `file` at any time."""
+    """Runs parts one after the other, and begins none after `seconds`. What has been found is in `file` at any
+    time."""
 
     def __init__(self, seconds: float, file: Path, report: Report, module: str = MODULE) -> None:
-        """report: what is known already; it is added to. module: see `apart`."""
+        """`report` has what is known already, and gets what is found. `module` is as in `apart`."""
         self._began = time.monotonic()
         self._before = report.seconds
         self._seconds = seconds
@@ -113,16 +114,16 @@ class Run:
         self.module = module
         self.report = report
         self.sessions = Sessions()
-        """Those that parts have begun, which end with this run."""
+        """The sessions of processes that parts have begun; they end with this run."""
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """The seconds in which a part may still begin."""
         return self._seconds - (time.monotonic() - self._began)
 
     def part(self, name: str, measure: Callable[[], Findings], needs: float = 0.0) -> None:
-        """Takes what `measure` finds in place of what was known of the part; what raises is told of. needs:
-        seconds, without which the part is not begun, and what was known stays."""
+        """Takes what `measure` finds in place of what was known of the part, or the reason why it raised. If
+        fewer than `needs` seconds are left, the part is not begun, and what was known stays."""
         left = self.left
         if left < max(needs, 0.0):
             if not self.report.complete(name):
@@ -141,7 +142,7 @@ class Run:
 
     @contextmanager
     def bounded(self, seconds: float, end: Callable[[int], object] = os._exit) -> Iterator[None]:
-        """While in it: so many seconds from now the process ends, whatever it waits for."""
+        """Ends the process so many seconds from now, whatever it waits for, unless the block is left before."""
         timer = threading.Timer(seconds, self.give_up, (end,))
         timer.daemon = True
         timer.start()
@@ -158,13 +159,13 @@ class Run:
         end(1)
 
     def stop(self, why: str) -> None:
-        """Lets what is under way have failed."""
+        """Marks what is under way as failed. `why` is the reason."""
         for name, part in self.report.parts.items():
             if part.under_way:
                 self.report.parts[name] = part.ended(name, why)
 
     def close(self) -> None:
-        """Writes all down, and prints it."""
+        """Writes the whole report, and prints it."""
         self._write()
         print(f"\n{self.report.table()}\nwritten to {self._file}")
         again = [part for part in ORDER if not self.report.complete(part)]

@@ -158,15 +158,15 @@ def share_memory(
 def share_threads(engines: Sequence[ConfiguredEngine], total: int | Auto, machine: Machine) -> list[int]:
     """Returns the cores of each engine: its own number, or an equal share of what the others leave of
     `total`, and one at least, but no more than any node of a cluster has. Raises ValueError."""
-    cores = machine.cores if total == "auto" else total
+    cores, bound = (machine.auto_cores, machine.cores) if total == "auto" else (total, total)
     fixed = [engine.unit.threads for engine in engines if engine.unit.threads != "auto"]
-    if sum(fixed) > cores and max(fixed) > 1:
+    if sum(fixed) > bound and max(fixed) > 1:
         whose = "cores here" if total == "auto" else "of `threads`"
         raise ValueError(
-            f"units: {sum(fixed)} threads for all engines are more than the {cores} {whose}; less is right"
+            f"units: {sum(fixed)} threads for all engines are more than the {bound} {whose}; less is right"
         )
     takers = len(engines) - len(fixed)
     left = max(0, cores - sum(fixed))
-    most = cores if machine.least is None else machine.least.cores
+    most = cores if machine.least is None else machine.least.auto_cores
     shares = iter([max(1, min(most, left // takers + (i < left % takers))) for i in range(takers)])
     return [next(shares) if engine.unit.threads == "auto" else engine.unit.threads for engine in engines]

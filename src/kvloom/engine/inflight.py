@@ -295,9 +295,9 @@ class OutputProcessor:
     def lose(self, inflight: InflightBatch, kept: InflightBatch, lost: list[Sequence], jobs: int) -> None:
         """Undoes a step for the sequences that are not in `kept`. Those of `lost` have no K and V any more
         and are computed again; the others are as they were before the step."""
-        queue, counted = self._queues[inflight.job.model], {s.id for s, _ in kept.batch}
+        queue, kept_ids = self._queues[inflight.job.model], {s.id for s, _ in kept.batch}
         for sequence, _ in inflight.batch:
-            if sequence.id not in counted:
+            if sequence.id not in kept_ids:
                 sequence.in_job = False
                 if sequence.over:
                     self._requests.release(queue, sequence)

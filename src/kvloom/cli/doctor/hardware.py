@@ -16,7 +16,7 @@ from kvloom.cli.doctor.finding import Finding, Verdict
 from kvloom.cli.doctor.software import Processor
 from kvloom.config.config import Config
 from kvloom.config.fields import show_size
-from kvloom.config.machine import Machine, cpu_quota
+from kvloom.config.machine import Machine
 from kvloom.kv.memory import CGROUP
 from kvloom.serve.machine import OPEN_FILES
 
@@ -31,8 +31,10 @@ DRIVER: Final = Path("/sys/module/nvidia/version")
 def check_cores(machine: Machine) -> Iterator[Finding]:
     """Finds the cores, the time that a container may have of them, and the nodes of a NUMA machine."""
     found = f"{machine.cores} of {os.cpu_count() or machine.cores} for this process"
-    quota = cpu_quota(CGROUP)
-    yield Finding("cores", found if quota is None else f"{found}; the cgroup allows the time of {quota:g}")
+    if machine.auto_cores < machine.cores:
+        found += f"; its cgroup allows the time of {machine.quota:g}"
+        found += f", and `threads: auto` takes {machine.auto_cores}"
+    yield Finding("cores", found)
     nodes = len(list(NODES.glob("node[0-9]*")))
     if nodes > 1:
         right = "if one node's cores suffice: `numactl --cpunodebind=0 --membind=0 kvloom serve`"

@@ -115,5 +115,5 @@ class DraftState:
         """Takes note of how many of the drafted tokens were right, or would have been: the first ones."""
         self.explores = False
         self.rates[self.kind].note(right, drafted)
-        if right == drafted and self.index is not None:
+        if right == drafted > 1 and self.index is not None:  # one alone may be chance
             self.backoff = _FIRST_BACKOFF

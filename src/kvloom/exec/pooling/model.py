@@ -80,7 +80,7 @@ def pool(states: Tensor, edges: list[int], mode: Mode) -> Tensor:
         return states[edges[:-1]]
     if mode == "lasttoken":
         return states[[edge - 1 for edge in edges[1:]]]
-    return torch.stack([_POOLED[mode](states[begin:end].float()) for begin, end in pairwise(edges)])
+    return torch.stack([_POOLERS[mode](states[begin:end].float()) for begin, end in pairwise(edges)])
 
 
 def _weighted(states: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def _weighted(states: Tensor) -> Tensor:
     return (states * weights[:, None]).sum(0) / weights.sum()
 
 
-_POOLED: Final[dict[Mode, Callable[[Tensor], Tensor]]] = {
+_POOLERS: Final[dict[Mode, Callable[[Tensor], Tensor]]] = {
     "mean": lambda states: states.mean(0),
     "max": lambda states: states.amax(0),
     "mean_sqrt_len_tokens": lambda states: states.sum(0) / len(states) ** 0.5,

@@ -57,7 +57,7 @@ class NodeAgent:
     def machine(self) -> tuple[int, int, int]:
         """Returns this node's cores, memory and GPUs, as `Machine` has them."""
         here = Machine.here()
-        return here.cores, here.memory, here.gpus
+        return here.auto_cores, here.memory, here.gpus
 
 
 def keeper_lock(fleet: str) -> Path:

@@ -19,7 +19,7 @@ from kvloom.serve.processes.messages import GatewayNews, GatewaySpec, Said, Star
 from kvloom.types.errors import Unavailable
 from kvloom.types.spec import EngineSpec
 
-VERSION: Final = 2
+VERSION: Final = 3
 """The version of these messages. Both ends must have the same."""
 LONGEST: Final = 1 << 26  # bytes of a message
 CONNECT_SECONDS: Final = 5.0
