@@ -49,15 +49,14 @@ def test_wrong_drafts_back_off_for_longer_and_longer() -> None:
     assert waits == [16, 32, 64, 128, 256, 512, 1024, 1024]
 
 
-@pytest.mark.parametrize(("right", "first"), [(2, True), (1, False)])
-def test_several_right_drafts_end_the_backoff(right: int, first: bool) -> None:
+@pytest.mark.parametrize(("right", "backoff"), [(2, 16), (1, 256)])
+def test_several_right_drafts_make_the_next_backoff_short(right: int, backoff: int) -> None:
     """A single one may be chance."""
     state = state_of(0.1)
     for _ in range(4):
         state.leave_untried([5, 6], 0)
     state.note_verified(right, right)
-    state.leave_untried([5, 6], 0)
-    assert (state.backoff_left == 16) == first
+    assert state.backoff == backoff
 
 
 def test_likely_drafts_do_not_back_off() -> None:

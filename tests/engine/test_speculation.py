@@ -16,7 +16,7 @@ from kvloom.engine.drafts.lengths import StepTimes
 from kvloom.engine.engine import Engine
 from kvloom.types.errors import ConfigError
 from kvloom.types.request import Guide, StartGenerate
-from kvloom.types.spec import EngineSpec
+from kvloom.types.spec import MOST_ROWS, EngineSpec
 from tests.checkpoints import VOCAB, make_checkpoint, make_repeating
 from tests.engines import Answer, ask, body, running, spec_of
 from tests.examples import examples

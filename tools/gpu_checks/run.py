@@ -102,7 +102,7 @@ def found_by(run: Run, part: str, later: Sequence[str]) -> Findings:
 
 
 class Run:
-    """Runs parts one after the other, and begins none after `seconds`. What has been found is in `file` at any
+    """Runs parts one after the other, and begins none after `seconds`. The file has what was found at any
     time."""
 
     def __init__(self, seconds: float, file: Path, report: Report, module: str = MODULE) -> None:
@@ -142,7 +142,7 @@ class Run:
 
     @contextmanager
     def bounded(self, seconds: float, end: Callable[[int], object] = os._exit) -> Iterator[None]:
-        """Ends the process so many seconds from now, whatever it waits for, unless the block is left before."""
+        """Ends the process so many seconds from now, whatever it waits for, unless the block ends before."""
         timer = threading.Timer(seconds, self.give_up, (end,))
         timer.daemon = True
         timer.start()
