@@ -32,6 +32,7 @@ benchmark starts both sides itself. Some two hours in full; --quick proves that 
   embeddings     64 texts a request against sentence-transformers
   formats        decoding and prefill by the number format of the weights
   mixed          time per token while long prompts come, with and without mixed jobs
+  mixed-jobs     mixed jobs against their prefills and decode steps
   many-models    twenty models in the memory of four, against processes that are swapped
   throughput     one model against vLLM and transformers
   multimodel     four models against four vLLM servers
@@ -66,6 +67,7 @@ from benchmarks import (
     memory_start,
     migration,
     mixed,
+    mixed_jobs,
     multimodel,
     page_cost,
     page_frames,
@@ -156,6 +158,7 @@ def alone(options: argparse.Namespace, console: Console) -> dict[str, Measure]:
         "mixed": lambda: mixed.measure(
             "B", [1] if quick else [1, 2], mixed.QUICK if quick else mixed.Effort()
         ),
+        "mixed-jobs": lambda: mixed_jobs.measure("B", 2, 2 if quick else 9),
         "many-models": lambda: many_models.measure(
             many_models.SYSTEMS[:2] if quick else many_models.SYSTEMS,
             many_models.QUICK if quick else many_models.Effort(),
