@@ -1,11 +1,12 @@
 """The pace of requests with drafts against the same engine without, and whether tokens are alike.
 
-python -m benchmarks.speculation [--shape A] [--rounds 5] [--requests 0]. Engines in this process have one
-random checkpoint, and some of them speculate. They take the same requests in turns, and a ratio is the median
-of the rounds' ratios. Texts: `repeats`, greedy, which goes round in circles as random weights with tied
-embeddings do; `random`, in which nothing comes twice; `few tokens`, random out of 8 tokens, so that n-grams
-are found all the time and foretell nothing; `sampled`, drawn at a low temperature. --requests: as many short
-requests of the first three kinds, with n-grams and without, 16 at a time, whose tokens are compared.
+python -m benchmarks.speculation [--shape A] [--rounds 5] [--requests 0] [--only TEXT]. Engines in this process
+have one random checkpoint, and some of them speculate. They take the same requests in turns, and a ratio is
+the median of the rounds' ratios. Texts: `repeats`, greedy, which goes round in circles as random weights with
+tied embeddings do; `random`, in which nothing comes twice; `few tokens`, random out of 8 tokens, so that
+n-grams are found all the time and foretell nothing; `sampled`, drawn at a low temperature. --requests: as
+many short requests of the first three kinds, with n-grams and without, 16 at a time, whose tokens are
+compared. --only: the rows in whose names TEXT stands, of which more rounds can be made in the same time.
 
 A model drafts for one of shape `PAIR`: its own first layer, with the embedding and the head. The large one's
 other layers are made to change little, by `REST`, so that both agree as often as that has it: nothing was
@@ -159,6 +160,7 @@ async def _compare(
     tokens: int,
 ) -> None:
     """Measures one kind of text, so many requests at a time, on both sides in turns. what: who drafts."""
+    name = _name(what, case)
     (kind, count), ratios, paces = case, list[float](), list[float]()
     before = (await drafting.load()).models[MODEL]
     for seed in range(rounds + 1):
@@ -171,7 +173,7 @@ async def _compare(
     load = (await drafting.load()).models[MODEL]
     drafted = load.drafted_tokens_total - before.drafted_tokens_total
     right = load.accepted_tokens_total - before.accepted_tokens_total
-    name, ratio = f"{what}: {kind}, {count} at a time", median(ratios)
+    ratio = median(ratios)
     found.rows.append(
         [name, median(paces), median(paces) * ratio, ratio, right / drafted if drafted else 0.0]
     )
@@ -180,14 +182,21 @@ async def _compare(
     found.raw[name] = ratios
 
 
-async def measure(shape: str, rounds: int, requests: int, threads: int, tokens: int) -> Report:
+def _name(what: str, case: tuple[str, int]) -> str:
+    return f"{what}: {case[0]}, {case[1]} at a time"
+
+
+async def measure(
+    shape: str, rounds: int, requests: int, threads: int, tokens: int, only: str = ""
+) -> Report:
     found = _Measured()
     async with AsyncExitStack() as stack:
         path = checkpoint(shape)
         plain = await stack.enter_async_context(_engine(_spec("none", path, threads)))
         drafting = await stack.enter_async_context(_engine(_spec("ngram", path, threads)))
         for case in CASES:
-            await _compare(found, "n-grams", plain, drafting, case, rounds, tokens)
+            if only in _name("n-grams", case):
+                await _compare(found, "n-grams", plain, drafting, case, rounds, tokens)
         if requests:
             found.findings += await _compared(plain, drafting, requests)
     pair = _pair()
@@ -198,7 +207,8 @@ async def measure(shape: str, rounds: int, requests: int, threads: int, tokens: 
             drafting = await stack.enter_async_context(_engine(spec))
             for case in DRAFT_CASES:
                 what = "its first layer" if name == DRAFT else "a stranger"
-                await _compare(found, what, plain, drafting, case, rounds, tokens)
+                if only in _name(what, case):
+                    await _compare(found, what, plain, drafting, case, rounds, tokens)
     return Report(
         name="speculation",
         title=f"Tokens a second without drafts and with them: n-grams with shape {shape}, models with {PAIR}",
@@ -233,8 +243,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--only", default="", help="rows in whose names this stands")
     o = parser.parse_args()
-    publish(asyncio.run(measure(o.shape, o.rounds, o.requests, o.threads, o.tokens)), Console())
+    publish(asyncio.run(measure(o.shape, o.rounds, o.requests, o.threads, o.tokens, o.only)), Console())
 
 
 if __name__ == "__main__":
