@@ -1,12 +1,13 @@
 """The pace of requests with drafts against the same engine without, and whether tokens are alike.
 
-python -m benchmarks.speculation [--shape A] [--rounds 5] [--requests 0] [--only TEXT]. Engines in this process
-have one random checkpoint, and some of them speculate. They take the same requests in turns, and a ratio is
-the median of the rounds' ratios. Texts: `repeats`, greedy, which goes round in circles as random weights with
-tied embeddings do; `random`, in which nothing comes twice; `few tokens`, random out of 8 tokens, so that
-n-grams are found all the time and foretell nothing; `sampled`, drawn at a low temperature. --requests: as
-many short requests of the first three kinds, with n-grams and without, 16 at a time, whose tokens are
-compared. --only: the rows in whose names TEXT stands, of which more rounds can be made in the same time.
+python -m benchmarks.speculation [--shape A] [--rounds 5] [--requests 0] [--only TEXT]. Engines in this
+process have one random checkpoint, and some of them speculate. They take the same requests in turns, and a
+ratio is the median of the rounds' ratios. Texts: `repeats`, greedy, which goes round in circles as random
+weights with tied embeddings do; `random`, in which nothing comes twice; `few tokens`, random out of 8 tokens,
+so that n-grams are found all the time and foretell nothing; `sampled`, drawn at a low temperature.
+--requests: as many short requests of the first three kinds, with n-grams and without, 16 at a time, whose
+tokens are compared. --only: the rows in whose names TEXT stands, of which more rounds can be made in the same
+time.
 
 A model drafts for one of shape `PAIR`: its own first layer, with the embedding and the head. The large one's
 other layers are made to change little, by `REST`, so that both agree as often as that has it: nothing was

@@ -8,9 +8,8 @@ from math import inf
 import numpy as np
 import pytest
 
-from kvloom.engine.batching.adbs import WEIGHTS
 from kvloom.engine.batching.deadlines import LEEWAY, Deadlines
-from kvloom.engine.batching.job_times import MEMORY, ArrivalRate, JobTimes
+from kvloom.engine.batching.job_times import MEMORY, WEIGHT_READ_TOKENS, ArrivalRate, JobTimes
 from kvloom.engine.sequence import Sequence, TokenBuffer
 from kvloom.types.job import Phase
 from kvloom.types.request import SamplingParams
@@ -80,12 +79,12 @@ def test_a_sequence_with_tokens_from_elsewhere_begins_its_schedule_here() -> Non
 def test_jobs_take_what_the_last_ones_took() -> None:
     times = JobTimes()
     assert (times.token, times.prompt(50), times.step(3)) == (0.0, 0.0, 0.0)
-    times.note(Phase.PREFILL, 100 - WEIGHTS, 1.0)
-    assert times.prompt(50) == pytest.approx((50 + WEIGHTS) / 100)
-    assert times.step(4) == pytest.approx((4 + WEIGHTS) / 100)  # until one was seen
+    times.note(Phase.PREFILL, 100 - WEIGHT_READ_TOKENS, 1.0)
+    assert times.prompt(50) == pytest.approx((50 + WEIGHT_READ_TOKENS) / 100)
+    assert times.step(4) == pytest.approx((4 + WEIGHT_READ_TOKENS) / 100)  # until one was seen
     times.note(Phase.DECODE, 10, 0.5)
     assert [times.step(n) for n in (0, 10, 20)] == pytest.approx([0.0, 0.5, 0.6])
-    times.note(Phase.MIXED, 300 - WEIGHTS, 1.0)
+    times.note(Phase.MIXED, 300 - WEIGHT_READ_TOKENS, 1.0)
     assert times.token == pytest.approx(2 / 400)
 
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvloom.engine.batching.adbs import LONGER, WEIGHTS
+from kvloom.engine.batching.adbs import LONGER
+from kvloom.engine.batching.job_times import WEIGHT_READ_TOKENS
 from kvloom.types.job import Job, Phase
 from kvloom.types.request import StartGenerate
 from tests.engine.plays import check, order, serve, until
@@ -75,7 +76,7 @@ def test_decodes_go_with_the_chunks_of_a_prompt() -> None:
         assert load.decode_jobs_total == len(executor.jobs) - 1
 
     serve(play(), engine, executor)
-    chunk = (LONGER - 1) * (WEIGHTS + 1)
+    chunk = (LONGER - 1) * (WEIGHT_READ_TOKENS + 1)
     assert [job.plan.appends.tolist() for job in mixed(executor.jobs)] == [
         [1, chunk],
         [1, chunk],

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from msgspec.structs import replace
 
 from kvloom.engine.batching import POLICIES, Policy
-from kvloom.engine.batching.adbs import LONGER, WEIGHTS, adbs
+from kvloom.engine.batching.adbs import LONGER, adbs
 from kvloom.engine.batching.baselines import fcfs, partitioned, round_robin
+from kvloom.engine.batching.job_times import WEIGHT_READ_TOKENS
 from kvloom.engine.batching.slack import slack
 from kvloom.engine.batching.view import LASTING, STARVING, Action, Decode, Mixed, Preempt, Prefill, UnitView
 from tests.engine.views import JOBS, model, unit, views
@@ -175,7 +176,7 @@ BUSY = model("a", waiting=1, head_blocks=8, decodable=4, decode_blocks=4, held=4
 
 
 def test_adbs_mixes_where_decodes_would_wait_for_a_prefill() -> None:
-    chunk = (LONGER - 1) * (WEIGHTS + 4)
+    chunk = (LONGER - 1) * (WEIGHT_READ_TOKENS + 4)
     assert adbs(unit(BUSY, compute=1, mixes=True)) == Mixed("a", 1, 88, chunk)
     assert adbs(unit(BUSY, compute=1, mixes=True, last_was_prefill=True)) == Mixed("a", 1, 88, chunk)
     crowd = replace(BUSY, waiting=8, partial=1)

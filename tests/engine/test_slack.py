@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from msgspec.structs import replace
 
 from kvloom.engine.batching import POLICIES
-from kvloom.engine.batching.adbs import WEIGHTS
 from kvloom.engine.batching.fair_queue import PASSING, FairQueue
+from kvloom.engine.batching.job_times import WEIGHT_READ_TOKENS
 from kvloom.engine.batching.slack import RESTED
 from kvloom.engine.batching.view import STARVING, Action, Decode, Mixed, Order, Preempt, Prefill, UnitView
 from tests.engine.plays import order, serve, until
@@ -76,7 +76,7 @@ def test_a_more_urgent_priority_comes_before_deadlines() -> None:
 def test_steps_wait_while_their_streams_are_ahead() -> None:
     """The prompt's chunk is what they can spare; if that is little, they are stepped first."""
     ahead = at(prompt("a", 5.0), streams("b", 0.3005))
-    assert slack(ahead) == Prefill("a", 1, 92, 280 - WEIGHTS)
+    assert slack(ahead) == Prefill("a", 1, 92, 280 - WEIGHT_READ_TOKENS)
     assert slack(at(prompt("a", 5.0), streams("b", 0.03))) == Decode("b", 1)
     assert slack(at(prompt("a", 5.0), streams("b", -0.5))) == Decode("b", 1)  # it is behind, and can catch up
     lost = slack(at(prompt("a", 5.0), streams("b", inf)))
@@ -88,7 +88,7 @@ def test_steps_wait_while_their_streams_are_ahead() -> None:
 def test_a_chunk_goes_with_the_steps_of_its_own_model() -> None:
     both = replace(streams("a", 0.2005), waiting=1, head_blocks=4, head_tokens=900, head_latest=NOW + 5)  # type: ignore[type-var]
     action = slack(at(both, mixes=True))
-    assert action == Mixed("a", 1, action.blocks, 200 - WEIGHTS - 4)  # type: ignore[union-attr]
+    assert action == Mixed("a", 1, action.blocks, 200 - WEIGHT_READ_TOKENS - 4)  # type: ignore[union-attr]
     assert isinstance(slack(at(both, streams("b", 0.03), mixes=True)), Decode)
 
 

@@ -281,7 +281,7 @@ def test_ngrams_that_do_not_pay_yet_are_compared_with_what_comes(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row more costs more than drafts of which every other one is right would bring, as is assumed at
-    first. So nothing is drafted for texts out of 8 tokens, and much for those that repeat themselves."""
+    first. So next to nothing is tried for texts out of 8 tokens, and much for those that repeat themselves."""
     noted = noted_rows(monkeypatch)
 
     def expected(times: StepTimes, least: int, most: int, unseen: float = 1.0) -> list[float]:
@@ -294,7 +294,7 @@ def test_ngrams_that_do_not_pay_yet_are_compared_with_what_comes(
     ]
     asyncio.run(answers(speculating(paths, "ngram"), bodies, 1))
     [steps] = noted.values()
-    assert max(steps) == 1
+    assert sum(rows > 1 for rows in steps) < len(steps) / 50  # a few are right by chance
     repeating = [body("m", [i, i + 1], max_tokens=200, seed=i, temperature=0.1) for i in range(3)]
     assert check_same(paths, "ngram", repeating, 1) > 50
 

@@ -226,7 +226,7 @@ class Scheduler:
                 result, running = future.result(), len(queue.running)
                 steps = inflight.steps(result)
                 self.jobs += self._multistep.ended(inflight, steps)
-                tokens = inflight.tokens
+                computed = inflight.tokens
                 tried, (inflight, result, counted) = inflight, inflight.accepted_only(result)
                 self._speculation.note_verified(tried, counted, result)
                 void, gone = queue.planner.finish(inflight.job, result.lost, counted)
@@ -235,7 +235,7 @@ class Scheduler:
                     inflight, result = inflight.without(void, result)
                     self._outputs.lose(whole, inflight, gone, self.jobs)
                 prompt, phase = inflight.prompt_tokens, inflight.job.phase
-                queue.deadlines.times.note(inflight.job.phase, tokens, result.seconds / steps)
+                queue.deadlines.times.note(inflight.job.phase, computed, result.seconds / steps)
                 if phase is Phase.DECODE:  # a mixed job's time is neither a step's nor a prefill's
                     queue.step_time.note(result.seconds / steps)
                 elif phase is Phase.PREFILL:

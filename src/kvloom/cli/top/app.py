@@ -97,7 +97,8 @@ def _watch(gateway: AdminClient, fleet: Watched) -> None:
     try:
         with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
             for one in _each(news):
-                if one.error is not None and (fleet.last is None or one.error.refused):
+                never = one.stream == "live" and fleet.last is None
+                if one.error is not None and (never or one.error.refused):
                     raise one.error
                 if one.event is not None:
                     _take(gateway, fleet, one.event)
