@@ -281,14 +281,14 @@ def test_ngrams_that_do_not_pay_yet_are_compared_with_what_comes(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row more costs more than drafts of which every other one is right would bring, as is assumed at
-    first. So next to nothing is tried for texts out of 8 tokens, and much for those that repeat themselves."""
+    first. So next to nothing is tried for texts out of 16 tokens, and much for those that do repeat."""
     noted = noted_rows(monkeypatch)
 
     def expected(times: StepTimes, least: int, most: int, unseen: float = 1.0) -> list[float]:
         return [1000.0 * (1 + 0.6 * row) for row in range(most - least + 1)]
 
     monkeypatch.setattr(StepTimes, "expected", expected)
-    few = dict.fromkeys(range(20, 28), 100.0)
+    few = dict.fromkeys(range(20, 36), 100.0)
     bodies = [
         body("m", [20 + i, i], max_tokens=200, seed=i, temperature=2.0, logit_bias=few) for i in range(3)
     ]
