@@ -40,7 +40,7 @@ from kvloom.lab.workload.request import Prompts, RequestResult, WorkloadRequest
 from kvloom.lab.workload.summary import Summary, Traffic
 from kvloom.page.assembly import recorded_page
 from kvloom.plan.cluster import CPU
-from kvloom.plan.cost.measured import Hosting
+from kvloom.plan.cost.hosting import Hosting
 from kvloom.plan.cost.profile import read_profile
 from kvloom.plan.plan import read_plan
 from kvloom.router.program import load_program

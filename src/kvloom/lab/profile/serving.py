@@ -22,7 +22,8 @@ from kvloom.lab.profile.session import Effort
 from kvloom.lab.workload.request import WorkloadRequest
 from kvloom.lab.workload.results import Results, read_results
 from kvloom.lab.workload.traces import VERSION, Header, write_workload
-from kvloom.plan.cost.measured import Measured, fit_positive
+from kvloom.plan.cost.fit import fit_positive
+from kvloom.plan.cost.measured import Measured
 from kvloom.plan.cost.profile import HostedSeconds, Role
 from kvloom.plan.cost.work import Work
 from kvloom.serve.local import ENGINE_MODULE, GATEWAY_MODULE

@@ -17,8 +17,9 @@ from kvloom.lab.sim.hosting import HostedUnit
 from kvloom.lab.sim.links import Link, TimedLink
 from kvloom.plan.cluster import CPU, Abilities
 from kvloom.plan.cost.devices import find_device
+from kvloom.plan.cost.hosting import Hosting
 from kvloom.plan.cost.loading import MAPPED, load_bandwidth
-from kvloom.plan.cost.measured import Hosting, Measured
+from kvloom.plan.cost.measured import Measured
 from kvloom.plan.cost.profile import Profile
 from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import ModelShape, read_context
