@@ -106,10 +106,10 @@ def pressed_settings(model: str, cores: int, limits: Limits, *, quick: bool = Fa
     alone."""
     context = min(CONTEXT, limits.context // 2)
     found = []
-    for share in sorted({cores} if quick else {1, (cores + 1) // 2, cores}):
+    for count in sorted({cores} if quick else {1, (cores + 1) // 2, cores}):
         prompts = (PROMPT_TOKENS,) if quick else (SHORT_PROMPT_TOKENS, PROMPT_TOKENS)
-        found += [prefill(model, share, 1, min(tokens, limits.chunk)) for tokens in prompts]
-        found += [decode(model, share, batch, context) for batch in ((FEW,) if quick else (FEW, MANY))]
+        found += [prefill(model, count, 1, min(tokens, limits.chunk)) for tokens in prompts]
+        found += [decode(model, count, batch, context) for batch in ((FEW,) if quick else (FEW, MANY))]
     return [setting for setting in found if setting.fits(limits)]
 
 

@@ -44,20 +44,20 @@ def conduct(
     console, computer = Console(highlight=False), this_computer()
     if computer.load > QUIET:
         console.print(f"this machine is busy (load {computer.load}): jobs will seem too slow", style="yellow")
-    profile = measured_jobs(spec, effort, temperature, computer, console)
-    hosted, at_random = asyncio.run(measured_hosting(config, profile, effort, arguments, console))
+    profile = measure_jobs(spec, effort, temperature, computer, console)
+    hosted, at_random = asyncio.run(measure_server(config, profile, effort, arguments, console))
     profile = replace(profile, hosted=hosted)
     console.print("serving: the same requests are simulated", style="dim")
     profile = replace(profile, served=served_jobs(config, profile, at_random))
     write_profile(profile, output)
-    console.print(errors(profile))
-    console.print(upkeep(profile))
-    console.print(served(profile))
+    console.print(errors_table(profile))
+    console.print(upkeep_table(profile))
+    console.print(served_table(profile))
     console.print(f"{output}: {len(profile.jobs)} jobs, {len(profile.crowded)} of them beside another")
     return profile
 
 
-def measured_jobs(
+def measure_jobs(
     spec: EngineSpec, effort: Effort, temperature: float, computer: Computer, console: Console
 ) -> Profile:
     """Measures all but what the server does besides. The models are gone afterwards."""
@@ -92,13 +92,13 @@ def measured_jobs(
         executor.close()
 
 
-async def measured_hosting(
+async def measure_server(
     config: Config, profile: Profile, effort: Effort, arguments: Sequence[str], console: Console
 ) -> tuple[tuple[HostedSeconds, ...], Answered]:
     """Returns what `kvloom serve` does besides jobs, and how long requests took that came at random. Raises
     ConfigError if it does not answer."""
-    cost, longest = Measured(profile), min(engine.max_running for engine in config.engines)
-    loads = serving_loads(cost, list(profile.shapes), effort, most=longest)
+    cost, most_at_once = Measured(profile), min(engine.max_running for engine in config.engines)
+    loads = serving_loads(cost, list(profile.shapes), effort, most=most_at_once)
     with _with_key(config, arguments) as (key, given):
         return await measure_serving(
             given,
@@ -160,7 +160,7 @@ def shape_of(executor: WatchedExecutor, model: ModelSpec) -> ModelShape:
     )
 
 
-def errors(profile: Profile) -> Table:
+def errors_table(profile: Profile) -> Table:
     """Tells how far the fit is from jobs that it has not seen."""
     rows = [
         (key, str(spread.rows), f"{spread.median:.1%}", f"{spread.p90:.1%}", f"{spread.bias:+.1%}")
@@ -169,7 +169,7 @@ def errors(profile: Profile) -> Table:
     return _table("Error on jobs that a fit has not seen", ("", "jobs", "median", "P90", "bias"), rows)
 
 
-def upkeep(profile: Profile) -> Table:
+def upkeep_table(profile: Profile) -> Table:
     """Tells what each thread does besides jobs."""
     rows = [
         (one.role, *(f"{1e6 * seconds:,.0f}" for seconds in (one.request, one.token, one.turn)))
@@ -179,7 +179,7 @@ def upkeep(profile: Profile) -> Table:
     return _table("Microseconds of CPU besides jobs", heads, rows)
 
 
-def served(profile: Profile) -> Table:
+def served_table(profile: Profile) -> Table:
     """Tells how much longer served jobs take than repeated ones."""
     rows = [(row.model, row.phase.value, f"{1e3 * row.seconds:.2f}") for row in profile.served]
     return _table("Milliseconds by which served jobs take longer", ("", "", "ms"), rows)

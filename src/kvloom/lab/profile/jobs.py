@@ -87,7 +87,7 @@ def decode(model: str, cores: int, batch: int, context: int) -> Setting:
     return Setting(model, Phase.DECODE, cores, starts, (1,) * batch)
 
 
-def shares(cores: int) -> list[int]:
+def core_counts(cores: int) -> list[int]:
     """Cores that a job is measured on: each number up to 4, then powers of two, half of all, and all."""
     return sorted({*range(1, min(cores, 4) + 1), *_doubling(4, cores), (cores + 1) // 2, cores})
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from kvloom.config.config import Config
 from kvloom.lab.profile.session import Effort
 from kvloom.lab.sim.run import simulate
-from kvloom.lab.sim.unit import measured_hosting, measured_units
+from kvloom.lab.sim.unit import hosting_from, measured_units
 from kvloom.lab.workload.arrivals import poisson
 from kvloom.lab.workload.request import Prompts, WorkloadRequest
 from kvloom.lab.workload.results import Results
@@ -97,7 +97,7 @@ def simulated_answers(config: Config, profile: Profile, load: Answered) -> Answe
         Prompts(min(shape.vocab for unit in units for shape in unit.shapes.values())),
         Summary({}),
         title="",
-        hosting=measured_hosting(profile),
+        hosting=hosting_from(profile),
         client_here=True,
         patience=config.patience,
     )

@@ -43,12 +43,12 @@ class Loaded:
     cpu: dict[Role, float]
 
 
-def parts(loads: Sequence[Loaded]) -> tuple[HostedSeconds, ...]:
+def split_cpu_time(loads: Sequence[Loaded]) -> tuple[HostedSeconds, ...]:
     """Parts the CPU time by least squares. The client has a part for its start, which is nobody's cost."""
-    return tuple(_part(role, loads) for role in ("client", "gateway", "engine"))
+    return tuple(_role_costs(role, loads) for role in ("client", "gateway", "engine"))
 
 
-def _part(role: Role, loads: Sequence[Loaded]) -> HostedSeconds:
+def _role_costs(role: Role, loads: Sequence[Loaded]) -> HostedSeconds:
     features = np.array([[load.requests, load.tokens, load.turns] for load in loads], float)
     if role == "client":
         features = np.column_stack([features, np.ones(len(loads))])
@@ -133,7 +133,7 @@ async def measure_serving(
                 found.append(Loaded(total.requests, total.output_tokens, turns, cpu))
             tell(f"{len(at_random)} requests at random moments")
             answered = Answered.of(at_random, await client.ask(at_random))
-    return parts(found[1:]), answered
+    return split_cpu_time(found[1:]), answered
 
 
 @asynccontextmanager

@@ -19,9 +19,9 @@ from kvloom.lab.profile.jobs import (
     Setting,
     Stage,
     WatchedExecutor,
+    core_counts,
     grid,
     measure_steps,
-    shares,
 )
 from kvloom.plan.cost.profile import Computer, JobMeasured, Profile, Stepped, Timed
 from kvloom.plan.cost.shapes import ModelShape
@@ -68,8 +68,8 @@ async def measure(
     settings = [
         setting
         for name in shapes
-        for share in shares(cores)
-        for setting in grid(name, share, limits[name], quick=effort.quick)
+        for count in core_counts(cores)
+        for setting in grid(name, count, limits[name], quick=effort.quick)
     ]
     both = pairs(list(shapes), cores, limits)
     beside = [

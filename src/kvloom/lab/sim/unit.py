@@ -216,7 +216,7 @@ def measured_units(config: Config, profile: Profile) -> list[SimulatedUnit]:
     return [_measured(spec, profile) for spec in config.engines]
 
 
-def measured_hosting(profile: Profile) -> Hosting | None:
+def hosting_from(profile: Profile) -> Hosting | None:
     """Returns what the machine does besides jobs; None if that was not measured."""
     return Hosting(profile) if profile.hosted else None
 

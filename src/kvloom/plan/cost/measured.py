@@ -25,7 +25,7 @@ FOLDS: Final = 5
 Kind = tuple[str, bool]  # a model, and whether the job is a decode step
 
 
-class _Shares:
+class _CurvesByCores:
     """The times of one kind of job on any number of cores: there is a curve for each number that was
     measured, and between two of them a power of the cores joins both."""
 
@@ -39,7 +39,7 @@ class _Shares:
         if above == len(self._cores):
             return self._curves[-1].seconds(x, *others)
         high, many = self._cores[above], self._curves[above].seconds(x, *others)
-        if above == 0 or high <= cores + 1e-9:  # fewer hands than were ever measured, or just as many
+        if above == 0 or high <= cores + 1e-9:  # fewer cores than were measured, or just as many
             return many * max(1.0, high / cores)
         low, few = self._cores[above - 1], self._curves[above - 1].seconds(x, *others)
         part = math.log(cores / low) / math.log(high / low)
@@ -65,7 +65,7 @@ class Measured:
 
     def __init__(self, profile: Profile, cores: int | None = None) -> None:
         self._cores = cores or profile.cores
-        self._shares = _fit_all(profile)
+        self._curves_of = _fit_all(profile)
         self._crowding = _crowding(profile.crowded, profile.cores, profile.shapes)
         self._between = _between(profile)
         self._shapes = profile.shapes
@@ -87,11 +87,11 @@ class Measured:
             # Its parts run one after the other but for the weights, which are read once for both.
             read = self._alone(Work.decode(work.model, work.share, (0,)))
             return self._alone(work.prompts) + self._alone(work.step) - read
-        shares = self._shares.get((work.model, work.phase is Phase.DECODE))
-        if shares is None:
-            known = sorted({model for model, _ in self._shares})
+        curves = self._curves_of.get((work.model, work.phase is Phase.DECODE))
+        if curves is None:
+            known = sorted({model for model, _ in self._curves_of})
             raise ConfigError(f"model {work.model!r} was not measured; {', '.join(known)} were")
-        return shares.seconds(work.share * self._cores, work)
+        return curves.seconds(work.share * self._cores, work)
 
     def shape(self, model: str) -> ModelShape:
         return self._shapes[model]
@@ -144,7 +144,7 @@ def _features(work: Work) -> tuple[float, float, float, float]:
     return work.tokens, work.pairs, work.context, work.batch
 
 
-def _fit_all(profile: Profile) -> dict[Kind, _Shares]:
+def _fit_all(profile: Profile) -> dict[Kind, _CurvesByCores]:
     """Fits all phases of all models. Raises ConfigError if a phase of a model was not measured."""
     groups: dict[Kind, dict[int, list[Timed]]] = {
         (model, decode): {} for model in profile.shapes for decode in (False, True)
@@ -152,7 +152,7 @@ def _fit_all(profile: Profile) -> dict[Kind, _Shares]:
     for timed in profile.jobs:
         kind = timed.doing.model, timed.doing.phase is Phase.DECODE
         groups[kind].setdefault(timed.doing.cores, []).append(timed)
-    return {kind: _Shares(_curves(kind, of_cores)) for kind, of_cores in groups.items()}
+    return {kind: _CurvesByCores(_curves(kind, of_cores)) for kind, of_cores in groups.items()}
 
 
 def _curves(kind: Kind, groups: Mapping[int, Sequence[Timed]]) -> dict[int, Curve]:
