@@ -31,13 +31,14 @@ from kvloom.types.errors import ConfigError
 from kvloom.types.spec import EngineSpec, ModelSpec
 
 POOL = 2 << 30  # bytes at most; more would measure longer contexts, and take longer
-QUIET = 0.5  # load average above which the machine is not
+QUIET = 0.5  # load average above which the user is warned that the machine is busy
 
 
 def conduct(
     config: Config, output: Path, *, temperature: float, quick: bool, arguments: Sequence[str]
 ) -> Profile:
-    """arguments: of `kvloom serve`, for the same. Raises ConfigError for models that cannot be served."""
+    """Profiles the config's machine and writes the file. `arguments` are those of `kvloom serve` for this
+    config. Raises ConfigError for models that cannot be served."""
     spec, effort = whole_machine(config), QUICK if quick else Effort()
     require_hub(spec.models)
     hide_progress()
@@ -60,7 +61,7 @@ def conduct(
 def measure_jobs(
     spec: EngineSpec, effort: Effort, temperature: float, computer: Computer, console: Console
 ) -> Profile:
-    """Measures all but what the server does besides. The models are gone afterwards."""
+    """Measures all that needs no running server. The models are unloaded afterwards."""
     executor = WatchedExecutor.load(
         list(spec.models),
         kv_bytes=spec.kv_bytes,
@@ -95,8 +96,8 @@ def measure_jobs(
 async def measure_server(
     config: Config, profile: Profile, effort: Effort, arguments: Sequence[str], console: Console
 ) -> tuple[tuple[HostedSeconds, ...], Answered]:
-    """Returns what `kvloom serve` does besides jobs, and how long requests took that came at random. Raises
-    ConfigError if it does not answer."""
+    """Starts `kvloom serve` and measures it. Returns what it does besides jobs, and how long requests took
+    that came at random moments. Raises ConfigError if it does not answer."""
     cost, most_at_once = Measured(profile), min(engine.max_running for engine in config.engines)
     loads = serving_loads(cost, list(profile.shapes), effort, most=most_at_once)
     with _with_key(config, arguments) as (key, given):
@@ -113,8 +114,8 @@ async def measure_server(
 
 @contextmanager
 def _with_key(config: Config, arguments: Sequence[str]) -> Iterator[tuple[str | None, Sequence[str]]]:
-    """Gives an API key of the config, and the arguments with which it is one. Of keys with names nothing is
-    known that could be sent, so that one is made."""
+    """Yields an API key, or None if the server wants none, and the `serve` arguments that accept it. Of named
+    keys only hashes are stored, so a temporary key is made."""
     if config.keys is None or config.api_key_file is not None:
         yield min(config.api_keys(), default=None), arguments
         return
@@ -126,7 +127,7 @@ def _with_key(config: Config, arguments: Sequence[str]) -> Iterator[tuple[str | 
 
 
 def whole_machine(config: Config) -> EngineSpec:
-    """Returns one engine with the models of all, on the cores of all."""
+    """Returns one engine with the models and the cores of all engines of the config."""
     engines = config.engines
     models = {model.name: model for engine in engines for model in engine.models}
     return replace(
@@ -161,7 +162,7 @@ def shape_of(executor: WatchedExecutor, model: ModelSpec) -> ModelShape:
 
 
 def errors_table(profile: Profile) -> Table:
-    """Tells how far the fit is from jobs that it has not seen."""
+    """Returns a table of how far the fit is from jobs that it has not seen."""
     rows = [
         (key, str(spread.rows), f"{spread.median:.1%}", f"{spread.p90:.1%}", f"{spread.bias:+.1%}")
         for key, spread in cross_validate(profile).items()
@@ -170,7 +171,7 @@ def errors_table(profile: Profile) -> Table:
 
 
 def upkeep_table(profile: Profile) -> Table:
-    """Tells what each thread does besides jobs."""
+    """Returns a table of the CPU time that each role spends besides jobs."""
     rows = [
         (one.role, *(f"{1e6 * seconds:,.0f}" for seconds in (one.request, one.token, one.turn)))
         for one in profile.hosted
@@ -180,7 +181,7 @@ def upkeep_table(profile: Profile) -> Table:
 
 
 def served_table(profile: Profile) -> Table:
-    """Tells how much longer served jobs take than repeated ones."""
+    """Returns a table of how much longer served jobs take than repeated ones."""
     rows = [(row.model, row.phase.value, f"{1e3 * row.seconds:.2f}") for row in profile.served]
     return _table("Milliseconds by which served jobs take longer", ("", "", "ms"), rows)
 

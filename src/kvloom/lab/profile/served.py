@@ -66,8 +66,8 @@ def random_requests(cost: Measured, models: Sequence[str], effort: Effort) -> li
 
 def served_jobs(config: Config, profile: Profile, real: Answered) -> tuple[ServedJobs, ...]:
     """Returns how much longer than `profile` says jobs take, so that simulated answers take as long in the
-    median as the real ones. Prefills are found by first tokens, and decode steps by the times a token.
-    profile: with what is no job."""
+    median as the real ones. The excess of prefills comes from times to first token, that of decode steps from
+    times per further token. `profile` must already contain `hosted`."""
     found: dict[tuple[str, Phase], float] = {}
     for _ in range(_ROUNDS):
         ours = simulated_answers(config, replace(profile, served=_rows(found)), real)

@@ -57,7 +57,8 @@ class Measured:
     times more.
 
     Operators were not measured. Attention is what a job takes longer for its pairs and its context; the rest
-    is spread over the products by the weights that they read. Starts and polls are in it, or nothing.
+    is spread over the products by the weights that they read. Launch and poll times are 0: they are contained
+    in the measured seconds, or too small to count.
     """
 
     start: Final = 0.0
@@ -123,7 +124,8 @@ class Measured:
 
 
 def cross_validate(profile: Profile) -> dict[str, Spread]:
-    """Returns, by model and phase, every job predicted by a fit to the other folds'."""
+    """Returns the spread of the prediction error by '<model>, <phase>', and over all jobs under 'all'. Each
+    job is predicted by a fit that has not seen it."""
     order = random.Random(0).sample(profile.jobs, len(profile.jobs))
     order.sort(key=lambda timed: (timed.doing.model, timed.doing.phase, timed.doing.cores))  # even folds
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
