@@ -24,7 +24,7 @@ import numpy as np
 from tools.published_latencies import published
 
 from kvloom.plan.cost.devices import FITTED, Constants, find_device
-from kvloom.plan.cost.measured import Spread
+from kvloom.plan.cost.fit import Spread
 from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import SHAPES
 from kvloom.plan.cost.work import Work

@@ -34,13 +34,13 @@ from kvloom.lab.sim.fleet import Rescheduling, rescheduling
 from kvloom.lab.sim.recording import Recording
 from kvloom.lab.sim.run import check_models, scaled
 from kvloom.lab.sim.run import simulate as play
-from kvloom.lab.sim.unit import SimulatedUnit, measured_hosting, measured_units, planned_units
+from kvloom.lab.sim.unit import SimulatedUnit, hosting_from, measured_units, planned_units
 from kvloom.lab.workload.make import faster, open_workload
 from kvloom.lab.workload.request import Prompts, RequestResult, WorkloadRequest
 from kvloom.lab.workload.summary import Summary, Traffic
 from kvloom.page.assembly import recorded_page
 from kvloom.plan.cluster import CPU
-from kvloom.plan.cost.measured import Hosting
+from kvloom.plan.cost.hosting import Hosting
 from kvloom.plan.cost.profile import read_profile
 from kvloom.plan.plan import read_plan
 from kvloom.router.program import load_program
@@ -220,7 +220,7 @@ def _planned(path: Path, policy: Policy | None, profile: Path | None, client_her
     except ConfigError as error:
         raise error if error.message.startswith("--") else ConfigError(f"{path}: {error.message}") from error
     one_machine = all(on_cores) and len({unit.node for unit in plan.units}) == 1
-    hosting = measured_hosting(measured) if measured and one_machine else None
+    hosting = hosting_from(measured) if measured and one_machine else None
     if client_here and hosting is None:
         raise ConfigError(
             "--client-here: the plan's machine was not measured; a plan for the cores of one machine, or a "
@@ -252,7 +252,7 @@ def _configured(path: Path, profile: Path | None, policy: Policy | None, client_
         units = [replace(one, spec=msgspec.structs.replace(one.spec, policy=policy)) for one in units]
     away = frozenset(spec.unit for spec in config.engines) - frozenset(config.first)
     scheduler = config.scheduler
-    hosting = measured_hosting(measured) if len(several) <= 1 else None
+    hosting = hosting_from(measured) if len(several) <= 1 else None
     if client_here and several[1:]:
         raise ConfigError("--client-here: the config has several nodes; one machine is right")
     return _Fleet(

@@ -18,11 +18,11 @@ from kvloom.lab.profile.jobs import (
     Setting,
     Stage,
     WatchedExecutor,
+    core_counts,
     decode,
     grid,
     measure_steps,
     prefill,
-    shares,
 )
 from kvloom.plan.cost.profile import JobMeasured
 from kvloom.plan.cost.work import Work
@@ -82,11 +82,11 @@ def test_settings_are_the_work_that_they_say() -> None:
     assert prefill("m", 1, 1, 4, 10).work(1).pairs == 4 * 10 + 10
 
 
-def test_shares_of_small_and_large_machines() -> None:
-    assert shares(1) == [1]
-    assert shares(2) == [1, 2]
-    assert shares(6) == [1, 2, 3, 4, 6]
-    assert shares(64) == [1, 2, 3, 4, 8, 16, 32, 64]
+def test_core_counts_of_small_and_large_machines() -> None:
+    assert core_counts(1) == [1]
+    assert core_counts(2) == [1, 2]
+    assert core_counts(6) == [1, 2, 3, 4, 6]
+    assert core_counts(64) == [1, 2, 3, 4, 8, 16, 32, 64]
 
 
 def kinds(pair: tuple[Setting, Setting]) -> tuple[str, Phase, str, Phase]:

@@ -18,7 +18,7 @@ from kvloom.lab.profile.processes import (
     descendants,
     main_thread_seconds,
 )
-from kvloom.lab.profile.serving import LONGEST, PROMPT, SHORTEST, Load, Loaded, parts, serving_loads
+from kvloom.lab.profile.serving import LONGEST, PROMPT, SHORTEST, Load, Loaded, serving_loads, split_cpu_time
 from kvloom.lab.profile.session import Effort
 from kvloom.plan.cost.measured import Measured
 from kvloom.plan.cost.work import Work
@@ -35,7 +35,7 @@ def loaded(requests: int, tokens: int, turns: float) -> Loaded:
 
 
 def test_costs_are_found_and_a_clients_start_is_none_of_them() -> None:
-    found = parts([loaded(*load) for load in LOADS])
+    found = split_cpu_time([loaded(*load) for load in LOADS])
     assert [hosted.role for hosted in found] == ["client", "gateway", "engine"]
     for hosted in found:
         costs = [hosted.request, hosted.token, hosted.turn]
@@ -44,7 +44,7 @@ def test_costs_are_found_and_a_clients_start_is_none_of_them() -> None:
 
 def test_nothing_is_found_where_nothing_was_used() -> None:
     nothing = [Loaded(4, 100, 30, {"client": 0.0, "gateway": 0.0, "engine": -0.1})] * 3
-    for hosted in parts(nothing):
+    for hosted in split_cpu_time(nothing):
         assert hosted.request + hosted.token + hosted.turn < 1e-8
 
 

@@ -13,7 +13,7 @@ from kvloom.lab.sim.hosting import Cores, HostedMachine
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.sim.virtual_time import run_virtual
 from kvloom.lab.workload.request import RequestResult, WorkloadRequest
-from kvloom.plan.cost.measured import Hosting
+from kvloom.plan.cost.hosting import Hosting
 from kvloom.plan.cost.profile import HostedSeconds, Role, StalledJob
 from kvloom.plan.cost.work import Work
 from kvloom.router.program import load_program

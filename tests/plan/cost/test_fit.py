@@ -23,7 +23,7 @@ from tools.fit_cost_model import (
 )
 
 from kvloom.plan.cost.devices import FITTED
-from kvloom.plan.cost.measured import Spread, fit_positive
+from kvloom.plan.cost.fit import Spread, fit_positive
 from kvloom.plan.cost.work import Work
 
 PROFILE = "muxserve_a100_profile.csv"

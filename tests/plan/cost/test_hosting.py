@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from kvloom.plan.cost.measured import SLOWEST, Hosting, Upkeep
+from kvloom.plan.cost.hosting import SLOWEST, Hosting, Upkeep
 from kvloom.plan.cost.profile import HostedSeconds, JobMeasured, Pressed, ServedJobs, StalledJob
 from kvloom.plan.cost.work import Work
 from kvloom.types.job import Phase

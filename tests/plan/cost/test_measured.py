@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvloom.plan.cost.measured import Curve, Measured, cross_validate
+from kvloom.plan.cost.fit import Curve
+from kvloom.plan.cost.measured import Measured, cross_validate
 from kvloom.plan.cost.profile import Profile, read_profile, write_profile
 from kvloom.plan.cost.work import Work
 from kvloom.types.errors import ConfigError

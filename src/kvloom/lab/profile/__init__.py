@@ -1,1 +1,2 @@
-"""How long the real executor of this machine takes for jobs."""
+"""Measures this machine for the simulator: jobs alone, jobs beside other work, and the server's own CPU
+time."""

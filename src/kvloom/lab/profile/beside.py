@@ -20,8 +20,8 @@ MOST_PAIRS = 24
 
 
 def pairs(models: Sequence[str], cores: int, limits: dict[str, Limits]) -> list[tuple[Setting, Setting]]:
-    """Prefills beside decodes, and decodes beside decodes of another model, on half of the cores each; with
-    many models, not all of them with each other."""
+    """Returns pairs of jobs on half of the cores each: prefills beside decodes, and decodes beside decodes of
+    another model. Of many models not all are paired with each other."""
     found = [pair for pair in _pairs(models, cores, limits) if _fit(pair, limits)]
     every = -(-len(found) // MOST_PAIRS) if found else 1
     return found[::every]
@@ -102,14 +102,14 @@ MOST_SCALED: Final = 4  # times that what was lost is multiplied, at most
 
 
 def pressed_settings(model: str, cores: int, limits: Limits, *, quick: bool = False) -> list[Setting]:
-    """Two prefills and two decode steps, on one core, half of them and all. quick: one of each, all cores
-    alone."""
+    """Returns two prefills and two decode steps on one core, on half of the cores and on all; if `quick`, one
+    of each on all cores."""
     context = min(CONTEXT, limits.context // 2)
     found = []
-    for share in sorted({cores} if quick else {1, (cores + 1) // 2, cores}):
+    for count in sorted({cores} if quick else {1, (cores + 1) // 2, cores}):
         prompts = (PROMPT_TOKENS,) if quick else (SHORT_PROMPT_TOKENS, PROMPT_TOKENS)
-        found += [prefill(model, share, 1, min(tokens, limits.chunk)) for tokens in prompts]
-        found += [decode(model, share, batch, context) for batch in ((FEW,) if quick else (FEW, MANY))]
+        found += [prefill(model, count, 1, min(tokens, limits.chunk)) for tokens in prompts]
+        found += [decode(model, count, batch, context) for batch in ((FEW,) if quick else (FEW, MANY))]
     return [setting for setting in found if setting.fits(limits)]
 
 

@@ -31,36 +31,37 @@ from kvloom.types.errors import ConfigError
 from kvloom.types.spec import EngineSpec, ModelSpec
 
 POOL = 2 << 30  # bytes at most; more would measure longer contexts, and take longer
-QUIET = 0.5  # load average above which the machine is not
+QUIET = 0.5  # load average above which the user is warned that the machine is busy
 
 
 def conduct(
     config: Config, output: Path, *, temperature: float, quick: bool, arguments: Sequence[str]
 ) -> Profile:
-    """arguments: of `kvloom serve`, for the same. Raises ConfigError for models that cannot be served."""
+    """Profiles the config's machine and writes the file. `arguments` are those of `kvloom serve` for this
+    config. Raises ConfigError for models that cannot be served."""
     spec, effort = whole_machine(config), QUICK if quick else Effort()
     require_hub(spec.models)
     hide_progress()
     console, computer = Console(highlight=False), this_computer()
     if computer.load > QUIET:
         console.print(f"this machine is busy (load {computer.load}): jobs will seem too slow", style="yellow")
-    profile = measured_jobs(spec, effort, temperature, computer, console)
-    hosted, at_random = asyncio.run(measured_hosting(config, profile, effort, arguments, console))
+    profile = measure_jobs(spec, effort, temperature, computer, console)
+    hosted, at_random = asyncio.run(measure_server(config, profile, effort, arguments, console))
     profile = replace(profile, hosted=hosted)
     console.print("serving: the same requests are simulated", style="dim")
     profile = replace(profile, served=served_jobs(config, profile, at_random))
     write_profile(profile, output)
-    console.print(errors(profile))
-    console.print(upkeep(profile))
-    console.print(served(profile))
+    console.print(errors_table(profile))
+    console.print(upkeep_table(profile))
+    console.print(served_table(profile))
     console.print(f"{output}: {len(profile.jobs)} jobs, {len(profile.crowded)} of them beside another")
     return profile
 
 
-def measured_jobs(
+def measure_jobs(
     spec: EngineSpec, effort: Effort, temperature: float, computer: Computer, console: Console
 ) -> Profile:
-    """Measures all but what the server does besides. The models are gone afterwards."""
+    """Measures all that needs no running server. The models are unloaded afterwards."""
     executor = WatchedExecutor.load(
         list(spec.models),
         kv_bytes=spec.kv_bytes,
@@ -92,13 +93,13 @@ def measured_jobs(
         executor.close()
 
 
-async def measured_hosting(
+async def measure_server(
     config: Config, profile: Profile, effort: Effort, arguments: Sequence[str], console: Console
 ) -> tuple[tuple[HostedSeconds, ...], Answered]:
-    """Returns what `kvloom serve` does besides jobs, and how long requests took that came at random. Raises
-    ConfigError if it does not answer."""
-    cost, longest = Measured(profile), min(engine.max_running for engine in config.engines)
-    loads = serving_loads(cost, list(profile.shapes), effort, most=longest)
+    """Starts `kvloom serve` and measures it. Returns what it does besides jobs, and how long requests took
+    that came at random moments. Raises ConfigError if it does not answer."""
+    cost, most_at_once = Measured(profile), min(engine.max_running for engine in config.engines)
+    loads = serving_loads(cost, list(profile.shapes), effort, most=most_at_once)
     with _with_key(config, arguments) as (key, given):
         return await measure_serving(
             given,
@@ -113,8 +114,8 @@ async def measured_hosting(
 
 @contextmanager
 def _with_key(config: Config, arguments: Sequence[str]) -> Iterator[tuple[str | None, Sequence[str]]]:
-    """Gives an API key of the config, and the arguments with which it is one. Of keys with names nothing is
-    known that could be sent, so that one is made."""
+    """Yields an API key, or None if the server wants none, and the `serve` arguments that accept it. Of named
+    keys only hashes are stored, so a temporary key is made."""
     if config.keys is None or config.api_key_file is not None:
         yield min(config.api_keys(), default=None), arguments
         return
@@ -126,7 +127,7 @@ def _with_key(config: Config, arguments: Sequence[str]) -> Iterator[tuple[str | 
 
 
 def whole_machine(config: Config) -> EngineSpec:
-    """Returns one engine with the models of all, on the cores of all."""
+    """Returns one engine with the models and the cores of all engines of the config."""
     engines = config.engines
     models = {model.name: model for engine in engines for model in engine.models}
     return replace(
@@ -160,8 +161,8 @@ def shape_of(executor: WatchedExecutor, model: ModelSpec) -> ModelShape:
     )
 
 
-def errors(profile: Profile) -> Table:
-    """Tells how far the fit is from jobs that it has not seen."""
+def errors_table(profile: Profile) -> Table:
+    """Returns a table of how far the fit is from jobs that it has not seen."""
     rows = [
         (key, str(spread.rows), f"{spread.median:.1%}", f"{spread.p90:.1%}", f"{spread.bias:+.1%}")
         for key, spread in cross_validate(profile).items()
@@ -169,8 +170,8 @@ def errors(profile: Profile) -> Table:
     return _table("Error on jobs that a fit has not seen", ("", "jobs", "median", "P90", "bias"), rows)
 
 
-def upkeep(profile: Profile) -> Table:
-    """Tells what each thread does besides jobs."""
+def upkeep_table(profile: Profile) -> Table:
+    """Returns a table of the CPU time that each role spends besides jobs."""
     rows = [
         (one.role, *(f"{1e6 * seconds:,.0f}" for seconds in (one.request, one.token, one.turn)))
         for one in profile.hosted
@@ -179,8 +180,8 @@ def upkeep(profile: Profile) -> Table:
     return _table("Microseconds of CPU besides jobs", heads, rows)
 
 
-def served(profile: Profile) -> Table:
-    """Tells how much longer served jobs take than repeated ones."""
+def served_table(profile: Profile) -> Table:
+    """Returns a table of how much longer served jobs take than repeated ones."""
     rows = [(row.model, row.phase.value, f"{1e3 * row.seconds:.2f}") for row in profile.served]
     return _table("Milliseconds by which served jobs take longer", ("", "", "ms"), rows)
 

@@ -38,7 +38,8 @@ PROMPT: Final = 8  # tokens of a sequence under the engine
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A job to be. starts, appends: tokens that each sequence has, and computes."""
+    """A job to measure. `starts` are the tokens that each sequence has already, and `appends` those that the
+    job computes."""
 
     model: str
     phase: Phase
@@ -75,25 +76,28 @@ class Limits:
 
 
 def prefill(model: str, cores: int, prompts: int, tokens: int, context: int = 0) -> Setting:
-    """`tokens` new tokens in all, shared evenly among prompts that have `context` tokens each."""
+    """Returns a prefill of `tokens` new tokens in all, shared evenly among prompts that have `context` tokens
+    each."""
     appends = tuple(tokens // prompts + (i < tokens % prompts) for i in range(prompts))
     return Setting(model, Phase.PREFILL, cores, (context,) * prompts, appends)
 
 
 def decode(model: str, cores: int, batch: int, context: int) -> Setting:
-    """A step of sequences that have `context` tokens on average, the longest three times the shortest."""
+    """Returns a decode step of sequences that have `context` tokens on average, the longest three times as
+    many as the shortest."""
     spread = np.linspace(0.5, 1.5, batch) if batch > 1 else np.ones(1)
     starts = tuple(max(1, round(context * float(part))) for part in spread)
     return Setting(model, Phase.DECODE, cores, starts, (1,) * batch)
 
 
-def shares(cores: int) -> list[int]:
-    """Cores that a job is measured on: each number up to 4, then powers of two, half of all, and all."""
+def core_counts(cores: int) -> list[int]:
+    """Returns the numbers of cores that jobs are measured on: each up to 4, then powers of two, half of all,
+    and all."""
     return sorted({*range(1, min(cores, 4) + 1), *_doubling(4, cores), (cores + 1) // 2, cores})
 
 
 def grid(model: str, cores: int, limits: Limits, *, quick: bool = False) -> list[Setting]:
-    """Settings that fit: of a grid, and some between its lines. quick: a quarter of them."""
+    """Returns the settings of a grid, and some between its lines, that fit; if `quick`, a quarter of them."""
     rng = random.Random(SEED)
     found = [*_prefills(model, cores, limits), *_decodes(model, cores, limits)]
     found += [_between(rng, model, cores, limits) for _ in range(24)]
@@ -124,7 +128,7 @@ def _decodes(model: str, cores: int, limits: Limits) -> Iterator[Setting]:
 
 
 def _between(rng: random.Random, model: str, cores: int, limits: Limits) -> Setting:
-    """A job such as the engine makes."""
+    """Returns a random job such as the engine makes."""
     if rng.random() < 0.5:
         batch = round(limits.batch ** rng.random())
         return decode(model, cores, batch, round(limits.context ** rng.uniform(0.4, 0.9)))
@@ -134,13 +138,13 @@ def _between(rng: random.Random, model: str, cores: int, limits: Limits) -> Sett
 
 
 def _doubling(begin: int, end: int) -> list[int]:
-    """begin, 2·begin, … less than end."""
+    """Returns begin, 2·begin, … as far as they are less than end."""
     return [begin << i for i in range(32) if begin << i < end]
 
 
 class Stage:
-    """Jobs of a setting, again and again over the same sequences: none of them grows, and what they have is
-    taken as computed, because time does not depend on what K and V are."""
+    """Runs the job of a setting again and again over the same sequences. None of them grows, and what they
+    have is taken as computed, because time does not depend on what K and V are."""
 
     def __init__(self, executor: TorchExecutor, *, temperature: float) -> None:
         self._executor = executor
@@ -160,7 +164,7 @@ class Stage:
         executor.arena.bytes.zero_()  # so that no page of it is touched for the first time while time runs
 
     def limits(self, model: str, chunk: int, batch: int) -> Limits:
-        """chunk, batch: of the engine; they bound what a job is asked to do."""
+        """Returns the limits of a model's jobs. `chunk` and `batch` are the engine's limits."""
         geometry = self._executor.geometries[model]
         width = geometry.tokens_per_block
         tokens = self._executor.blocks // geometry.blocks_per_page * width
@@ -169,7 +173,7 @@ class Stage:
 
     @contextmanager
     def placed(self, setting: Setting) -> Iterator[list[int]]:
-        """Sequences that have the setting's tokens, and are gone afterwards."""
+        """Yields sequences that have the setting's tokens, and removes them afterwards."""
         cache = self.pool.caches[setting.model]
         ids = [next(self._ids) for _ in setting.starts]
         for number in ids:
@@ -225,7 +229,7 @@ class Seen:
 
 
 class WatchedExecutor(TorchExecutor):
-    """Watches jobs that run one after the other."""
+    """An executor that records the times of its jobs, which must run one after the other."""
 
     def __init__(self, models: dict[str, LoadedModel], arena: Arena, threads: int) -> None:
         super().__init__(models, arena, threads)

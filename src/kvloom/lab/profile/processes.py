@@ -73,7 +73,7 @@ class Crowd:
 
     @property
     def cpu_seconds(self) -> float:
-        """The CPU time of all up to now."""
+        """Returns the CPU seconds of all processes up to now."""
         return sum(main_thread_seconds(process.pid) for process in self.processes)
 
     def _signal(self, number: signal.Signals) -> None:

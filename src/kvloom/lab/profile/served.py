@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from kvloom.config.config import Config
 from kvloom.lab.profile.session import Effort
 from kvloom.lab.sim.run import simulate
-from kvloom.lab.sim.unit import measured_hosting, measured_units
+from kvloom.lab.sim.unit import hosting_from, measured_units
 from kvloom.lab.workload.arrivals import poisson
 from kvloom.lab.workload.request import Prompts, WorkloadRequest
 from kvloom.lab.workload.results import Results
@@ -66,8 +66,8 @@ def random_requests(cost: Measured, models: Sequence[str], effort: Effort) -> li
 
 def served_jobs(config: Config, profile: Profile, real: Answered) -> tuple[ServedJobs, ...]:
     """Returns how much longer than `profile` says jobs take, so that simulated answers take as long in the
-    median as the real ones. Prefills are found by first tokens, and decode steps by the times a token.
-    profile: with what is no job."""
+    median as the real ones. The excess of prefills comes from times to first token, that of decode steps from
+    times per further token. `profile` must already contain `hosted`."""
     found: dict[tuple[str, Phase], float] = {}
     for _ in range(_ROUNDS):
         ours = simulated_answers(config, replace(profile, served=_rows(found)), real)
@@ -97,7 +97,7 @@ def simulated_answers(config: Config, profile: Profile, load: Answered) -> Answe
         Prompts(min(shape.vocab for unit in units for shape in unit.shapes.values())),
         Summary({}),
         title="",
-        hosting=measured_hosting(profile),
+        hosting=hosting_from(profile),
         client_here=True,
         patience=config.patience,
     )

@@ -22,7 +22,8 @@ from kvloom.lab.profile.session import Effort
 from kvloom.lab.workload.request import WorkloadRequest
 from kvloom.lab.workload.results import Results, read_results
 from kvloom.lab.workload.traces import VERSION, Header, write_workload
-from kvloom.plan.cost.measured import Measured, fit_positive
+from kvloom.plan.cost.fit import fit_positive
+from kvloom.plan.cost.measured import Measured
 from kvloom.plan.cost.profile import HostedSeconds, Role
 from kvloom.plan.cost.work import Work
 from kvloom.serve.local import ENGINE_MODULE, GATEWAY_MODULE
@@ -33,21 +34,24 @@ LEAST: Final = 1e-9  # seconds; a fit by ratios wants more than 0
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A load that was asked, and answered. turns: times that tokens came, about. cpu: seconds by role; the
-    client's from its start to its end."""
+    """What was measured under one load."""
 
     requests: int
     tokens: int
+    """The tokens of all answers."""
     turns: float
+    """About how many times tokens came, however many at a time."""
     cpu: dict[Role, float]
+    """The CPU seconds of each role; those of the client are from its start to its end."""
 
 
-def parts(loads: Sequence[Loaded]) -> tuple[HostedSeconds, ...]:
-    """Parts the CPU time by least squares. The client has a part for its start, which is nobody's cost."""
-    return tuple(_part(role, loads) for role in ("client", "gateway", "engine"))
+def split_cpu_time(loads: Sequence[Loaded]) -> tuple[HostedSeconds, ...]:
+    """Splits each role's CPU seconds into a cost per request, per token and per turn, by least squares. For
+    the client a constant takes up its start, and is dropped."""
+    return tuple(_role_costs(role, loads) for role in ("client", "gateway", "engine"))
 
 
-def _part(role: Role, loads: Sequence[Loaded]) -> HostedSeconds:
+def _role_costs(role: Role, loads: Sequence[Loaded]) -> HostedSeconds:
     features = np.array([[load.requests, load.tokens, load.turns] for load in loads], float)
     if role == "client":
         features = np.column_stack([features, np.ones(len(loads))])
@@ -65,7 +69,7 @@ SHORTEST, LONGEST = 16, 96  # answers, in tokens
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """at_once: requests of each model; each is answered with `output` tokens."""
+    """Requests sent all at once: `at_once` for each model, each with an answer of `output` tokens."""
 
     at_once: int
     output: int
@@ -80,20 +84,22 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """gateway, engines: their processes."""
+    """A running server. `gateway` and `engines` are the ids of its processes."""
 
     url: str
     gateway: int
     engines: tuple[int, ...]
 
     def cpu(self) -> dict[Role, float]:
+        """Returns the CPU seconds of each role up to now. Those of clients count when they have ended."""
         loops = sum(main_thread_seconds(pid) for pid in self.engines)
         return {"gateway": all_threads_seconds(self.gateway), "engine": loops, "client": _children_seconds()}
 
 
 def serving_loads(cost: Measured, models: Sequence[str], effort: Effort, most: int) -> list[Load]:
-    """Few and many at once, of answers that take about as long as the effort has them; as many of two tokens;
-    and a single token, after which a client has done little more than to start. most: requests at once."""
+    """Returns loads by which the three costs can be told apart: few and many requests with answers that last
+    about `effort.load_seconds`; many with two tokens each; and one request of one token to each model,
+    which is nearly all client start. `most` is a cap on requests at once."""
     loads = []
     for count in dict.fromkeys(min(count, most) for count in effort.at_once):
         steps = [
@@ -112,12 +118,14 @@ async def measure_serving(
     at_random: Sequence[WorkloadRequest],
     tell: Callable[[str], None],
 ) -> tuple[tuple[HostedSeconds, ...], Answered]:
-    """Returns what the server's threads and the client do besides jobs, by `loads`, and what became of
-    requests that came at random.
+    """Returns what the server's threads and the client do besides jobs, by `loads`, and how long the requests
+    `at_random` took.
 
-    arguments: of `kvloom serve`, which serves these models with them. between: the loop's own work after a
-    step of so many sequences. Each load is asked by `kvloom bench serve`, in processes of its own, and the
-    first of them once more before, for what is done once. Raises ConfigError if they do not answer."""
+    `arguments` are those with which `kvloom serve` serves these models. `between` returns the seconds of an
+    engine's own work after a step of so many sequences, which are left out. Each load is sent by `kvloom
+    bench serve` in a process of its own. The first load is sent once more before all others, so that what is
+    done only once is not measured. Raises ConfigError if the server does not start, or leaves a
+    request without an answer."""
     found = list[Loaded]()
     with tempfile.TemporaryDirectory(prefix="kvloom-") as folder:
         async with _served(arguments) as server:
@@ -132,12 +140,12 @@ async def measure_serving(
                 found.append(Loaded(total.requests, total.output_tokens, turns, cpu))
             tell(f"{len(at_random)} requests at random moments")
             answered = Answered.of(at_random, await client.ask(at_random))
-    return parts(found[1:]), answered
+    return split_cpu_time(found[1:]), answered
 
 
 @asynccontextmanager
 async def _served(arguments: Sequence[str]) -> AsyncIterator[Server]:
-    """Yields the server while it runs."""
+    """Starts `kvloom serve`, yields the server, and ends it after the block."""
     process = await _kvloom({}, "serve", *arguments, "--host", "127.0.0.1", "--port", "0")
     assert process.stdout is not None
     try:
@@ -158,7 +166,7 @@ async def _served(arguments: Sequence[str]) -> AsyncIterator[Server]:
 
 
 async def _ready(output: asyncio.StreamReader) -> str:
-    """The URL, once it answers. Raises ConfigError if the server ends first."""
+    """Returns the URL once the server answers. Raises ConfigError if it ends first."""
     last = ""
     async for line in output:
         last = line.decode(errors="replace").strip() or last
@@ -169,8 +177,8 @@ async def _ready(output: asyncio.StreamReader) -> str:
 
 @dataclass
 class _Client:
-    """Sends workloads to the server at `url`, with the key if there is one. number: of the next workload, so
-    that each has prompts of its own."""
+    """Sends workloads to the server at `url`, with the key if there is one. `number` is that of the next
+    workload, by which each has prompts of its own."""
 
     url: str
     key: str | None
@@ -210,6 +218,6 @@ async def _kvloom(environment: Mapping[str, str], *arguments: str) -> asyncio.su
 
 
 def _children_seconds() -> float:
-    """CPU time of the children that have ended."""
+    """Returns the CPU seconds of the children that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

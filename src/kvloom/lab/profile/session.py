@@ -1,4 +1,5 @@
-"""All measurements of a profile, from loaded models to the file's contents."""
+"""Measures all of a profile that needs only the executor and an engine in this process; `conduct.py` adds
+what needs a running server."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ from kvloom.lab.profile.jobs import (
     Setting,
     Stage,
     WatchedExecutor,
+    core_counts,
     grid,
     measure_steps,
-    shares,
 )
 from kvloom.plan.cost.profile import Computer, JobMeasured, Profile, Stepped, Timed
 from kvloom.plan.cost.shapes import ModelShape
@@ -35,19 +36,25 @@ Tell = Callable[[str, float], None]  # what is being done, and which part of all
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """rounds: through all jobs, in another order each time, so that the machine's own swings spread over
-    them. repeats: of a job in a round, but for one that takes longer than `patience` seconds, which runs
-    once. steps: of the engine. load_seconds: of each load that the server is asked, about; at_once: requests
-    of each model in them. random_seconds: of the load whose requests come at random, about."""
+    """How thoroughly to measure."""
 
     rounds: int = 3
+    """How often all jobs are measured, each time in another order, so that the changes of the machine's own
+    pace spread over them."""
     repeats: int = 3
+    """How often a job is timed in a round."""
     patience: float = 0.1
+    """A job that takes longer than so many seconds is run and timed only once in a round."""
     steps: int = 40
+    """The number of steps under the engine."""
     quick: bool = False
+    """Whether only some of the jobs are measured."""
     load_seconds: float = 3.0
+    """About how many seconds each load of the server with long answers lasts."""
     random_seconds: float = 20.0
+    """About how many seconds the load lasts whose requests come at random moments."""
     at_once: tuple[int, ...] = (1, 4, 16, 64)
+    """The numbers of requests that are sent to each model at once in these loads."""
 
 
 QUICK: Final = Effort(1, 2, 0.01, 6, quick=True, load_seconds=0.1, random_seconds=0.5, at_once=(4,))
@@ -62,14 +69,15 @@ async def measure(
     temperature: float,
     tell: Tell,
 ) -> Profile:
-    """The executor has the models of `spec`."""
+    """Measures jobs alone, in pairs and under pressure, and steps under the engine. `executor` has the models
+    of `spec` loaded."""
     stage, cores = Stage(executor, temperature=temperature), executor.compute
     limits = {name: stage.limits(name, spec.chunk_tokens, spec.max_running) for name in shapes}
     settings = [
         setting
         for name in shapes
-        for share in shares(cores)
-        for setting in grid(name, share, limits[name], quick=effort.quick)
+        for count in core_counts(cores)
+        for setting in grid(name, count, limits[name], quick=effort.quick)
     ]
     both = pairs(list(shapes), cores, limits)
     beside = [
@@ -109,7 +117,7 @@ async def measure(
 async def _jobs(
     stage: Stage, settings: list[Setting], cores: int, effort: Effort, done: _Done
 ) -> tuple[Timed, ...]:
-    """Measures each alone, round by round."""
+    """Measures each job alone, round by round."""
     seconds: dict[Setting, list[float]] = {setting: [] for setting in settings}
     rng, order = random.Random(0), list(settings)
     for _ in range(effort.rounds):
@@ -145,14 +153,14 @@ async def _steps(
 
 
 class _Done:
-    """Which part of all is done."""
+    """Tells the user which part of all measurements is done."""
 
     def __init__(self, whole: int, tell: Tell) -> None:
         self._whole, self._tell = whole, tell
         self._begun = 0
 
     def tell(self, what: str, parts: int = 1) -> None:
-        """`what` begins, so many parts of the whole."""
+        """Tells that `what` begins, which is so many parts of the whole."""
         self._tell(what, self._begun / self._whole)
         self._begun += parts
 

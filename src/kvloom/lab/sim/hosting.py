@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from kvloom.plan.cost.measured import Hosting, Upkeep
+from kvloom.plan.cost.hosting import Hosting, Upkeep
 from kvloom.plan.cost.profile import Role
 from kvloom.plan.cost.work import Work
 from kvloom.types.client import Generator

@@ -21,7 +21,7 @@ from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.lab.workload.request import RequestResult, Scaled, WorkloadRequest
 from kvloom.lab.workload.results import Results, Slept, Upheaval
 from kvloom.lab.workload.summary import Histogram, Summary
-from kvloom.plan.cost.measured import Hosting
+from kvloom.plan.cost.hosting import Hosting
 from kvloom.plan.cost.work import Work
 from kvloom.router.program import Program
 from kvloom.types.client import Generator

@@ -17,8 +17,9 @@ from kvloom.lab.sim.hosting import HostedUnit
 from kvloom.lab.sim.links import Link, TimedLink
 from kvloom.plan.cluster import CPU, Abilities
 from kvloom.plan.cost.devices import find_device
+from kvloom.plan.cost.hosting import Hosting
 from kvloom.plan.cost.loading import MAPPED, load_bandwidth
-from kvloom.plan.cost.measured import Hosting, Measured
+from kvloom.plan.cost.measured import Measured
 from kvloom.plan.cost.profile import Profile
 from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import ModelShape, read_context
@@ -215,7 +216,7 @@ def measured_units(config: Config, profile: Profile) -> list[SimulatedUnit]:
     return [_measured(spec, profile) for spec in config.engines]
 
 
-def measured_hosting(profile: Profile) -> Hosting | None:
+def hosting_from(profile: Profile) -> Hosting | None:
     """Returns what the machine does besides jobs; None if that was not measured."""
     return Hosting(profile) if profile.hosted else None
 

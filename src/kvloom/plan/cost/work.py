@@ -22,7 +22,7 @@ class Work(Struct, frozen=True, gc=False):
     share: float
     """The job's share of the unit's compute, in (0, 1]."""
     batch: int
-    """The number of sequences."""
+    """The number of sequences. A step that verifies drafts counts rows: a sequence with k drafts is k + 1."""
     tokens: int
     """The tokens that the job computes, over all sequences."""
     drawn: int
@@ -111,7 +111,7 @@ class CostModel(Protocol):
         moment to its last. Raises ConfigError for a model that it does not know."""
 
 
-MOST_PARTS: Final = 64  # that an operator is run in
+MOST_PARTS: Final = 64  # into how many parts an operator may be split, at most
 
 
 class Operator(NamedTuple):
@@ -141,8 +141,8 @@ class Operated(CostModel, Protocol):
     def shape(self, model: str) -> ModelShape: ...
 
     def operators(self, work: Work) -> tuple[Operator, ...]:
-        """Returns the operators of a job that runs alone, those of a layer in the order in which they run:
-        they last as long as the device is busy."""
+        """Returns the operators of a job that runs alone, those of a layer in the order in which they run.
+        Their times add up to the time for which the device is busy."""
 
     def queued(self, work: Work) -> float:
         """Returns the most seconds of the job's operators that the host has issued, and the device not yet
