@@ -1,29 +1,26 @@
 """Mixed jobs against their parts: how the cost model foretells them.
 
 python -m benchmarks.mixed_jobs [--shape B] [--threads 2] [--repeats 9]. The real executor in float32 runs, on
-all cores and with nothing beside, a prefill of one prompt, a decode step of sequences that hold 150 tokens,
-and the mixed job of both. The cost model says that this takes as long as its parts one after the other, less
-a decode step of one sequence that holds nothing (`Measured`). "Of that" is what it took as a part of that
-sum, and "as tokens" as a part of what a prefill of so many more tokens took.
+all cores and with nothing beside, a prefill of one prompt, a decode step of sequences that hold 150 tokens on
+average, and the mixed job of both. The cost model says that this takes as long as its parts one after the
+other, less a decode step of one sequence that holds nothing (`Measured`). "Of that" is what it took as a part
+of that sum, and "as tokens" as a part of what a prefill of so many more tokens took.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from statistics import median
 from typing import Final
 
-import numpy as np
 import uvloop
 
 from benchmarks.engines import MODEL, spec_of
 from benchmarks.report import Cell, Finding, Report, make_parser, publish, this_machine
 from kvloom.exec.cpu.executor import load_executor
 from kvloom.kv.memory import keep_freed_memory
-from kvloom.lab.profile.jobs import Setting, Stage
-from kvloom.types.job import Job, Phase, SampleRow
-from kvloom.types.request import SamplingParams
+from kvloom.lab.profile.jobs import Setting, Stage, decode, prefill
+from kvloom.types.job import Phase
 
 DECODES: Final = (8, 30, 60, 110)
 PROMPTS: Final = (100, 200, 512)
@@ -32,47 +29,30 @@ WITHIN: Final = 0.15
 
 
 async def measure(shape: str, threads: int, repeats: int) -> Report:
-    spec = spec_of(shape, "unit", kv_bytes=1 << 30, threads=threads)
-    executor = load_executor(spec)
+    executor = load_executor(spec_of(shape, "unit", kv_bytes=1 << 30, threads=threads))
     keep_freed_memory()
     stage = Stage(executor, temperature=0.0)
-    params = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
 
-    async def seconds(decodes: int, held: int, prompt: int) -> float:
-        """Returns the median seconds of a job of so many sequences that hold `held` tokens each, and of a
-        prompt of so many tokens; 0 for none."""
-        rows = decodes if decodes and prompt else 0
-        phase = Phase.MIXED if rows else Phase.PREFILL if prompt else Phase.DECODE
-        starts, appends = [held] * decodes, [1] * decodes
-        if prompt:
-            starts, appends = [*starts, 0], [*appends, prompt]
-        setting = Setting(MODEL, phase, threads, tuple(starts), tuple(appends))
-        cache, took = stage.pool.caches[MODEL], list[float]()
+    async def seconds(setting: Setting) -> float:
         with stage.placed(setting) as ids:
-            for _ in range(repeats + 1):
-                plan = cache.begin_forward(ids, appends)
-                tokens = np.arange(int(plan.appends.sum())) % 1000
-                ends = (np.cumsum(plan.appends) - 1).tolist()
-                samples = tuple(
-                    SampleRow(row=end, key=number, index=0, params=params)
-                    for number, end in zip(ids, ends, strict=True)
-                )
-                began = time.perf_counter()
-                await executor.launch(Job(MODEL, phase, threads, plan, tokens, samples, rows=rows))
-                took.append(time.perf_counter() - began)
-                cache.abort_forward(plan)
-        return median(took[1:])
+            await stage.run(setting, ids)
+            return median([await stage.run(setting, ids) for _ in range(repeats)])
 
-    empty, rows, worst = await seconds(1, 0, 0), list[list[Cell]](), 0.0
+    empty = await seconds(Setting(MODEL, Phase.DECODE, threads, (0,), (1,)))
+    rows, worst = list[list[Cell]](), 0.0
     for decodes in DECODES:
-        step = await seconds(decodes, HELD, 0)
-        for prompt in PROMPTS:
-            prefill, more = await seconds(0, 0, prompt), await seconds(0, 0, prompt + decodes)
-            mixed = await seconds(decodes, HELD, prompt)
-            ratio = mixed / (prefill + step - empty)
+        decoding = decode(MODEL, threads, decodes, HELD)
+        step = await seconds(decoding)
+        for tokens in PROMPTS:
+            starts, appends = (*decoding.starts, 0), (*decoding.appends, tokens)
+            both = Setting(MODEL, Phase.MIXED, threads, starts, appends, rows=decodes)
+            alone = await seconds(prefill(MODEL, threads, 1, tokens))
+            more = await seconds(prefill(MODEL, threads, 1, tokens + decodes))
+            mixed = await seconds(both)
+            ratio = mixed / (alone + step - empty)
             worst = max(worst, abs(ratio - 1.0))
-            name = f"{decodes} decodes, {prompt} tokens"
-            rows.append([name, 1e3 * mixed, 1e3 * prefill, 1e3 * step, ratio, mixed / more])
+            name = f"{decodes} decodes, {tokens} tokens"
+            rows.append([name, 1e3 * mixed, 1e3 * alone, 1e3 * step, ratio, mixed / more])
     executor.close()
     return Report(
         name="mixed_jobs",

@@ -12,7 +12,7 @@ from msgspec import structs
 from rich.console import Console
 
 from kvloom.config.config import DEMO
-from kvloom.serve.screen import Screen, curl
+from kvloom.serve.screen import FleetReady, Screen, curl
 from kvloom.types.clock import WallClock
 from kvloom.types.request import Task, route_of
 from tests.scripted import CARD
@@ -21,7 +21,7 @@ from tests.scripted import CARD
 @pytest.mark.parametrize("route", ["chat/completions", "completions"])
 def test_the_demo_fleet_is_asked_for_a_sum(route: str) -> None:
     models = {name: str(DEMO / name) for name in ("guide", "sums")}
-    command = shlex.split(curl("http://h:1", models, dict.fromkeys(models, route), locked=False))
+    command = shlex.split(curl(FleetReady("http://h:1", models, dict.fromkeys(models, route))))
     body = json.loads(command[-1])
     assert (body["model"], body["temperature"]) == ("sums", 0)
     assert "17 + 25" in str(body)
@@ -29,10 +29,10 @@ def test_the_demo_fleet_is_asked_for_a_sum(route: str) -> None:
 
 
 def test_another_fleet_is_greeted() -> None:
-    command = shlex.split(curl("https://h:1", {"b": "/m/b"}, {}, locked=False, authority="/a b/cert.pem"))
+    command = shlex.split(curl(FleetReady("https://h:1", {"b": "/m/b"}, {}, authority="/a b/cert.pem")))
     assert command[:4] == ["curl", "--cacert", "/a b/cert.pem", "https://h:1/v1/completions"]
     routes = {"b": "chat/completions"}
-    command = shlex.split(curl("http://h:1", {"b": "/m/b", "a": "/m/a"}, routes, locked=True))
+    command = shlex.split(curl(FleetReady("http://h:1", {"b": "/m/b", "a": "/m/a"}, routes, locked=True)))
     assert json.loads(command[-1]) == {
         "model": "b",
         "max_tokens": 32,
@@ -46,7 +46,7 @@ def test_another_fleet_is_greeted() -> None:
 )
 def test_a_model_that_makes_vectors_or_scores_is_asked_for_them(task: Task, route: str, asks: str) -> None:
     routes = {"b": route_of(structs.replace(CARD, task=task))}
-    command = shlex.split(curl("http://h:1", {"b": "/m/b"}, routes, locked=False))
+    command = shlex.split(curl(FleetReady("http://h:1", {"b": "/m/b"}, routes)))
     body = json.loads(command[-1])
     assert command[1] == f"http://h:1/v1/{route}"
     assert (body["model"], body[asks], "max_tokens" in body) == ("b", "Hello", False)

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import msgspec
+from msgspec import Struct
 from rich.console import Console
 from rich.status import Status
 from rich.text import Text
@@ -25,6 +26,20 @@ from kvloom.types.clock import Clock
 
 _LOGGED: Final = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.]+): (.*)", re.DOTALL)
 """A record of a component's log."""
+
+
+class FleetReady(Struct, frozen=True, tag="ready"):
+    """A fleet that serves, as its callers need to know it."""
+
+    url: str
+    models: dict[str, str]
+    """The paths of its models, by name."""
+    routes: dict[str, str]
+    """The route under /v1 at which each of them is asked."""
+    locked: bool = False
+    """Tells whether callers need a key."""
+    authority: str = ""
+    """A file with the certificate that callers have to trust; empty if they need none."""
 
 
 class Screen:
@@ -91,21 +106,13 @@ class Screen:
         """Shows what went wrong with a component."""
         self.log(component, line, "WARNING")
 
-    def ready(
-        self,
-        url: str,
-        models: Mapping[str, str],
-        routes: Mapping[str, str],
-        *,
-        locked: bool,
-        authority: str = "",
-    ) -> None:
-        """Shows that the fleet serves. models: their paths by name; routes: the route under /v1 at which each
-        is asked; authority: a file with the certificate that callers have to trust, if they need one."""
+    def ready(self, fleet: FleetReady) -> None:
+        """Shows that the fleet serves."""
         self.end_steps()
         seconds = self._clock.now() - self._started
-        self._print(f"Ready in {seconds:.1f} s: {url} serves {', '.join(models)}", style="bold green")
-        self._print(f"Try: {curl(url, models, routes, locked=locked, authority=authority)}")
+        served = ", ".join(fleet.models)
+        self._print(f"Ready in {seconds:.1f} s: {fleet.url} serves {served}", style="bold green")
+        self._print(f"Try: {curl(fleet)}")
 
     def end_steps(self) -> None:
         """Shows that all steps are done."""
@@ -195,28 +202,27 @@ def _plain(value: object) -> str:
     return text if text.isascii() and text.isprintable() and " " not in text else repr(text)
 
 
-def curl(
-    url: str, models: Mapping[str, str], routes: Mapping[str, str], *, locked: bool, authority: str = ""
-) -> str:
+def curl(fleet: FleetReady) -> str:
     """Returns a command to paste into a shell. It asks something that the model can answer: a sum of the demo
-    fleet's. routes: as `Screen.ready` has them."""
+    fleet's."""
     sums = str(DEMO / "sums")
-    model = next((name for name, path in models.items() if path == sums), next(iter(models)))
-    question = "What is 17 + 25?" if models[model] == sums else "Hello"
-    more: dict[str, object] = (
-        {"max_tokens": 32, "temperature": 0} if models[model] == sums else {"max_tokens": 32}
-    )
-    route = routes.get(model, "completions")
+    model = next((name for name, path in fleet.models.items() if path == sums), next(iter(fleet.models)))
+    adds = fleet.models[model] == sums
+    question = "What is 17 + 25?" if adds else "Hello"
+    sampling: dict[str, object] = {"max_tokens": 32}
+    if adds:
+        sampling["temperature"] = 0
+    route = fleet.routes.get(model, "completions")
     match route:
         case "embeddings":
             asked: dict[str, object] = {"input": question}
         case "rerank":
             asked = {"query": question, "documents": ["Good morning", "Three apples"]}
         case "chat/completions":
-            asked = more | {"messages": [{"role": "user", "content": question}]}
+            asked = sampling | {"messages": [{"role": "user", "content": question}]}
         case _:
-            asked = more | {"prompt": question}
-    key = ' -H "Authorization: Bearer $KVLOOM_API_KEY"' if locked else ""
+            asked = sampling | {"prompt": question}
+    key = ' -H "Authorization: Bearer $KVLOOM_API_KEY"' if fleet.locked else ""
     body = shlex.quote(msgspec.json.encode({"model": model} | asked).decode())
-    trust = f" --cacert {shlex.quote(authority)}" if authority else ""
-    return f"curl{trust} {url}/v1/{route}{key} -H 'Content-Type: application/json' -d {body}"
+    trust = f" --cacert {shlex.quote(fleet.authority)}" if fleet.authority else ""
+    return f"curl{trust} {fleet.url}/v1/{route}{key} -H 'Content-Type: application/json' -d {body}"

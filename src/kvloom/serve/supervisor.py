@@ -41,7 +41,7 @@ from kvloom.serve.processes.lease import MARGIN_SECONDS
 from kvloom.serve.processes.log import Background, log_to
 from kvloom.serve.processes.messages import StartProgress
 from kvloom.serve.processes.prefork import LaunchedForkServer
-from kvloom.serve.screen import Screen
+from kvloom.serve.screen import FleetReady, Screen
 from kvloom.serve.systemd import READY, STOPPING, ServiceManager
 from kvloom.types.clock import Clock, WallClock
 
@@ -333,7 +333,7 @@ class Supervisor:
         config, tls = self._config, self._config.tls
         authority = "" if tls is None or not tls.own_authority else str(tls.certificate)
         locked = bool(config.api_key_file or config.keys)
-        self._screen.ready(self._hosts.url, models, routes, locked=locked, authority=authority)
+        self._screen.ready(FleetReady(self._hosts.url, models, routes, locked, authority))
 
     def _schedule(self) -> None:
         """Starts a fleet scheduler once there is something to move or to start, if there is none yet."""

@@ -99,7 +99,7 @@ class RevertedProgram(Struct, frozen=True):
     """A program from which the fleet has gone back to the one before."""
 
     program: ProgramSpec | None
-    """The program's name; None for the config's."""
+    """The program; None for the config's."""
     problem: str
     """The fate of the gateway that ran it."""
 

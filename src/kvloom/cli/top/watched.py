@@ -46,9 +46,9 @@ class Pace(Struct, frozen=True, kw_only=True):
     """The work of a model in the last seconds. A number is None if there was nothing to count."""
 
     requests: float | None
-    """The tokens a second."""
-    tokens: float | None
     """The requests a second."""
+    tokens: float | None
+    """The tokens a second."""
     first: float | None
     """The mean time to the first token."""
     per_token: float | None

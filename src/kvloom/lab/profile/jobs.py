@@ -46,11 +46,15 @@ class Setting:
     cores: int
     starts: tuple[int, ...]
     appends: tuple[int, ...]
+    rows: int = 0
+    """The sequences of a mixed job that decode, which are its first ones."""
 
     def work(self, cores: int) -> Work:
         """Returns the job as a cost model sees it, on a machine of so many cores."""
         appends, starts = np.asarray(self.appends), np.asarray(self.starts)
-        return Work.of(self.model, self.phase, self.cores / cores, appends, starts, len(self.starts))
+        return Work.of(
+            self.model, self.phase, self.cores / cores, appends, starts, len(self.starts), self.rows
+        )
 
     def fits(self, limits: Limits) -> bool:
         lengths = [start + append for start, append in zip(self.starts, self.appends, strict=True)]
@@ -197,7 +201,7 @@ class Stage:
             SampleRow(row=int(row), key=number, index=0, params=self._params)
             for number, row in zip(ids, last, strict=True)
         )
-        job = Job(setting.model, setting.phase, setting.cores, plan, tokens, samples)
+        job = Job(setting.model, setting.phase, setting.cores, plan, tokens, samples, rows=setting.rows)
         began = time.perf_counter()
         try:
             await self._executor.launch(job)

@@ -34,7 +34,7 @@ LEAST: Final = 1e-9  # seconds; a fit by ratios wants more than 0
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was measured under one load."""
+    """The measurements under one load."""
 
     requests: int
     tokens: int

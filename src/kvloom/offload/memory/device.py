@@ -168,7 +168,7 @@ class BorrowerDeviceMailbox:
         self.state.step.zero_()
 
     def fail(self, why: Trouble) -> None:
-        """From here on the current stream nothing is posted any more, and nobody waits."""
+        """Lets nothing be posted and nobody wait any more, from here on the current stream."""
         self.state.status.fill_(why)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a machine does besides running jobs, as a profile measured it."""
+"""The CPU time that a machine spends besides jobs, and how this slows jobs, as a profile measured it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Upkeep:
 
 
 class Hosting:
-    """What a machine does besides running jobs: the CPU time of clients, gateways and engines, and how it
-    slows jobs. `cores` is the number of the machine's cores. A job of a model that was not measured is slowed
-    as the other models' jobs of its phase are."""
+    """Tells the CPU time of clients, gateways and engines, and how much slower it makes jobs. `cores` is the
+    number of the machine's cores. A job of a model that was not measured is slowed as the other models' jobs
+    of its phase are."""
 
     def __init__(self, profile: Profile) -> None:
         self.cores = profile.computer.cores

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from kvloom.serve.nodes.wire import Wire
-from kvloom.serve.screen import Screen
+from kvloom.serve.screen import FleetReady, Screen
 from kvloom.types.errors import Unavailable
 
 
@@ -101,14 +101,6 @@ class Line(Struct, frozen=True, tag="line"):
     level: str = ""
 
 
-class FleetReady(Struct, frozen=True, tag="ready"):
-    url: str
-    models: dict[str, str]
-    routes: dict[str, str]
-    locked: bool
-    authority: str
-
-
 class Over(Struct, frozen=True, tag="over"):
     """The fleet has ended. code: the exit code of `kvloom serve`."""
 
@@ -144,9 +136,7 @@ def show(screen: Screen, shown: ToView) -> None:
         case Line(component, line, level):
             screen.log(component, line, level)
         case FleetReady():
-            screen.ready(
-                shown.url, shown.models, shown.routes, locked=shown.locked, authority=shown.authority
-            )
+            screen.ready(shown)
         case Over():
             screen.end_steps()
 

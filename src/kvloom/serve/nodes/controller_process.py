@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -28,7 +28,6 @@ from kvloom.serve.nodes.attach import (
     AttachView,
     Done,
     EndFleet,
-    FleetReady,
     FromActor,
     FromView,
     KeeperMissed,
@@ -52,7 +51,7 @@ from kvloom.serve.nodes.launcher import NodesLauncher
 from kvloom.serve.nodes.wire import Wire
 from kvloom.serve.processes.identity import calling_context
 from kvloom.serve.processes.log import log_to
-from kvloom.serve.screen import Screen
+from kvloom.serve.screen import FleetReady, Screen
 from kvloom.serve.supervisor import END_SECONDS, FleetLauncher, Hearing, Outcome, Supervisor, shown, specified
 from kvloom.serve.systemd import ServiceManager
 from kvloom.types.clock import Clock, WallClock
@@ -96,18 +95,10 @@ class SharedScreen(Screen):
         super().log(component, line, level)
         self._tell(Line(component, line, level))
 
-    def ready(
-        self,
-        url: str,
-        models: Mapping[str, str],
-        routes: Mapping[str, str],
-        *,
-        locked: bool,
-        authority: str = "",
-    ) -> None:
-        super().ready(url, models, routes, locked=locked, authority=authority)
-        self._ready = FleetReady(url, dict(models), dict(routes), locked, authority)
-        self._tell(self._ready)
+    def ready(self, fleet: FleetReady) -> None:
+        super().ready(fleet)
+        self._ready = fleet
+        self._tell(fleet)
 
     def _tell(self, told: ToView) -> None:
         for view in list(self._views):

@@ -19,12 +19,12 @@ from kvloom.config.file import Settings
 from kvloom.config.machine import Machine
 from kvloom.serve.local import gateway_paths
 from kvloom.serve.nodes import ray_nodes
-from kvloom.serve.nodes.attach import AttachView, EndFleet, FleetReady, Over, ToView, attach, show
+from kvloom.serve.nodes.attach import AttachView, EndFleet, Over, ToView, attach, show
 from kvloom.serve.nodes.controller_actor import ControllerActor
 from kvloom.serve.nodes.detached import address_at, end
 from kvloom.serve.nodes.home import FleetHome, FleetOrder
 from kvloom.serve.nodes.wire import Wire
-from kvloom.serve.screen import Screen
+from kvloom.serve.screen import FleetReady, Screen
 from kvloom.serve.supervisor import END_SECONDS, Outcome, heeded, shown
 from kvloom.serve.systemd import READY, STOPPING, ServiceManager
 from kvloom.types.clock import Clock, WallClock

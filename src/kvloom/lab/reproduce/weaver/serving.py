@@ -63,7 +63,7 @@ up to AT_MOST."""
 
 AT_MOST: Final = 100.0
 _STEADY_PART: Final[Mapping[Scale, float]] = {"full": 2 / 3, "small": 1.0}
-"""The part of that time if all is answered, because nothing has to fill up then."""
+"""The part of that time for which requests come if all are answered: nothing has to fill up then."""
 
 LOW: Final = 5.0  # requests a second, at which nothing is short
 HIGH: Final = DEDICATED_MOST
