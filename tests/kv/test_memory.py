@@ -40,3 +40,29 @@ def test_memory_that_was_freed_is_taken_again_without_new_pages() -> None:
     """Four more blocks of one size, the last one on another thread, take no new pages to speak of."""
     ran = subprocess.run([sys.executable, "-c", _PAGES], capture_output=True, text=True, check=True)
     assert float(ran.stdout) < 0.1
+
+
+_ARENA = """
+import resource
+import sys
+from kvloom.kv.arena import Arena
+arena = Arena(64, 1 << 20, committed=sys.argv[1] == "committed")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+arena.bytes.fill_(1)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize() / (64 << 20))
+"""
+
+
+def test_the_pages_of_a_committed_arena_are_entered_before_a_job_writes_to_them() -> None:
+    """The part of its pages at which the first write faults is nothing to speak of, and all of those of an
+    arena that gets memory only as it is written."""
+    committed, later = (
+        float(
+            subprocess.run(
+                [sys.executable, "-c", _ARENA, kind], capture_output=True, text=True, check=True
+            ).stdout
+        )
+        for kind in ("committed", "later")
+    )
+    assert committed < 0.05
+    assert later > 0.5

@@ -3,9 +3,7 @@ takes little more memory than what stays."""
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import os
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -16,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from kvloom.kv.arena import whole_pages
+from kvloom.kv.memory import advise, whole_pages
 
 _MAPS: Final = Path("/proc/self/maps")
 
@@ -98,14 +96,6 @@ def _give_back(begin: int, end: int) -> None:
     if begin < end:
         with suppress(OSError):
             advise(begin, end - begin, mmap.MADV_DONTNEED)
-
-
-def advise(address: int, size: int, advice: int) -> None:
-    """Calls madvise for whole pages of this process. Raises OSError."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
 
 
 class MappedTensor:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvloom.kv.memory import enter_pages, whole_pages
 from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import I32, SCALED, row_bytes
 
@@ -38,12 +39,6 @@ def memfd_link(what: str, pid: int) -> str:
 
 def _name(what: str, pid: int) -> str:
     return f"kvloom-{what}-{pid}"
-
-
-def whole_pages(begin: int, end: int) -> tuple[int, int]:
-    """Returns the edges of the whole pages of memory between two addresses; there is none if the first edge
-    is not below the second."""
-    return -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 class ArenaMemory(Protocol):
@@ -87,8 +82,9 @@ class Arena:
     """
 
     def __init__(self, blocks: int, block_bytes: int, *, committed: bool = True) -> None:
-        """committed: all pages have memory from the start, so that a job can never fault for want of it.
-        Otherwise they get it as they are written, because weights have the same memory at other times."""
+        """committed: all pages have memory from the start and are in this process's page table, so that no
+        job faults for want of either. Otherwise they get memory as they are written, because weights have the
+        same memory at other times."""
         self.blocks = blocks
         self.block_bytes = block_bytes
         size = blocks * block_bytes
@@ -105,6 +101,8 @@ class Arena:
         seal_memfd(self.fd)
         self._map = mmap.mmap(self.fd, size)
         self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        if committed:
+            enter_pages(self.bytes.data_ptr(), size)
 
     @property
     def path(self) -> str:

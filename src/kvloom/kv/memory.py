@@ -1,8 +1,12 @@
-"""The memory that this process could still take without another's or its own death, and what it frees."""
+"""The memory of this process: what it could still take without another's or its own death, what it keeps of
+what it frees, and the pages in its page table."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -11,6 +15,8 @@ MEMINFO: Final = Path("/proc/meminfo")
 CGROUP: Final = Path("/sys/fs/cgroup")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 _KEPT: Final = 256 << 20  # bytes at most that jobs have freed
+_POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE, since Linux 5.14
+_ENTERED: Final = 16 << 20  # bytes whose pages are entered at a time
 
 
 def available_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
@@ -48,6 +54,35 @@ def keep_freed_memory() -> None:
                 break
         library.mallopt(_M_TRIM_THRESHOLD, _KEPT)
         library.mallopt(_M_ARENA_MAX, 1)
+
+
+def whole_pages(begin: int, end: int) -> tuple[int, int]:
+    """Returns the edges of the whole pages of memory between two addresses; there is none if the first edge
+    is not below the second."""
+    return -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+
+
+def advise(address: int, size: int, advice: int) -> None:
+    """Calls madvise for whole pages of this process. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def enter_pages(begin: int, size: int) -> None:
+    """Enters the pages of this much memory at an address into the process's page table, on all cores at once.
+    Otherwise the first job that writes to a page waits for the kernel to do it, and prefills of a 100M model
+    took a third longer until each page of the pool had been written to once. Kernels before 5.14 do it as
+    each page is touched."""
+    low, high = whole_pages(begin, begin + size)
+
+    def enter(at: int) -> None:
+        with suppress(OSError):
+            advise(at, min(_ENTERED, high - at), _POPULATE_WRITE)
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "pages") as threads:
+        list(threads.map(enter, range(low, high, _ENTERED)))
 
 
 def _table(file: Path) -> dict[str, int]:

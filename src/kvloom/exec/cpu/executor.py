@@ -31,7 +31,7 @@ from kvloom.exec.widened import can_widen
 from kvloom.kernels.cpu.draw import prepare as prepare_draws
 from kvloom.kernels.cpu.half import narrow_formats
 from kvloom.kv.arena import Arena, ArenaMemory, ArenaPart, map_arena
-from kvloom.kv.memory import available_memory, return_free_memory
+from kvloom.kv.memory import available_memory, enter_pages, return_free_memory
 from kvloom.offload.cpu.attention import CpuLoans
 from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import I64, Geometry, KVDtype
@@ -386,6 +386,7 @@ class CpuWorker:
         member.meet()
         blocks = count_blocks(models, spec.kv_bytes, spec.block_bytes, begin.size)
         arena = ArenaPart.of(map_arena(member.arena), begin.rank, blocks, spec.block_bytes)
+        enter_pages(arena.bytes.data_ptr(), arena.bytes.nbytes)
         return cls(member.group, models, arena, begin.slots)
 
     def start(self, step: Step) -> None:

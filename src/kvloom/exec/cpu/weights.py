@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvloom.exec.mapped import advise
-from kvloom.kv.arena import Arena, whole_pages
+from kvloom.kv.arena import Arena
+from kvloom.kv.memory import advise, whole_pages
 from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import I32
 
