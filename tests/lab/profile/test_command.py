@@ -16,10 +16,10 @@ from msgspec.structs import replace
 from kvloom.cli.__main__ import main
 from kvloom.config.file import load_config
 from kvloom.config.machine import Machine
-from kvloom.lab.profile.served import Answered, random_requests, served_jobs, simulated_answers
+from kvloom.lab.profile.served import Answered, random_requests, served_models, simulated_answers
 from kvloom.lab.profile.session import QUICK
 from kvloom.plan.cost.measured import Measured
-from kvloom.plan.cost.profile import Profile, ServedJobs, read_profile
+from kvloom.plan.cost.profile import Profile, ServedModel, read_profile
 from kvloom.plan.cost.work import Work
 from kvloom.types.job import Phase
 from tests.checkpoints import make_checkpoint
@@ -97,24 +97,29 @@ def test_what_else_the_machine_does_is_measured(profile: Profile) -> None:
     assert {(row.doing.model, row.doing.phase) for row in profile.pressed} == kinds
     assert {(row.doing.model, row.doing.phase) for row in profile.stalled} == kinds
     assert {row.over for row in profile.pressed} == {1, 2}
-    assert {(row.model, row.phase) for row in profile.served} == kinds
-    assert max(abs(row.seconds) for row in profile.served) < 60.0
+    assert {row.model for row in profile.served} == {"one", "two"}
+    assert max(row.first + row.step for row in profile.served) < 60.0
 
 
-def test_what_served_jobs_take_longer_is_found_by_their_answers(config: Path, profile: Profile) -> None:
+def test_what_served_models_take_longer_is_found_by_their_answers(config: Path, profile: Profile) -> None:
     """Loads are simulated with times that are known, and these are to be found again."""
     fleet, still = load_config(config, {}, {}, Machine.here()), replace(profile, served=())
     requests = random_requests(Measured(profile), ["one", "two"], QUICK)
     at_random = simulated_answers(fleet, still, Answered(requests, {}, {}))
-    assert {round(row.seconds, 6) for row in served_jobs(fleet, still, at_random)} == {0.0}
-    cost, seconds = Measured(profile), dict[tuple[str, Phase], float]()
-    for name in ("one", "two"):  # so little that the load stays low
-        seconds[name, Phase.DECODE] = 0.3 * cost.seconds(Work.decode(name, 1.0, [64]))
-        seconds[name, Phase.PREFILL] = cost.seconds(Work.prefill(name, 1.0, [64]))
-    known = [ServedJobs(model=model, phase=phase, seconds=late) for (model, phase), late in seconds.items()]
+    for row in served_models(fleet, still, at_random):
+        assert (round(row.first, 6), round(row.step, 6)) == (0.0, 0.0)
+    cost = Measured(profile)
+    known = [
+        ServedModel(
+            model=name,
+            first=cost.seconds(Work.prefill(name, 1.0, [64])),
+            step=0.3 * cost.seconds(Work.decode(name, 1.0, [64])),  # so little that the load stays low
+        )
+        for name in ("one", "two")
+    ]
     late = simulated_answers(fleet, replace(still, served=tuple(known)), at_random)
-    found = {(row.model, row.phase): row.seconds for row in served_jobs(fleet, still, late)}
-    assert found == pytest.approx(seconds, rel=0.2)
+    for row, wanted in zip(served_models(fleet, still, late), known, strict=True):
+        assert (row.first, row.step) == pytest.approx((wanted.first, wanted.step), rel=0.2)
 
 
 def test_the_error_is_told(measured: tuple[Profile, str]) -> None:
@@ -125,7 +130,7 @@ def test_the_error_is_told(measured: tuple[Profile, str]) -> None:
         "two, decode",
         "median",
         "CPU besides jobs",
-        "served jobs take longer",
+        "first token",
     ):
         assert part in told
     assert "profile.json" in told.replace("\n", "")

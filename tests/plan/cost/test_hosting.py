@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvloom.plan.cost.hosting import SLOWEST, Hosting, Upkeep
-from kvloom.plan.cost.profile import HostedSeconds, JobMeasured, Pressed, ServedJobs, StalledJob
+from kvloom.plan.cost.profile import HostedSeconds, JobMeasured, Pressed, ServedModel, StalledJob
 from kvloom.plan.cost.work import Work
 from kvloom.types.job import Phase
 from tests.plan.cost.profiles import make_profile
@@ -73,12 +73,9 @@ def test_a_job_loses_what_it_lost_of_the_loops_time() -> None:
         assert hosting(stalled(seconds)).pace(work, 2) == pytest.approx(pace)
 
 
-def test_served_jobs_take_longer() -> None:
-    rows = [
-        ServedJobs(model="one", phase=phase, seconds=seconds)
-        for phase, seconds in ((Phase.DECODE, -0.001), (Phase.PREFILL, 0.002))
-    ]
-    found = Hosting(replace(PROFILE, served=tuple(rows)))
-    assert found.served(Work.prefill("one", 0.5, [10, 20])) == 0.002
-    assert found.served(Work.decode("one", 0.5, [10])) == -0.001
-    assert found.served(Work.decode("two", 0.5, [10])) == found.served(Work.prefill("two", 0.5, [10])) == 0.0
+def test_served_answers_take_longer() -> None:
+    found = Hosting(replace(PROFILE, served=(ServedModel(model="one", first=0.002, step=0.001),)))
+    assert (found.later("one"), found.later("two")) == (0.002, 0.0)
+    assert found.served(Work.prefill("one", 0.5, [10, 20])) == 0.0
+    assert found.served(Work.decode("one", 0.5, [10])) == 0.001
+    assert found.served(Work.decode("two", 0.5, [10])) == 0.0

@@ -1,8 +1,9 @@
 """Requests that come at random moments are answered by the real server and by the simulated one. By the
-difference of their times, a profile says how much longer served jobs take than those that are repeated."""
+difference of their times, a profile says how much longer answers take than all else in it tells."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -19,10 +20,9 @@ from kvloom.lab.workload.request import Prompts, WorkloadRequest
 from kvloom.lab.workload.results import Results
 from kvloom.lab.workload.summary import Summary
 from kvloom.plan.cost.measured import Measured
-from kvloom.plan.cost.profile import Profile, ServedJobs
+from kvloom.plan.cost.profile import Profile, ServedModel
 from kvloom.plan.cost.work import Work
 from kvloom.router.program import load_program
-from kvloom.types.job import Phase
 
 PROMPT, OUTPUT = 64, 24  # tokens
 LOAD: Final = 0.25  # the part of the time for which jobs run, about
@@ -64,27 +64,20 @@ def random_requests(cost: Measured, models: Sequence[str], effort: Effort) -> li
     ]
 
 
-def served_jobs(config: Config, profile: Profile, real: Answered) -> tuple[ServedJobs, ...]:
-    """Returns how much longer than `profile` says jobs take, so that simulated answers take as long in the
-    median as the real ones. The excess of prefills comes from times to first token, that of decode steps from
-    times per further token. `profile` must already contain `hosted`."""
-    found: dict[tuple[str, Phase], float] = {}
+def served_models(config: Config, profile: Profile, real: Answered) -> tuple[ServedModel, ...]:
+    """Returns how much longer than `profile` says answers take, so that simulated ones take as long in the
+    median as the real ones, or longer. `profile` must already contain `hosted`."""
+    first, step = defaultdict[str, float](float), defaultdict[str, float](float)
+    served: tuple[ServedModel, ...] = ()
     for _ in range(_ROUNDS):
-        ours = simulated_answers(config, replace(profile, served=_rows(found)), real)
-        for phase, wanted, had in (
-            (Phase.DECODE, real.per_token, ours.per_token),
-            (Phase.PREFILL, real.first, ours.first),
-        ):
+        ours = simulated_answers(config, replace(profile, served=served), real)
+        for late, wanted, had in ((first, real.first, ours.first), (step, real.per_token, ours.per_token)):
             for model in wanted:
-                found[model, phase] = found.get((model, phase), 0.0) + wanted[model] - had[model]
-    return _rows(found)
-
-
-def _rows(found: Mapping[tuple[str, Phase], float]) -> tuple[ServedJobs, ...]:
-    return tuple(
-        ServedJobs(model=model, phase=phase, seconds=seconds)
-        for (model, phase), seconds in sorted(found.items())
-    )
+                late[model] = max(0.0, late[model] + wanted[model] - had[model])
+        served = tuple(
+            ServedModel(model=model, first=first[model], step=step[model]) for model in sorted(first | step)
+        )
+    return served
 
 
 def simulated_answers(config: Config, profile: Profile, load: Answered) -> Answered:

@@ -193,12 +193,12 @@ class HostedUnit:
 
     def seconds(self, work: Work, cores: float, alone: float) -> float:
         """Returns the seconds of a job on so many cores, as things are. alone: its seconds if nothing
-        but jobs wanted the cores, which it takes at least."""
+        but jobs wanted the cores."""
         hosting, busy = self._machine.hosting, self.loop.thread.busy
         slower = hosting.slower(work, cores, self._machine.cores.over - busy)
         if busy:
             slower /= hosting.pace(work, cores)
-        return max(alone, slower * alone + hosting.served(work))
+        return slower * alone + hosting.served(work)
 
     def landed(self, batch: int, tokens: int, call: Callable[[], None]) -> None:
         """Calls `call` when the engine has seen to the end of a job of `batch` sequences. Then each of so
@@ -217,6 +217,7 @@ class HostedServer:
 
     def __init__(self, server: Generator, machine: HostedMachine) -> None:
         self._server = server
+        self._hosting = machine.hosting
         self._hops = machine.hops
 
     async def models(self) -> list[ModelCard]:
@@ -225,6 +226,7 @@ class HostedServer:
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
         for loop in self._hops:
             await loop.take_request()
+        await asyncio.sleep(self._hosting.later(body.model))
         async with aclosing(self._server.start_generate(body)) as frames:
             async for frame in frames:
                 for loop in reversed(self._hops) if frame else ():

@@ -40,7 +40,7 @@ class Hosting:
             hosted.role: Upkeep(hosted.request, hosted.token, hosted.turn) for hosted in profile.hosted
         }
         self._slower = _Known((row.doing, (row.over, row.seconds / row.alone)) for row in profile.pressed)
-        self._served = {(row.model, row.phase is Phase.DECODE): row.seconds for row in profile.served}
+        self._served = {row.model: row for row in profile.served}
         self._lost = _Known((row.doing, (1, (row.seconds - row.alone) / row.busy)) for row in profile.stalled)
 
     def upkeep(self, role: Role) -> Upkeep:
@@ -57,10 +57,15 @@ class Hosting:
             return max(1.0, float(np.interp(over, threads, times)))
         return max(1.0, 1.0 + (times[-1] - 1.0) * over / threads[-1])
 
+    def later(self, model: str) -> float:
+        """Returns the seconds by which a model's first tokens come later than by jobs and CPU time alone."""
+        return self._served[model].first if model in self._served else 0.0
+
     def served(self, work: Work) -> float:
-        """Returns the seconds by which a served job takes longer than one that is repeated. A job that also
-        has prompts takes what prefills do."""
-        return self._served.get((work.model, work.phase is Phase.DECODE), 0.0)
+        """Returns the seconds by which a served job takes longer than one that is repeated; 0 unless it is a
+        decode step."""
+        known = self._served.get(work.model) if work.phase is Phase.DECODE else None
+        return known.step if known else 0.0
 
     def pace(self, work: Work, cores: float) -> float:
         """Returns the part of its own pace that a job keeps while its process's loop works."""

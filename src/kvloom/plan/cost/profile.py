@@ -14,12 +14,12 @@ from kvloom.types.errors import ConfigError
 from kvloom.types.files import replacing
 from kvloom.types.job import Phase
 
-PROFILE_VERSION: Final = 3
+PROFILE_VERSION: Final = 4
 
 _Count = Annotated[int, Meta(ge=0, lt=2**53)]
 _Some = Annotated[int, Meta(ge=1, lt=2**31)]
 _Seconds = Annotated[float, Meta(gt=0.0)]
-_CpuSeconds = Annotated[float, Meta(ge=0.0)]
+_ZeroOrMore = Annotated[float, Meta(ge=0.0)]
 
 Role = Literal["client", "gateway", "engine"]
 
@@ -104,14 +104,16 @@ class StalledJob(Struct, frozen=True, kw_only=True):
     seconds: _Seconds
 
 
-class ServedJobs(Struct, frozen=True, kw_only=True):
-    """The time by which a model's jobs take longer under the real server than all else in a profile says, as
-    others have had the caches meanwhile, and the server's threads run beside them."""
+class ServedModel(Struct, frozen=True, kw_only=True):
+    """The time by which a model's answers take longer under the real server than all else in a profile
+    says."""
 
     model: str
-    phase: Phase
-    seconds: float
-    """The time in seconds, which is negative if they take less."""
+    first: _ZeroOrMore
+    """The seconds by which first tokens come later. No core is busy with them: threads sleep until they are
+    woken on a request's way."""
+    step: _ZeroOrMore
+    """The seconds by which each decode step takes longer, as others have had the caches meanwhile."""
 
 
 class HostedSeconds(Struct, frozen=True, kw_only=True):
@@ -120,9 +122,9 @@ class HostedSeconds(Struct, frozen=True, kw_only=True):
     `between`."""
 
     role: Role
-    request: _CpuSeconds
-    token: _CpuSeconds
-    turn: _CpuSeconds
+    request: _ZeroOrMore
+    token: _ZeroOrMore
+    turn: _ZeroOrMore
 
 
 class Computer(Struct, frozen=True, kw_only=True):
@@ -154,7 +156,7 @@ class Profile(Struct, frozen=True, kw_only=True):
     pressed: tuple[Pressed, ...] = ()
     stalled: tuple[StalledJob, ...] = ()
     hosted: tuple[HostedSeconds, ...] = ()
-    served: tuple[ServedJobs, ...] = ()
+    served: tuple[ServedModel, ...] = ()
 
 
 class _Versioned(Struct):
