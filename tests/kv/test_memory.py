@@ -54,8 +54,8 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.g
 
 
 def test_the_pages_of_a_committed_arena_are_entered_before_a_job_writes_to_them() -> None:
-    """The part of its pages at which the first write faults is nothing to speak of, and all of those of an
-    arena that gets memory only as it is written."""
+    """The first write to all of a committed arena faults at hardly any page. That to an arena which gets
+    memory only as it is written faults at each page, or at each huge one."""
     committed, later = (
         float(
             subprocess.run(
@@ -64,5 +64,5 @@ def test_the_pages_of_a_committed_arena_are_entered_before_a_job_writes_to_them(
         )
         for kind in ("committed", "later")
     )
-    assert committed < 0.05
-    assert later > 0.5
+    assert later > 0.0
+    assert committed <= later / 10

@@ -82,9 +82,9 @@ class Arena:
     """
 
     def __init__(self, blocks: int, block_bytes: int, *, committed: bool = True) -> None:
-        """committed: all pages have memory from the start and are in this process's page table, so that no
-        job faults for want of either. Otherwise they get memory as they are written, because weights have the
-        same memory at other times."""
+        """committed: all pages have memory from the start, so that a job can never fault for want of it, and
+        are entered into this process's page table (`enter_pages`). Otherwise they get memory as they are
+        written, because weights have the same memory at other times."""
         self.blocks = blocks
         self.block_bytes = block_bytes
         size = blocks * block_bytes

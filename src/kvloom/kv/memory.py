@@ -73,8 +73,8 @@ def advise(address: int, size: int, advice: int) -> None:
 def enter_pages(begin: int, size: int) -> None:
     """Enters the pages of this much memory at an address into the process's page table, on all cores at once.
     Otherwise the first job that writes to a page waits for the kernel to do it, and prefills of a 100M model
-    took a third longer until each page of the pool had been written to once. Kernels before 5.14 do it as
-    each page is touched."""
+    took a third longer until each page of the pool had been written to once. A kernel that cannot, as those
+    before 5.14, still does it as each page is touched."""
     low, high = whole_pages(begin, begin + size)
 
     def enter(at: int) -> None:

@@ -16,10 +16,10 @@ from msgspec.structs import replace
 from kvloom.cli.__main__ import main
 from kvloom.config.file import load_config
 from kvloom.config.machine import Machine
-from kvloom.lab.profile.served import Answered, random_requests, served_models, simulated_answers
+from kvloom.lab.profile.served import Answered, random_requests, served_seconds, simulated_answers
 from kvloom.lab.profile.session import QUICK
 from kvloom.plan.cost.measured import Measured
-from kvloom.plan.cost.profile import Profile, ServedModel, read_profile
+from kvloom.plan.cost.profile import Profile, ServedSeconds, read_profile
 from kvloom.plan.cost.work import Work
 from kvloom.types.job import Phase
 from tests.checkpoints import make_checkpoint
@@ -101,16 +101,19 @@ def test_what_else_the_machine_does_is_measured(profile: Profile) -> None:
     assert max(row.first + row.step for row in profile.served) < 60.0
 
 
-def test_what_served_models_take_longer_is_found_by_their_answers(config: Path, profile: Profile) -> None:
+def test_what_served_seconds_take_longer_is_found_by_their_answers(config: Path, profile: Profile) -> None:
     """Loads are simulated with times that are known, and these are to be found again."""
     fleet, still = load_config(config, {}, {}, Machine.here()), replace(profile, served=())
     requests = random_requests(Measured(profile), ["one", "two"], QUICK)
     at_random = simulated_answers(fleet, still, Answered(requests, {}, {}))
-    for row in served_models(fleet, still, at_random):
-        assert (round(row.first, 6), round(row.step, 6)) == (0.0, 0.0)
+    none = [
+        (row.model, round(row.first, 6), round(row.step, 6))
+        for row in served_seconds(fleet, still, at_random)
+    ]
+    assert none == [("one", 0.0, 0.0), ("two", 0.0, 0.0)]
     cost = Measured(profile)
     known = [
-        ServedModel(
+        ServedSeconds(
             model=name,
             first=cost.seconds(Work.prefill(name, 1.0, [64])),
             step=0.3 * cost.seconds(Work.decode(name, 1.0, [64])),  # so little that the load stays low
@@ -118,7 +121,8 @@ def test_what_served_models_take_longer_is_found_by_their_answers(config: Path, 
         for name in ("one", "two")
     ]
     late = simulated_answers(fleet, replace(still, served=tuple(known)), at_random)
-    for row, wanted in zip(served_models(fleet, still, late), known, strict=True):
+    for row, wanted in zip(served_seconds(fleet, still, late), known, strict=True):
+        assert row.model == wanted.model
         assert (row.first, row.step) == pytest.approx((wanted.first, wanted.step), rel=0.2)
 
 

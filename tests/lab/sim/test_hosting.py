@@ -14,7 +14,7 @@ from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.sim.virtual_time import run_virtual
 from kvloom.lab.workload.request import RequestResult, WorkloadRequest
 from kvloom.plan.cost.hosting import Hosting
-from kvloom.plan.cost.profile import HostedSeconds, Role, StalledJob
+from kvloom.plan.cost.profile import HostedSeconds, Role, ServedSeconds, StalledJob
 from kvloom.plan.cost.work import Work
 from kvloom.router.program import load_program
 from kvloom.types.job import Phase
@@ -69,6 +69,20 @@ def test_a_request_and_its_tokens_pass_all_who_work_on_them() -> None:
     assert lone.first == pytest.approx(2.0 + 4.0 + 0.001 + 0.5 + 0.44, abs=1e-9)  # as soon as the slowest
     (lone,) = played(found, [one_ask()], fixed(Fixed(0.001), 0.5), client_here=True)
     assert lone.first == pytest.approx(1.0 + 2.0 + 4.0 + 0.001 + 0.5 + 0.44, abs=1e-9)
+
+
+def test_a_first_token_that_is_served_later_holds_up_no_job() -> None:
+    """Two requests come one after the other. The first is in the middle of its answer when the second would
+    come to the engine, and does not take longer for that."""
+    given = [one_ask(output=101), one_ask(at=0.05, output=1)]
+    plain, late = (
+        played(found, given, fixed(Fixed(0.001)))
+        for found in (hosting(), hosting(ServedSeconds(model="small", first=0.2, step=0.0)))
+    )
+    assert [after.first for after in late] == pytest.approx(
+        [one.first + 0.2 for one in plain if one.first], abs=0.0011
+    )
+    assert late[0].per_token == pytest.approx(plain[0].per_token, abs=1e-9)
 
 
 def test_a_gateway_of_a_millisecond_a_token_bounds_the_throughput() -> None:

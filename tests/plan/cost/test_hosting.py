@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvloom.plan.cost.hosting import SLOWEST, Hosting, Upkeep
-from kvloom.plan.cost.profile import HostedSeconds, JobMeasured, Pressed, ServedModel, StalledJob
+from kvloom.plan.cost.profile import HostedSeconds, JobMeasured, Pressed, ServedSeconds, StalledJob
 from kvloom.plan.cost.work import Work
 from kvloom.types.job import Phase
 from tests.plan.cost.profiles import make_profile
@@ -24,13 +24,14 @@ def pressed(model: str, phase: Phase, cores: int, over: int, times: float) -> Pr
     return Pressed(doing=doing(model, phase, cores), over=over, alone=0.01, seconds=0.01 * times)
 
 
-def hosting(*rows: Pressed | StalledJob | HostedSeconds) -> Hosting:
+def hosting(*rows: Pressed | StalledJob | HostedSeconds | ServedSeconds) -> Hosting:
     return Hosting(
         replace(
             PROFILE,
             pressed=tuple(row for row in rows if isinstance(row, Pressed)),
             stalled=tuple(row for row in rows if isinstance(row, StalledJob)),
             hosted=tuple(row for row in rows if isinstance(row, HostedSeconds)),
+            served=tuple(row for row in rows if isinstance(row, ServedSeconds)),
         )
     )
 
@@ -74,7 +75,7 @@ def test_a_job_loses_what_it_lost_of_the_loops_time() -> None:
 
 
 def test_served_answers_take_longer() -> None:
-    found = Hosting(replace(PROFILE, served=(ServedModel(model="one", first=0.002, step=0.001),)))
+    found = hosting(ServedSeconds(model="one", first=0.002, step=0.001))
     assert (found.later("one"), found.later("two")) == (0.002, 0.0)
     assert found.served(Work.prefill("one", 0.5, [10, 20])) == 0.0
     assert found.served(Work.decode("one", 0.5, [10])) == 0.001

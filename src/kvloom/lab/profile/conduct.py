@@ -20,7 +20,7 @@ from kvloom.config.config import Config
 from kvloom.exec.huggingface import hide_progress
 from kvloom.kv.memory import keep_freed_memory
 from kvloom.lab.profile.jobs import WatchedExecutor
-from kvloom.lab.profile.served import Answered, random_requests, served_models
+from kvloom.lab.profile.served import Answered, random_requests, served_seconds
 from kvloom.lab.profile.serving import measure_serving, serving_loads
 from kvloom.lab.profile.session import QUICK, Effort, measure, this_computer
 from kvloom.plan.cost.measured import Measured, cross_validate
@@ -49,7 +49,7 @@ def conduct(
     hosted, at_random = asyncio.run(measure_server(config, profile, effort, arguments, console))
     profile = replace(profile, hosted=hosted)
     console.print("serving: the same requests are simulated", style="dim")
-    profile = replace(profile, served=served_models(config, profile, at_random))
+    profile = replace(profile, served=served_seconds(config, profile, at_random))
     write_profile(profile, output)
     console.print(errors_table(profile))
     console.print(upkeep_table(profile))
@@ -183,7 +183,9 @@ def upkeep_table(profile: Profile) -> Table:
 def served_table(profile: Profile) -> Table:
     """Returns a table of how much longer answers take under the server."""
     rows = [(row.model, f"{1e3 * row.first:.2f}", f"{1e3 * row.step:.2f}") for row in profile.served]
-    return _table("Milliseconds more if served", ("", "first token", "decode step"), rows)
+    return _table(
+        "Milliseconds by which served answers take longer", ("", "first token", "decode step"), rows
+    )
 
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:

@@ -20,7 +20,7 @@ from kvloom.lab.workload.request import Prompts, WorkloadRequest
 from kvloom.lab.workload.results import Results
 from kvloom.lab.workload.summary import Summary
 from kvloom.plan.cost.measured import Measured
-from kvloom.plan.cost.profile import Profile, ServedModel
+from kvloom.plan.cost.profile import Profile, ServedSeconds
 from kvloom.plan.cost.work import Work
 from kvloom.router.program import load_program
 
@@ -64,18 +64,19 @@ def random_requests(cost: Measured, models: Sequence[str], effort: Effort) -> li
     ]
 
 
-def served_models(config: Config, profile: Profile, real: Answered) -> tuple[ServedModel, ...]:
-    """Returns how much longer than `profile` says answers take, so that simulated ones take as long in the
-    median as the real ones, or longer. `profile` must already contain `hosted`."""
+def served_seconds(config: Config, profile: Profile, real: Answered) -> tuple[ServedSeconds, ...]:
+    """Returns how much longer than `profile` says answers take, so that simulated ones take about as long in
+    the median as the real ones, or longer if the profile alone says so already. `profile` must already
+    contain `hosted`."""
     first, step = defaultdict[str, float](float), defaultdict[str, float](float)
-    served: tuple[ServedModel, ...] = ()
+    served: tuple[ServedSeconds, ...] = ()
     for _ in range(_ROUNDS):
         ours = simulated_answers(config, replace(profile, served=served), real)
         for late, wanted, had in ((first, real.first, ours.first), (step, real.per_token, ours.per_token)):
             for model in wanted:
                 late[model] = max(0.0, late[model] + wanted[model] - had[model])
         served = tuple(
-            ServedModel(model=model, first=first[model], step=step[model]) for model in sorted(first | step)
+            ServedSeconds(model=model, first=first[model], step=step[model]) for model in sorted(first | step)
         )
     return served
 

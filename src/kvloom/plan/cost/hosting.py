@@ -32,7 +32,7 @@ class Upkeep:
 class Hosting:
     """Tells the CPU time of clients, gateways and engines, and how much slower it makes jobs. `cores` is the
     number of the machine's cores. A job of a model that was not measured is slowed as the other models' jobs
-    of its phase are."""
+    of its phase are, and its answers take no longer for being served."""
 
     def __init__(self, profile: Profile) -> None:
         self.cores = profile.computer.cores

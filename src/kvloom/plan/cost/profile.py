@@ -104,14 +104,14 @@ class StalledJob(Struct, frozen=True, kw_only=True):
     seconds: _Seconds
 
 
-class ServedModel(Struct, frozen=True, kw_only=True):
+class ServedSeconds(Struct, frozen=True, kw_only=True):
     """The time by which a model's answers take longer under the real server than all else in a profile
     says."""
 
     model: str
     first: _ZeroOrMore
-    """The seconds by which first tokens come later. No core is busy with them: threads sleep until they are
-    woken on a request's way."""
+    """The seconds by which first tokens come later. They hold up the request alone, and no job: a large part
+    is that threads sleep until they are woken on its way."""
     step: _ZeroOrMore
     """The seconds by which each decode step takes longer, as others have had the caches meanwhile."""
 
@@ -156,7 +156,7 @@ class Profile(Struct, frozen=True, kw_only=True):
     pressed: tuple[Pressed, ...] = ()
     stalled: tuple[StalledJob, ...] = ()
     hosted: tuple[HostedSeconds, ...] = ()
-    served: tuple[ServedModel, ...] = ()
+    served: tuple[ServedSeconds, ...] = ()
 
 
 class _Versioned(Struct):
