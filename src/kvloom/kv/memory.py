@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -71,18 +70,15 @@ def advise(address: int, size: int, advice: int) -> None:
 
 
 def enter_pages(begin: int, size: int) -> None:
-    """Enters the pages of this much memory at an address into the process's page table, on all cores at once.
+    """Enters the pages of this much memory at an address into the process's page table, a second for 4 GiB.
     Otherwise the first job that writes to a page waits for the kernel to do it, and prefills of a 100M model
     took a third longer until each page of the pool had been written to once. A kernel that cannot, as those
     before 5.14, still does it as each page is touched."""
     low, high = whole_pages(begin, begin + size)
-
-    def enter(at: int) -> None:
-        with suppress(OSError):
+    # Threads would do it sooner, but the C library would give their heaps to the threads of jobs.
+    with suppress(OSError):
+        for at in range(low, high, _ENTERED):
             advise(at, min(_ENTERED, high - at), _POPULATE_WRITE)
-
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "pages") as threads:
-        list(threads.map(enter, range(low, high, _ENTERED)))
 
 
 def _table(file: Path) -> dict[str, int]:
