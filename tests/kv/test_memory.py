@@ -38,8 +38,7 @@ print((faults() - before) * resource.getpagesize() / size)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries keep what they like")
 def test_memory_that_was_freed_is_taken_again_without_new_pages() -> None:
     """Four more blocks of one size, the last one on another thread, take no new pages to speak of."""
-    ran = subprocess.run([sys.executable, "-c", _PAGES], capture_output=True, text=True, check=True)
-    assert float(ran.stdout) < 0.1
+    assert _told(_PAGES) < 0.1
 
 
 _ARENA = """
@@ -56,13 +55,12 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.g
 def test_the_pages_of_a_committed_arena_are_entered_before_a_job_writes_to_them() -> None:
     """The first write to all of a committed arena faults at hardly any page. That to an arena which gets
     memory only as it is written faults at each page, or at each huge one."""
-    committed, later = (
-        float(
-            subprocess.run(
-                [sys.executable, "-c", _ARENA, kind], capture_output=True, text=True, check=True
-            ).stdout
-        )
-        for kind in ("committed", "later")
-    )
+    committed, later = _told(_ARENA, "committed"), _told(_ARENA, "later")
     assert later > 0.0
     assert committed <= later / 10
+
+
+def _told(program: str, *arguments: str) -> float:
+    """Returns the number that a program prints in a process of its own."""
+    command = [sys.executable, "-c", program, *arguments]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

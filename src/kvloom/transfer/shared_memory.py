@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 
 from kvloom.kernels.cpu.block_copy import copy_blocks
 from kvloom.kv.arena import Arena
+from kvloom.kv.memory import POPULATE_READ
 from kvloom.transfer.fenced import FencedPlane, FencedTransfer, FencedTransport, Memory, PeerProcess
 from kvloom.transfer.ledger import ROW_BYTES
 from kvloom.transfer.plane import address_of
@@ -23,7 +24,6 @@ from kvloom.types.errors import BadRequest
 from kvloom.types.transfer import BlockCopies
 
 PIECE = 4 << 20  # bytes copied between two looks at the ledger: a millisecond or less
-_POPULATE_READ = 22  # MADV_POPULATE_READ (Linux 5.14): sixteen times fewer faults than by writing
 _CHUNK = 16 << 20  # bytes, about a millisecond of it
 
 
@@ -62,7 +62,7 @@ class ShmPeer(PeerProcess):
             return False
         size = min(_CHUNK, len(self._map) - self._populated)
         try:
-            self._map.madvise(_POPULATE_READ, self._populated, size)
+            self._map.madvise(POPULATE_READ, self._populated, size)
         except OSError:
             self._populated = len(self._map)
             return False

@@ -101,7 +101,7 @@ def test_what_else_the_machine_does_is_measured(profile: Profile) -> None:
     assert max(row.first + row.step for row in profile.served) < 60.0
 
 
-def test_what_served_seconds_take_longer_is_found_by_their_answers(config: Path, profile: Profile) -> None:
+def test_how_much_longer_served_answers_take_is_found_by_their_times(config: Path, profile: Profile) -> None:
     """Loads are simulated with times that are known, and these are to be found again."""
     fleet, still = load_config(config, {}, {}, Machine.here()), replace(profile, served=())
     requests = random_requests(Measured(profile), ["one", "two"], QUICK)

@@ -26,13 +26,12 @@ import torch
 from torch import Tensor
 
 from kvloom.kv.arena import Arena
-from kvloom.kv.memory import advise, whole_pages
+from kvloom.kv.memory import POPULATE_READ, advise, whole_pages
 from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import I32
 
 _LEAST: Final = 16 << 10  # bytes of a tensor that is worth a mapping
 _PART: Final = 64 << 20  # bytes that one call of `wake` reads
-_POPULATE_READ: Final = 22  # MADV_POPULATE_READ, since Linux 5.14
 _FIXED: Final = 0x10  # MAP_FIXED
 _DEAD_ENDS: Final = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 
@@ -182,7 +181,7 @@ def _move(span: _Span, file: IO[bytes], offset: int) -> None:
 def _populate(span: _Span) -> None:
     """Maps all pages. Kernels before 5.14 do it as each page is touched."""
     try:
-        advise(span.address, span.size, _POPULATE_READ)
+        advise(span.address, span.size, POPULATE_READ)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise

@@ -226,7 +226,7 @@ class HostedServer:
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
         for loop in self._hops:
             await loop.take_request()
-        await asyncio.sleep(self._hosting.later(body.model))
+        await asyncio.sleep(self._hosting.first_token_delay(body.model))
         async with aclosing(self._server.start_generate(body)) as frames:
             async for frame in frames:
                 for loop in reversed(self._hops) if frame else ():

@@ -57,7 +57,7 @@ class Hosting:
             return max(1.0, float(np.interp(over, threads, times)))
         return max(1.0, 1.0 + (times[-1] - 1.0) * over / threads[-1])
 
-    def later(self, model: str) -> float:
+    def first_token_delay(self, model: str) -> float:
         """Returns the seconds by which a model's first tokens come later than by jobs and CPU time alone."""
         return self._served[model].first if model in self._served else 0.0
 
