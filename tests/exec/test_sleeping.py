@@ -70,7 +70,7 @@ def test_parts_come_one_after_the_other(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_kernel_that_populates_no_pages_touches_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvloom.exec.cpu.weights._POPULATE_READ", 12345)
+    monkeypatch.setattr("kvloom.exec.cpu.weights.POPULATE_READ", 12345)
     tensor = torch.zeros(1 << 20)
     model = SleepingModel([Holder(tensor)], tmp_path)
     model.let_go()
