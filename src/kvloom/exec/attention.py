@@ -23,9 +23,11 @@ from kvloom.types.geometry import I64
 from kvloom.types.job import ForwardPlan, PageCopy
 
 NAME = "kvloom"
-# oneDNN's kernels for 4 rows read the weights faster than those for 1 to 3 do (seen on Zen 4: 33 → 44 GB/s),
-# so the CPU's executor never brings fewer.
 _MIN_ROWS: Final = 4
+"""The fewest rows of a product by oneDNN, whose kernels for 4 rows read the weights faster than those for 1
+to 3 do (seen on Zen 4: 33 → 44 GB/s)."""
+_ROW_STEP: Final = 8
+_FINEST: Final = 32  # steps up to a power of two, at most
 _KNOWN = {"dropout", "position_ids", "kv", "texts", "is_causal"}  # asked for, and harmless to leave out
 
 
@@ -363,7 +365,17 @@ class Modular:
 
 
 def padded(values: I64) -> Tensor:
-    """Returns `values` with the last one repeated up to the fewest rows that linear layers run well with. A
-    repeated row asks no other expert of a mixture than its original."""
-    short = _MIN_ROWS - values.size
-    return torch.from_numpy(np.pad(values, (0, short), "edge") if 0 < short < _MIN_ROWS else values)
+    """Returns `values` [N] with the last one repeated up to `padded_rows(N)`; nothing of none. A repeated row
+    asks no other expert of a mixture than its original."""
+    short = padded_rows(values.size) - values.size if values.size else 0
+    return torch.from_numpy(np.pad(values, (0, short), "edge") if short else values)
+
+
+def padded_rows(rows: int) -> int:
+    """Returns the number of rows with which linear layers run well, of at least so many. oneDNN compiles a
+    product for each number of rows that it sees, in half a millisecond or more, and forgets those of long
+    ago; so prompts come in few sizes."""
+    if rows <= _MIN_ROWS:
+        return _MIN_ROWS
+    step = max(_ROW_STEP, (1 << (rows - 1).bit_length()) // _FINEST)
+    return -(-rows // step) * step

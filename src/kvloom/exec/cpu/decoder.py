@@ -24,7 +24,7 @@ from kvloom.exec.cpu.layer import (
     model_records,
     set_addresses,
 )
-from kvloom.exec.cpu.linear import GatedMLP, HalfEmbedding, Linear, TiedLinear
+from kvloom.exec.cpu.linear import GatedMLP, HalfEmbedding, Linear, PackedLinear, TiedLinear
 from kvloom.exec.cpu.quantized import QuantizedEmbedding
 from kvloom.exec.cpu.small_batch import Embedding, SmallBatchDecode
 from kvloom.exec.fuse import MergedLinearPart
@@ -85,6 +85,7 @@ class FusedDecoder:
         self._heads = heads.kv, heads.q // heads.kv
         self._angles = _Angles(parts.rotary, parts.norm.weight)  # whose number format they take
         self._small_batch = SmallBatchDecode.of(parts.embedding, parts.layers, parts.norm, parts.head)
+        self._compiled = any(isinstance(layer.qkv, PackedLinear) for layer in parts.layers)
 
     @property
     def shapes(self) -> dict[LayerName, tuple[int, int]]:
@@ -111,17 +112,17 @@ class FusedDecoder:
         self, tokens: I64, kept: I64, state: ForwardState, adapted: AdaptedRows | None = None
     ) -> Tensor:
         """adapted: the adapters of the rows, if one has any."""
-        cos, sin = self._angles(state.positions)
         small_batch = self._small_batch if state.decode else None
         if small_batch is not None and not small_batch.takes(tokens, kept):
             small_batch = None
         apart = state.remote is not None or state.polls is not None or adapted is not None
         if small_batch is None and (apart or not state.decode):
-            return self._layers(torch.from_numpy(tokens), padded(kept), cos, sin, state, adapted)
+            return self._layers(tokens, kept, state, adapted)
+        cos, sin = self._angles(state.positions)
         threads, runs = torch.get_num_threads(), runs_of(state.shared, *self._heads)
         records = forward_records(self._records, state, cos, sin, threads, runs)
         if small_batch is None:
-            return self._decode(torch.from_numpy(tokens), padded(kept), records, threads, state)
+            return self._decode(tokens, kept, records, threads, state)
         split = state.polls.split if state.polls else None
         if split is not None:
             split.begin(small_batch.limits(state.lengths, state.arena.shape[2], threads), threads)
@@ -130,22 +131,15 @@ class FusedDecoder:
             state.send(layer.index)
         return logits
 
-    def _layers(
-        self,
-        tokens: Tensor,
-        kept: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        state: ForwardState,
-        adapted: AdaptedRows | None,
-    ) -> Tensor:
+    def _layers(self, tokens: I64, kept: I64, state: ForwardState, adapted: AdaptedRows | None) -> Tensor:
         """Runs layer by layer, attention by `ForwardState.attend`."""
-        parts = self._parts
-        x = parts.embedding(tokens)
+        parts, rows = self._parts, self._fill(kept)
+        x = parts.embedding(self._fill(tokens))
+        cos, sin = self._angles(self._fill(state.positions).numpy())
         chunks = 1 if state.polls is None or adapted is not None else state.polls.split.runs(len(x))
         for layer in parts.layers[:-1]:
             x = layer.prefill(x, cos, sin, state, chunks=chunks, adapted=adapted)
-        x = parts.layers[-1].prefill(x, cos, sin, state, kept, chunks, adapted)
+        x = parts.layers[-1].prefill(x, cos, sin, state, rows, chunks, adapted)
         x = parts.norm(x)
         state.poll()
         logits: Tensor = parts.head(x)
@@ -153,22 +147,27 @@ class FusedDecoder:
         return logits
 
     def _decode(
-        self, tokens: Tensor, kept: Tensor, records: AttentionRecords, threads: int, state: ForwardState
+        self, tokens: I64, kept: I64, records: AttentionRecords, threads: int, state: ForwardState
     ) -> Tensor:
         """Runs a decode step of a large batch layer by layer, each layer's attention with its writes in one
         kernel."""
         parts = self._parts
-        x = parts.embedding(tokens)
+        x = parts.embedding(self._fill(tokens))
         for i, layer in enumerate(parts.layers):
             qkv = layer.qkv(layer.input_norm(x))
             attended = torch.empty(len(x), layer.heads.q * layer.heads.size)
             record = records[i : i + 1]
             set_addresses(record, qkv, attended)
             attend_all.at(record.ctypes.data, threads)
+            attended[tokens.size :] = attended[tokens.size - 1]
             state.send(layer.index)
             x = layer.finish(x, attended)
-        logits: Tensor = parts.head(parts.norm(x[kept]))
+        logits: Tensor = parts.head(parts.norm(x[self._fill(kept)]))
         return logits
+
+    def _fill(self, values: I64) -> Tensor:
+        """Returns a value for each row, with rows added if products are compiled by their number."""
+        return padded(values) if self._compiled else torch.from_numpy(values)
 
 
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from kvloom.exec.attention import Scoring, attend_dense, passed_on
+from kvloom.exec.attention import Scoring, attend_dense, padded_rows, passed_on
 from kvloom.exec.huggingface import AttentionInterface
 from kvloom.exec.pooling.files import Mode, Pooling
 from kvloom.types.errors import ConfigError
@@ -134,6 +134,10 @@ class PoolingModel:
     def __call__(self, tokens: I64, lengths: I64, pairs: tuple[int, ...]) -> Tensor:
         """Takes the tokens [N] of texts, the length [B] of each and the position at which the second text of
         a pair begins in it, and returns vectors [B, size] in float32."""
+        texts, short = len(lengths), padded_rows(tokens.size) - tokens.size
+        if short:  # one more text, of which nothing is read
+            tokens, lengths = np.pad(tokens, (0, short), "edge"), np.append(lengths, short)
+            pairs = (*pairs, 0)
         edges: list[int] = np.concatenate(([0], lengths.cumsum())).tolist()
         inside = np.arange(tokens.size) - np.repeat(edges[:-1], lengths)
         kinds = {}
@@ -149,7 +153,7 @@ class PoolingModel:
             **kinds,
             **_no_cache(self.body),
         ).last_hidden_state[0]
-        vectors = pool(states, edges, self.mode)
+        vectors = pool(states, edges[: texts + 1], self.mode)
         if self.head is not None:
             ones = torch.ones(len(vectors), 1, dtype=torch.int64)
             vectors = self.head(inputs_embeds=vectors[:, None].to(states.dtype), attention_mask=ones).logits
