@@ -39,11 +39,11 @@ def test_the_last_value_is_repeated(values: list[int]) -> None:
     assert len(found) == (padded_rows(len(values)) if values else 0)
 
 
-class _Products(TorchDispatchMode):
+class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Takes down how many rows oneDNN multiplies."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.rows = set[int]()
 
     def __torch_dispatch__(
@@ -56,7 +56,8 @@ class _Products(TorchDispatchMode):
 
 def _rows_of(forward: Callable[[int], object]) -> set[int]:
     """Returns the numbers of rows in products if `forward` is called with 1 to 40 tokens."""
-    with _Products() as products:
+    products = _Products()
+    with products:
         for tokens in range(1, 41):
             forward(tokens)
     return products.rows

@@ -34,6 +34,8 @@ def show_results(results: Results, console: Console) -> None:
         console.print(Text(show_upheaval(results.upheaval), style="dim"), soft_wrap=True)
     if (late := results.lateness) is not None:
         told = f"requests were sent {show_seconds(late.p99)} late (P99), {show_seconds(late.most)} at most"
+        if results.client_cpu is not None:
+            told += f"; the client used {results.client_cpu / results.seconds:.2f} cores"
         console.print(Text(told, style="yellow" if late.p99 > LATE else "dim"), soft_wrap=True)
 
 

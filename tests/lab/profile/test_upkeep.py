@@ -21,20 +21,24 @@ from kvloom.lab.profile.processes import (
 from kvloom.lab.profile.serving import LONGEST, PROMPT, SHORTEST, Load, Loaded, serving_loads, split_cpu_time
 from kvloom.lab.profile.session import Effort
 from kvloom.plan.cost.measured import Measured
+from kvloom.plan.cost.profile import Role
 from kvloom.plan.cost.work import Work
 from tests.plan.cost.profiles import make_profile
 
-COSTS = {"client": (4e-4, 3e-5, 1e-5), "gateway": (7e-4, 7e-5, 5e-5), "engine": (3e-4, 2e-5, 0.0)}
-START = 0.6  # seconds of a client
-LOADS = [(3, 288, 288), (12, 1152, 288), (48, 4608, 288), (192, 18432, 288), (192, 384, 6), (3, 3, 3)]
+COSTS: dict[Role, tuple[float, float, float]] = {
+    "client": (4e-4, 3e-5, 1e-5),
+    "gateway": (7e-4, 7e-5, 5e-5),
+    "engine": (3e-4, 2e-5, 0.0),
+}
+LOADS = [(3, 288, 288), (12, 1152, 288), (48, 4608, 288), (192, 18432, 288), (192, 384, 6)]
 
 
 def loaded(requests: int, tokens: int, turns: float) -> Loaded:
     cpu = {role: requests * a + tokens * b + turns * c for role, (a, b, c) in COSTS.items()}
-    return Loaded(requests, tokens, turns, {**cpu, "client": cpu["client"] + START})  # type: ignore[dict-item]
+    return Loaded(requests, tokens, turns, cpu)
 
 
-def test_costs_are_found_and_a_clients_start_is_none_of_them() -> None:
+def test_costs_are_found() -> None:
     found = split_cpu_time([loaded(*load) for load in LOADS])
     assert [hosted.role for hosted in found] == ["client", "gateway", "engine"]
     for hosted in found:
@@ -50,9 +54,9 @@ def test_nothing_is_found_where_nothing_was_used() -> None:
 
 def test_loads_take_about_as_long_as_they_shall() -> None:
     cost = Measured(make_profile())
-    *answers, short, lone = serving_loads(cost, ["one", "two"], Effort(load_seconds=0.2), most=16)
+    *answers, short = serving_loads(cost, ["one", "two"], Effort(load_seconds=0.2), most=16)
     assert [load.at_once for load in answers] == [1, 4, 16]
-    assert (short, lone) == (Load(16, 2), Load(1, 1))
+    assert short == Load(16, 2)
     for load in answers:
         steps = [cost.seconds(Work.decode(model, 1.0, [PROMPT] * load.at_once)) for model in ("one", "two")]
         assert SHORTEST < load.output < LONGEST

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
+from msgspec import structs
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -191,8 +193,11 @@ class Bench:
                     seen.tell(result)
 
                 with _short_collections():
+                    used = time.process_time()
                     late = await drive(self._requests(), endpoint, self._clock, seen.sent, tell)
-        return summary.results("benchmark", f"{header.name} at {endpoint.url}", lateness=late)
+                    used = time.process_time() - used
+        results = summary.results("benchmark", f"{header.name} at {endpoint.url}", lateness=late)
+        return structs.replace(results, client_cpu=used)
 
     def _requests(self) -> Iterator[WorkloadRequest]:
         requests = self._workload.requests()

@@ -31,6 +31,7 @@ from kvloom.types.spec import EngineSpec
 BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 CONTEXTS: Final = (16, 128, 512, 2048)
 SPLITS: Final = (4, 16)  # prompts of a prefill job
+MIXED_PROMPTS, MIXED_ROWS, MIXED_CONTEXT = (48, 128, 288), (2, 10, 32), 128  # tokens, sequences, tokens
 SEED: Final = 1
 MOST_SEQUENCES: Final = 1024
 PROMPT: Final = 8  # tokens of a sequence under the engine
@@ -94,6 +95,12 @@ def decode(model: str, cores: int, batch: int, context: int) -> Setting:
     return Setting(model, Phase.DECODE, cores, starts, (1,) * batch)
 
 
+def mixed(model: str, cores: int, rows: int, context: int, tokens: int) -> Setting:
+    """Returns a mixed job: the decode step of `rows` sequences, and a prompt of so many tokens."""
+    step = decode(model, cores, rows, context)
+    return Setting(model, Phase.MIXED, cores, (*step.starts, 0), (*step.appends, tokens), rows)
+
+
 def core_counts(cores: int) -> list[int]:
     """Returns the numbers of cores that jobs are measured on: each up to 4, then powers of two, half of all,
     and all."""
@@ -104,12 +111,13 @@ def grid(model: str, cores: int, limits: Limits, *, quick: bool = False) -> list
     """Returns the settings of a grid, and some between its lines, that fit; if `quick`, a quarter of them."""
     rng = random.Random(SEED)
     found = [*_prefills(model, cores, limits), *_decodes(model, cores, limits)]
+    for rows, tokens in itertools.product(MIXED_ROWS, MIXED_PROMPTS):
+        found.append(mixed(model, cores, rows, min(MIXED_CONTEXT, limits.context // 2), tokens))
     found += [_between(rng, model, cores, limits) for _ in range(24)]
     fitting = [setting for setting in dict.fromkeys(found) if setting.fits(limits)]
     every = 4 if quick else 1
-    prefills = [setting for setting in fitting if setting.phase is Phase.PREFILL]
-    decodes = [setting for setting in fitting if setting.phase is Phase.DECODE]
-    return prefills[::every] + decodes[::every]
+    phases = [[setting for setting in fitting if setting.phase is phase] for phase in Phase]
+    return [setting for found in phases for setting in found[::every]]
 
 
 def _prefills(model: str, cores: int, limits: Limits) -> Iterator[Setting]:
@@ -214,7 +222,7 @@ class Stage:
         """Returns the setting in words, for a progress bar."""
         context = sum(setting.starts) // len(setting.starts)
         what = f"{len(setting.starts)} sequences of {context}"
-        if setting.phase is Phase.PREFILL:
+        if setting.phase is not Phase.DECODE:
             what = f"{sum(setting.appends)} tokens after {context}"
         return f"{setting.model} {setting.phase.value} {what}, {setting.cores} cores"
 

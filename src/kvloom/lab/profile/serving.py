@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import resource
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -14,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import aiohttp
 import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvloom.lab.profile.processes import all_threads_seconds, descendants, main_thread_seconds
 from kvloom.lab.profile.served import Answered
@@ -40,27 +41,25 @@ class Loaded:
     tokens: int
     """The tokens of all answers."""
     turns: float
-    """About how many times tokens came, however many at a time."""
-    cpu: dict[Role, float]
-    """The CPU seconds of each role; those of the client are from its start to its end."""
+    """How many times tokens came, however many at a time: the jobs."""
+    cpu: Mapping[Role, float]
+    """The CPU seconds of each role."""
 
 
 def split_cpu_time(loads: Sequence[Loaded]) -> tuple[HostedSeconds, ...]:
-    """Splits each role's CPU seconds into a cost per request, per token and per turn, by least squares. For
-    the client a constant takes up its start, and is dropped."""
+    """Splits each role's CPU seconds into a cost per request, per token and per turn, by least squares."""
     return tuple(_role_costs(role, loads) for role in ("client", "gateway", "engine"))
 
 
 def _role_costs(role: Role, loads: Sequence[Loaded]) -> HostedSeconds:
     features = np.array([[load.requests, load.tokens, load.turns] for load in loads], float)
-    if role == "client":
-        features = np.column_stack([features, np.ones(len(loads))])
     seconds = np.array([max(load.cpu[role], LEAST) for load in loads])
-    request, token, turn, *_ = fit_positive(features, seconds).tolist()
+    request, token, turn = fit_positive(features, seconds).tolist()
     return HostedSeconds(role=role, request=request, token=token, turn=turn)
 
 
 KEY_VARIABLE: Final = "KVLOOM_API_KEY"  # that `kvloom bench serve` reads
+JOBS: Final = ("kvloom_prefill_jobs", "kvloom_decode_jobs", "kvloom_mixed_jobs")  # metrics
 READY: Final = re.compile(r"Ready in .*?(http://\S+)")
 START_TIMEOUT: Final = 600.0  # seconds for the server to start
 PROMPT: Final = 48  # tokens
@@ -91,22 +90,21 @@ class Server:
     engines: tuple[int, ...]
 
     def cpu(self) -> dict[Role, float]:
-        """Returns the CPU seconds of each role up to now. Those of clients count when they have ended."""
+        """Returns the CPU seconds of the server's roles up to now."""
         loops = sum(main_thread_seconds(pid) for pid in self.engines)
-        return {"gateway": all_threads_seconds(self.gateway), "engine": loops, "client": _children_seconds()}
+        return {"gateway": all_threads_seconds(self.gateway), "engine": loops}
 
 
 def serving_loads(cost: Measured, models: Sequence[str], effort: Effort, most: int) -> list[Load]:
     """Returns loads by which the three costs can be told apart: few and many requests with answers that last
-    about `effort.load_seconds`; many with two tokens each; and one request of one token to each model,
-    which is nearly all client start. `most` is a cap on requests at once."""
+    about `effort.load_seconds`, and many with two tokens each. `most` is a cap on requests at once."""
     loads = []
     for count in dict.fromkeys(min(count, most) for count in effort.at_once):
         steps = [
             cost.seconds(Work.decode(model, 1.0, [PROMPT] * count)) + cost.between(count) for model in models
         ]
         loads.append(Load(count, max(SHORTEST, min(LONGEST, round(effort.load_seconds / sum(steps))))))
-    return [*loads, Load(loads[-1].at_once, 2), Load(1, 1)]
+    return [*loads, Load(loads[-1].at_once, 2)]
 
 
 async def measure_serving(
@@ -118,8 +116,8 @@ async def measure_serving(
     at_random: Sequence[WorkloadRequest],
     tell: Callable[[str], None],
 ) -> tuple[tuple[HostedSeconds, ...], Answered]:
-    """Returns what the server's threads and the client do besides jobs, by `loads`, and how long the requests
-    `at_random` took.
+    """Returns what the server's threads and the client do besides jobs, by `loads` and by the requests
+    `at_random`, and how long these took.
 
     `arguments` are those with which `kvloom serve` serves these models. `between` returns the seconds of an
     engine's own work after a step of so many sequences, which are left out. Each load is sent by `kvloom
@@ -132,15 +130,23 @@ async def measure_serving(
             client = _Client(server.url, key, Path(folder))
             for load in (loads[0], *loads):
                 tell(f"{load.at_once} requests at once of each model, {load.output} tokens each")
-                before = server.cpu()
-                total = (await client.ask(load.requests(models))).total
-                cpu = {role: after - before[role] for role, after in server.cpu().items()}
-                turns = len(models) * load.output
-                cpu["engine"] -= turns * between(load.at_once)
-                found.append(Loaded(total.requests, total.output_tokens, turns, cpu))
+                found.append((await _loaded(server, client, load.requests(models), between))[0])
             tell(f"{len(at_random)} requests at random moments")
-            answered = Answered.of(at_random, await client.ask(at_random))
-    return split_cpu_time(found[1:]), answered
+            loaded, results = await _loaded(server, client, at_random, between)
+    return split_cpu_time([*found[1:], loaded]), Answered.of(at_random, results)
+
+
+async def _loaded(
+    server: Server, client: _Client, requests: Sequence[WorkloadRequest], between: Callable[[int], float]
+) -> tuple[Loaded, Results]:
+    """Returns what a load was measured to take, and what came of its requests."""
+    jobs, before = await client.jobs(), server.cpu()
+    results = await client.ask(requests)
+    cpu = {role: after - before[role] for role, after in server.cpu().items()}
+    turns, total = await client.jobs() - jobs, results.total
+    cpu["engine"] -= turns * between(round(total.output_tokens / turns))
+    cpu["client"] = results.client_cpu or 0.0
+    return Loaded(total.requests, total.output_tokens, turns, cpu), results
 
 
 @asynccontextmanager
@@ -185,6 +191,22 @@ class _Client:
     folder: Path
     number: int = 0
 
+    async def jobs(self) -> float:
+        """Returns how many jobs the server's engines have run up to now."""
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        async with (
+            aiohttp.ClientSession(self.url, headers=headers) as session,
+            session.get("/metrics") as answer,
+        ):
+            families = text_string_to_metric_families(await answer.text())
+        return sum(
+            sample.value
+            for family in families
+            if family.name in JOBS
+            for sample in family.samples
+            if sample.name == f"{family.name}_total"
+        )
+
     async def ask(self, requests: Sequence[WorkloadRequest]) -> Results:
         """Sends each request at its time, and returns what came of them."""
         place, models = self.folder / str(self.number), dict.fromkeys(request.model for request in requests)
@@ -215,9 +237,3 @@ async def _kvloom(environment: Mapping[str, str], *arguments: str) -> asyncio.su
         stderr=asyncio.subprocess.STDOUT,
         env={**os.environ, **environment},
     )
-
-
-def _children_seconds() -> float:
-    """Returns the CPU seconds of the children that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime

@@ -3,6 +3,7 @@ what needs a running server."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import random
@@ -24,8 +25,9 @@ from kvloom.lab.profile.jobs import (
     grid,
     measure_steps,
 )
-from kvloom.plan.cost.profile import Computer, JobMeasured, Profile, Stepped, Timed
+from kvloom.plan.cost.profile import Computer, JobMeasured, Profile, Stepped, Timed, TimedMixed
 from kvloom.plan.cost.shapes import ModelShape
+from kvloom.types.job import Phase
 from kvloom.types.spec import EngineSpec
 
 STEPPED: Final = (1, 8, 64)  # sequences under the engine
@@ -38,13 +40,14 @@ Tell = Callable[[str, float], None]  # what is being done, and which part of all
 class Effort:
     """How thoroughly to measure."""
 
-    rounds: int = 3
-    """How often all jobs are measured, each time in another order, so that the changes of the machine's own
-    pace spread over them."""
+    rounds: int = 9
+    """How often all jobs are timed, each time in another order. So the changes of the machine's own pace
+    spread over them, and each comes after another one, whose memory the caches hold, as under an engine."""
+    slow_rounds: int = 3
+    """How often jobs are timed that take longer than `patience`."""
+    patience: float = 0.1  # seconds
     repeats: int = 3
-    """How often a job is timed in a round."""
-    patience: float = 0.1
-    """A job that takes longer than so many seconds is run and timed only once in a round."""
+    """How often, at least, a job is timed that is repeated beside something else."""
     steps: int = 40
     """The number of steps under the engine."""
     quick: bool = False
@@ -57,7 +60,17 @@ class Effort:
     """The numbers of requests that are sent to each model at once in these loads."""
 
 
-QUICK: Final = Effort(1, 2, 0.01, 6, quick=True, load_seconds=0.1, random_seconds=0.5, at_once=(4,))
+QUICK: Final = Effort(
+    rounds=2,
+    slow_rounds=1,
+    patience=0.01,
+    repeats=2,
+    steps=6,
+    quick=True,
+    load_seconds=0.1,
+    random_seconds=0.5,
+    at_once=(4,),
+)
 
 
 async def measure(
@@ -86,7 +99,7 @@ async def measure(
         for setting in pressed_settings(name, cores, limits[name], quick=effort.quick)
     ]
     done = _Done(effort.rounds * len(settings) + 4 * len(both) + 10 * len(beside) + 8 * len(shapes), tell)
-    jobs = await _jobs(stage, settings, cores, effort, done)
+    jobs, mixed = await _jobs(stage, settings, cores, effort, done)
     crowded = []
     for pair in both:
         done.tell(f"{Stage.told(pair[0])} beside {pair[1].model} {pair[1].phase.value}", 4)
@@ -109,6 +122,7 @@ async def measure(
         jobs=jobs,
         crowded=tuple(crowded),
         steps=tuple(steps),
+        mixed=mixed,
         pressed=tuple(pressed),
         stalled=tuple(stalled),
     )
@@ -116,27 +130,34 @@ async def measure(
 
 async def _jobs(
     stage: Stage, settings: list[Setting], cores: int, effort: Effort, done: _Done
-) -> tuple[Timed, ...]:
-    """Measures each job alone, round by round."""
+) -> tuple[tuple[Timed, ...], tuple[TimedMixed, ...]]:
+    """Measures each job alone, round by round; those of one model on as many cores come after each other, as
+    a team of threads that has rested takes longer. Returns the mixed ones apart."""
     seconds: dict[Setting, list[float]] = {setting: [] for setting in settings}
-    rng, order = random.Random(0), list(settings)
-    for _ in range(effort.rounds):
-        rng.shuffle(order)
-        for setting in order:
-            done.tell(Stage.told(setting))
-            seconds[setting] += await _timed(stage, setting, effort)
-    return tuple(
-        Timed(doing=JobMeasured.of(setting.work(cores), setting.cores), seconds=tuple(found))
-        for setting, found in seconds.items()
-    )
+    groups = [list(group) for _, group in itertools.groupby(settings, lambda one: (one.model, one.cores))]
+    rng = random.Random(0)
+    for number in range(effort.rounds):
+        rng.shuffle(groups)
+        for group in groups:
+            rng.shuffle(group)
+            for setting in group:
+                done.tell(Stage.told(setting))
+                if number < effort.slow_rounds or min(seconds[setting]) <= effort.patience:
+                    seconds[setting].append(await _timed(stage, setting))
+    timed, timed_mixed = list[Timed](), list[TimedMixed]()
+    for setting, found in seconds.items():
+        work = setting.work(cores)
+        if setting.phase is Phase.MIXED:
+            prompts, step = (JobMeasured.of(part, setting.cores) for part in (work.prompts, work.step))
+            timed_mixed.append(TimedMixed(prompts=prompts, step=step, seconds=tuple(found)))
+        else:
+            timed.append(Timed(doing=JobMeasured.of(work, setting.cores), seconds=tuple(found)))
+    return tuple(timed), tuple(timed_mixed)
 
 
-async def _timed(stage: Stage, setting: Setting, effort: Effort) -> list[float]:
+async def _timed(stage: Stage, setting: Setting) -> float:
     with stage.placed(setting) as ids:
-        first = await stage.run(setting, ids)
-        if first > effort.patience:
-            return [first]
-        return [await stage.run(setting, ids) for _ in range(effort.repeats)]
+        return await stage.run(setting, ids)
 
 
 async def _steps(

@@ -135,6 +135,8 @@ class Results(Struct, frozen=True, kw_only=True):
     """The number of errors of each kind."""
     lateness: Latency | None = None
     """The time by which the client sent its requests too late; None if there was no client."""
+    client_cpu: float | None = None
+    """The CPU seconds of the client while it asked; None if there was no client."""
     upheaval: Upheaval | None = None
     """The moves and starts of the run; None if they are not known."""
 

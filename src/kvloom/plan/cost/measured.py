@@ -14,7 +14,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from kvloom.plan.cost.fit import Curve, Spread
-from kvloom.plan.cost.profile import Crowded, Profile, Timed
+from kvloom.plan.cost.profile import Crowded, Profile, Timed, TimedMixed
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import MOST_PARTS, Operator, Work, layer_parts
 from kvloom.types.errors import ConfigError
@@ -52,7 +52,8 @@ class Measured:
     A prefill takes f(tokens) + a · pairs + b · context + c · sequences, a decode step f(sequences) + a ·
     context, fitted for each model and number of cores to what was measured. A mixed job takes what the
     prefill and the decode step in it take one after the other, less a decode step of one empty sequence,
-    because the weights are read once for both. Beside others a job takes as many times longer as pairs of
+    because the weights are read once for both, times a factor of its model: by how much such jobs took longer
+    in the median, 1 if none was measured. Beside others a job takes as many times longer as pairs of
     such jobs did, in proportion to the others' shares, and if all shares are more than the whole, as many
     times more.
 
@@ -70,6 +71,7 @@ class Measured:
         self._crowding = _crowding(profile.crowded, profile.cores, profile.shapes)
         self._between = _between(profile)
         self._shapes = profile.shapes
+        self._mixing = self._mixing_factors(profile.mixed)
 
     def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
         kind = work.model, work.phase is Phase.DECODE
@@ -85,14 +87,25 @@ class Measured:
 
     def _alone(self, work: Work) -> float:
         if work.phase is Phase.MIXED:
-            # Its parts run one after the other but for the weights, which are read once for both.
-            read = self._alone(Work.decode(work.model, work.share, (0,)))
-            return self._alone(work.prompts) + self._alone(work.step) - read
+            return self._together(work.prompts, work.step) * self._mixing.get(work.model, 1.0)
         curves = self._curves_of.get((work.model, work.phase is Phase.DECODE))
         if curves is None:
             known = sorted({model for model, _ in self._curves_of})
             raise ConfigError(f"model {work.model!r} was not measured; {', '.join(known)} were")
         return curves.seconds(work.share * self._cores, work)
+
+    def _together(self, prompts: Work, step: Work) -> float:
+        """Returns the seconds of both, one after the other, if the weights are read once for both."""
+        read = self._alone(Work.decode(step.model, step.share, (0,)))
+        return self._alone(prompts) + self._alone(step) - read
+
+    def _mixing_factors(self, mixed: Iterable[TimedMixed]) -> dict[str, float]:
+        """Returns by model how many times as long mixed jobs took as their parts together."""
+        seen: dict[str, list[float]] = defaultdict(list)
+        for timed in mixed:
+            together = self._together(*(part.work(self._cores) for part in (timed.prompts, timed.step)))
+            seen[timed.step.model].append(median(timed.seconds) / together)
+        return {model: median(factors) for model, factors in seen.items()}
 
     def shape(self, model: str) -> ModelShape:
         return self._shapes[model]

@@ -64,6 +64,14 @@ class Timed(Struct, frozen=True, kw_only=True):
     seconds: Annotated[tuple[_Seconds, ...], Meta(min_length=1)]
 
 
+class TimedMixed(Struct, frozen=True, kw_only=True):
+    """The times of a mixed job alone, likewise, and the two jobs that are in it."""
+
+    prompts: JobMeasured
+    step: JobMeasured
+    seconds: Annotated[tuple[_Seconds, ...], Meta(min_length=1)]
+
+
 class Crowded(Struct, frozen=True, kw_only=True):
     """The median times of a job alone, and with `beside` running all the while."""
 
@@ -153,6 +161,7 @@ class Profile(Struct, frozen=True, kw_only=True):
     jobs: tuple[Timed, ...]
     crowded: tuple[Crowded, ...]
     steps: tuple[Stepped, ...]
+    mixed: tuple[TimedMixed, ...] = ()
     pressed: tuple[Pressed, ...] = ()
     stalled: tuple[StalledJob, ...] = ()
     hosted: tuple[HostedSeconds, ...] = ()
