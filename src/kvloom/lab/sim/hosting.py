@@ -140,9 +140,10 @@ class HostedLoop:
         self.thread: HostedThread = cores.thread()
         self._upkeep = upkeep
 
-    def tokens(self, count: int) -> None:
-        """Takes in so many tokens that come at once, each in a frame of its own."""
-        self.thread.charge(self._upkeep.turn + count * self._upkeep.token)
+    def tokens(self, count: int, then: Callable[[], None]) -> None:
+        """Takes in so many tokens that come at once, each in a frame of its own, and calls `then` when they
+        have been sent on."""
+        self.thread.after(self._upkeep.turn + count * self._upkeep.token, then)
 
     async def take_request(self) -> None:
         await self.thread.passed(self._upkeep.request)
@@ -205,11 +206,15 @@ class HostedUnit:
         many tokens is a frame on its way to the client."""
 
         def seen() -> None:
-            for loop in (self.loop, *self._machine.hops[::-1]):
-                loop.tokens(tokens)
+            self._send(tokens, (self.loop, *reversed(self._machine.hops)))
             call()
 
         self.loop.thread.after(self._between(batch), seen)
+
+    def _send(self, tokens: int, way: tuple[HostedLoop, ...]) -> None:
+        """Takes the tokens through one loop after the other."""
+        if way:
+            way[0].tokens(tokens, lambda: self._send(tokens, way[1:]))
 
 
 class HostedServer:
