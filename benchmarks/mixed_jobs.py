@@ -2,9 +2,9 @@
 
 python -m benchmarks.mixed_jobs [--shape B] [--threads 2] [--repeats 9]. The real executor in float32 runs, on
 all cores and with nothing beside, a prefill of one prompt, a decode step of sequences that hold 150 tokens on
-average, and the mixed job of both. The cost model says that this takes as long as its parts one after the
-other, less a decode step of one sequence that holds nothing (`Measured`). "Of that" is what it took as a part
-of that sum, and "as tokens" as a part of what a prefill of so many more tokens took.
+average, and the mixed job of both. By the cost model this takes as long as its parts one after the other,
+less a decode step of one sequence that holds nothing, times a factor (`Measured`). "Of that" is what it took
+as a part of that without the factor, and "as tokens" as a part of what a prefill of so many more tokens took.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ Row = TypeVar("Row", ModelTraffic, Tally)
 MOST_ROWS: Final = 40
 MOST_ERRORS: Final = 5  # kinds shown
 LATE: Final = 0.010  # seconds
+BUSY: Final = 0.9  # cores of a client, which has one thread
 
 
 def console_for(width: int = 160) -> Console:
@@ -34,9 +35,10 @@ def show_results(results: Results, console: Console) -> None:
         console.print(Text(show_upheaval(results.upheaval), style="dim"), soft_wrap=True)
     if (late := results.lateness) is not None:
         told = f"requests were sent {show_seconds(late.p99)} late (P99), {show_seconds(late.most)} at most"
-        if results.client_cpu is not None:
-            told += f"; the client used {results.client_cpu / results.seconds:.2f} cores"
-        console.print(Text(told, style="yellow" if late.p99 > LATE else "dim"), soft_wrap=True)
+        cores = (results.client_cpu or 0.0) / results.seconds
+        told += f"; the client used {cores:.2f} cores"
+        busy = late.p99 > LATE or cores > BUSY
+        console.print(Text(told, style="yellow" if busy else "dim"), soft_wrap=True)
 
 
 def traffic_table(traffic: Traffic, title: str) -> Table:

@@ -3,7 +3,7 @@ the pages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -27,7 +27,9 @@ _MIN_ROWS: Final = 4
 """The fewest rows of a product by oneDNN, whose kernels for 4 rows read the weights faster than those for 1
 to 3 do (seen on Zen 4: 33 → 44 GB/s)."""
 _ROW_STEP: Final = 8
-_FINEST: Final = 32  # steps up to a power of two, at most
+_MOST_STEPS: Final = 32
+"""Rows are filled up to a multiple of `_ROW_STEP`, or of this part of the next power of two if that is
+more."""
 _KNOWN = {"dropout", "position_ids", "kv", "texts", "is_causal"}  # asked for, and harmless to leave out
 
 
@@ -347,35 +349,46 @@ class Forward(Protocol):
         first."""
 
 
+class CompiledByRows(nn.Module):
+    """A product that is compiled anew for each number of rows."""
+
+
 class Modular:
     """Runs transformers' own modules, with what `fuse` has put into them."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
+        self._fill = filling(module.modules())
 
     def __call__(self, tokens: I64, kept: I64, state: ForwardState) -> Tensor:
         logits: Tensor = self._module(
-            input_ids=padded(tokens)[None],
-            position_ids=padded(state.positions)[None],
+            input_ids=self._fill(tokens)[None],
+            position_ids=self._fill(state.positions)[None],
             use_cache=False,
-            logits_to_keep=padded(kept),
+            logits_to_keep=self._fill(kept),
             kv=state,
         ).logits[0]
         return logits
 
 
+def filling(modules: Iterable[nn.Module]) -> Callable[[I64], Tensor]:
+    """Returns what makes a tensor of the values of a forward's rows: `padded` if products are compiled by
+    rows."""
+    return padded if any(isinstance(module, CompiledByRows) for module in modules) else torch.from_numpy
+
+
 def padded(values: I64) -> Tensor:
-    """Returns `values` [N] with the last one repeated up to `padded_rows(N)`; nothing of none. A repeated row
-    asks no other expert of a mixture than its original."""
+    """Returns `values` [N] with the last one repeated up to `padded_rows(N)`. If there are none, it returns
+    none. A repeated row asks no other expert of a mixture than its original."""
     short = padded_rows(values.size) - values.size if values.size else 0
     return torch.from_numpy(np.pad(values, (0, short), "edge") if short else values)
 
 
 def padded_rows(rows: int) -> int:
-    """Returns the number of rows with which linear layers run well, of at least so many. oneDNN compiles a
-    product for each number of rows that it sees, in half a millisecond or more, and forgets those of long
-    ago; so prompts come in few sizes."""
+    """Returns the number to which so many rows are filled up: 4, then a multiple of 8 up to 256, of 16 up to
+    512, of 32 up to 1,024, and so on. oneDNN compiles a product for each number of rows, which takes half a
+    millisecond or more, and forgets those of long ago; so there are few numbers."""
     if rows <= _MIN_ROWS:
         return _MIN_ROWS
-    step = max(_ROW_STEP, (1 << (rows - 1).bit_length()) // _FINEST)
+    step = max(_ROW_STEP, (1 << (rows - 1).bit_length()) // _MOST_STEPS)
     return -(-rows // step) * step

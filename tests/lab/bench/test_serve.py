@@ -43,7 +43,15 @@ def test_a_real_fleet(url: str, workload: Path, prompts: str, capsys: pytest.Cap
     flags = ["--prompts", prompts, "--slo", "end=60s", "--json", str(out), "--html", str(html)]
     assert main(["bench", "serve", "--url", url, "--workload", str(workload), *flags]) == 0
     shown = capsys.readouterr().out
-    for words in ("small at http://", "sums", "guide", "stories", "100.0%", "late (P99)"):
+    for words in (
+        "small at http://",
+        "sums",
+        "guide",
+        "stories",
+        "100.0%",
+        "late (P99)",
+        "the client used 0.",
+    ):
         assert words in shown
     results = read_results(out)
     assert (results.total.requests, results.total.errors) == (24, 0)

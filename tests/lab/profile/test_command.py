@@ -65,6 +65,9 @@ def test_every_phase_is_measured_on_every_share(profile: Profile) -> None:
     assert kinds == {
         (model, phase, cores) for model in ("one", "two") for phase in Phase.MIXED.parts for cores in (1, 2)
     }
+    assert {(mixed.step.model, mixed.step.cores) for mixed in profile.mixed} == {
+        (model, cores) for model in ("one", "two") for cores in (1, 2)
+    }
     assert {(pair.doing.model, pair.beside.model) for pair in profile.crowded} == {
         (one, other) for one in ("one", "two") for other in ("one", "two")
     }
@@ -92,7 +95,7 @@ def test_what_else_the_machine_does_is_measured(profile: Profile) -> None:
     assert {hosted.role for hosted in profile.hosted} == {"client", "gateway", "engine"}
     for hosted in profile.hosted:
         assert min(hosted.request, hosted.token, hosted.turn) >= 0.0
-    assert 0.0 < sum(hosted.request + hosted.token + hosted.turn for hosted in profile.hosted) < 60.0
+        assert 0.0 < hosted.request + hosted.token + hosted.turn < 60.0
     kinds = {(model, phase) for model in ("one", "two") for phase in Phase.MIXED.parts}
     assert {(row.doing.model, row.doing.phase) for row in profile.pressed} == kinds
     assert {(row.doing.model, row.doing.phase) for row in profile.stalled} == kinds

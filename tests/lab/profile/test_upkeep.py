@@ -18,7 +18,16 @@ from kvloom.lab.profile.processes import (
     descendants,
     main_thread_seconds,
 )
-from kvloom.lab.profile.serving import LONGEST, PROMPT, SHORTEST, Load, Loaded, serving_loads, split_cpu_time
+from kvloom.lab.profile.serving import (
+    LONGEST,
+    PROMPT,
+    SHORTEST,
+    Load,
+    Loaded,
+    count_jobs,
+    serving_loads,
+    split_cpu_time,
+)
 from kvloom.lab.profile.session import Effort
 from kvloom.plan.cost.measured import Measured
 from kvloom.plan.cost.profile import Role
@@ -44,6 +53,15 @@ def test_costs_are_found() -> None:
     for hosted in found:
         costs = [hosted.request, hosted.token, hosted.turn]
         assert costs == pytest.approx(COSTS[hosted.role], rel=0.01, abs=1e-7)
+
+
+def test_a_mixed_job_is_one_job() -> None:
+    text = "".join(
+        f'# TYPE kvloom_{kind}_jobs_total counter\nkvloom_{kind}_jobs_total{{model="{model}"}} {count}.0\n'
+        for kind, counts in (("prefill", (5, 1)), ("decode", (9, 0)), ("mixed", (2, 0)), ("other", (7, 7)))
+        for model, count in zip("ab", counts, strict=True)
+    )
+    assert count_jobs(text) == (5 - 2) + (9 - 2) + 2 + 1
 
 
 def test_nothing_is_found_where_nothing_was_used() -> None:

@@ -66,9 +66,9 @@ def test_a_request_and_its_tokens_pass_all_who_work_on_them() -> None:
         upkeep("engine", request=4.0, token=0.4, turn=0.04),
     )
     (lone,) = played(found, [one_ask()], fixed(Fixed(0.001), 0.5))
-    assert lone.first == pytest.approx(2.0 + 4.0 + 0.001 + 0.5 + 0.44, abs=1e-9)  # as soon as the slowest
+    assert lone.first == pytest.approx(2.0 + 4.0 + 0.001 + 0.5 + 0.44 + 0.22, abs=1e-9)  # one after the other
     (lone,) = played(found, [one_ask()], fixed(Fixed(0.001), 0.5), client_here=True)
-    assert lone.first == pytest.approx(1.0 + 2.0 + 4.0 + 0.001 + 0.5 + 0.44, abs=1e-9)
+    assert lone.first == pytest.approx(1.0 + 2.0 + 4.0 + 0.001 + 0.5 + 0.44 + 0.22 + 0.11, abs=1e-9)
 
 
 def test_a_first_token_that_is_served_later_holds_up_no_job() -> None:
@@ -127,9 +127,10 @@ def test_a_job_stands_still_while_its_loop_works_where_it_was_measured_to() -> N
 
 
 def test_threads_beyond_the_cores_slow_jobs_as_they_did() -> None:
-    """A gateway and a client that are never done, and a job: three threads on four cores, two and one."""
+    """A gateway and a client that have more to do than they can, and a job: three threads on four cores,
+    three, two and one."""
     rows = [pressed("one", phase, 1, over, 1.0 + over) for phase in Phase.MIXED.parts for over in (1, 2)]
-    found = hosting(*rows, upkeep("gateway", turn=1.0), upkeep("client", turn=1.0))
+    found = hosting(*rows, upkeep("gateway", turn=0.05), upkeep("client", turn=1.0))
     for cores, times in ((4, 1.0), (3, 1.0), (2, 2.0), (1, 3.0)):
         found.cores = cores
         assert step_seconds(found) == pytest.approx(0.010 * times)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from kvloom.plan.cost.fit import Curve
 from kvloom.plan.cost.measured import Measured, cross_validate
-from kvloom.plan.cost.profile import Profile, read_profile, write_profile
+from kvloom.plan.cost.profile import JobMeasured, Profile, TimedMixed, read_profile, write_profile
 from kvloom.plan.cost.work import Work
 from kvloom.types.errors import ConfigError
 from kvloom.types.job import Phase
@@ -88,6 +88,18 @@ def test_a_mixed_job_reads_the_weights_once() -> None:
     found = MODEL.seconds(mixed(held, chunk, context))
     assert found == pytest.approx(true_seconds(alone) + true_seconds(step) - true_seconds(empty), rel=0.03)
     assert found < MODEL.seconds(alone) + MODEL.seconds(step)
+
+
+def test_mixed_jobs_take_as_many_times_longer_as_they_did() -> None:
+    """Of one model three were measured, one of them badly."""
+    profile, parts = make_profile(), (Work.prefill("one", 1.0, [100]), Work.decode("one", 1.0, [50] * 8))
+    prompts, step = (JobMeasured.of(work, 4) for work in parts)
+    together = sum(map(true_seconds, parts)) - true_seconds(Work.decode("one", 1.0, [0]))
+    rows = [TimedMixed(prompts=prompts, step=step, seconds=(times * together,)) for times in (1.2, 1.21, 7.0)]
+    before, after = Measured(profile), Measured(replace(profile, mixed=tuple(rows)))
+    for model, times in (("one", 1.21), ("two", 1.0)):
+        work = Work.of(model, Phase.MIXED, 1.0, np.array([1, 1, 30]), np.array([20, 70, 0]), 3, 2)
+        assert after.seconds(work) == pytest.approx(times * before.seconds(work), rel=0.02)
 
 
 def test_a_mixed_jobs_operators_take_as_long_as_it_does() -> None:

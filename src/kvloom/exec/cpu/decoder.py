@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvloom.exec.adapters import LayerName
-from kvloom.exec.attention import ForwardState, Scoring, padded, runs_of
+from kvloom.exec.attention import ForwardState, Scoring, filling, runs_of
 from kvloom.exec.cpu.adapted import AdaptedRows
 from kvloom.exec.cpu.fuse import FusedRMSNorm
 from kvloom.exec.cpu.layer import (
@@ -24,7 +24,7 @@ from kvloom.exec.cpu.layer import (
     model_records,
     set_addresses,
 )
-from kvloom.exec.cpu.linear import GatedMLP, HalfEmbedding, Linear, PackedLinear, TiedLinear
+from kvloom.exec.cpu.linear import GatedMLP, HalfEmbedding, Linear, TiedLinear
 from kvloom.exec.cpu.quantized import QuantizedEmbedding
 from kvloom.exec.cpu.small_batch import Embedding, SmallBatchDecode
 from kvloom.exec.fuse import MergedLinearPart
@@ -78,14 +78,15 @@ class DecoderParts:
 class FusedDecoder:
     """Runs a model layer by layer; a decode step of a small batch in one kernel, if the model has one."""
 
-    def __init__(self, parts: DecoderParts) -> None:
+    def __init__(self, parts: DecoderParts, fill: Callable[[I64], Tensor]) -> None:
+        """fill: makes a tensor of the values of a forward's rows."""
         self._parts = parts
+        self._fill = fill
         self._records = model_records(parts.layers)
         heads = parts.layers[0].heads
         self._heads = heads.kv, heads.q // heads.kv
         self._angles = _Angles(parts.rotary, parts.norm.weight)  # whose number format they take
         self._small_batch = SmallBatchDecode.of(parts.embedding, parts.layers, parts.norm, parts.head)
-        self._compiled = any(isinstance(layer.qkv, PackedLinear) for layer in parts.layers)
 
     @property
     def shapes(self) -> dict[LayerName, tuple[int, int]]:
@@ -133,13 +134,13 @@ class FusedDecoder:
 
     def _layers(self, tokens: I64, kept: I64, state: ForwardState, adapted: AdaptedRows | None) -> Tensor:
         """Runs layer by layer, attention by `ForwardState.attend`."""
-        parts, rows = self._parts, self._fill(kept)
+        parts, wanted = self._parts, self._fill(kept)
         x = parts.embedding(self._fill(tokens))
         cos, sin = self._angles(self._fill(state.positions).numpy())
         chunks = 1 if state.polls is None or adapted is not None else state.polls.split.runs(len(x))
         for layer in parts.layers[:-1]:
             x = layer.prefill(x, cos, sin, state, chunks=chunks, adapted=adapted)
-        x = parts.layers[-1].prefill(x, cos, sin, state, rows, chunks, adapted)
+        x = parts.layers[-1].prefill(x, cos, sin, state, wanted, chunks, adapted)
         x = parts.norm(x)
         state.poll()
         logits: Tensor = parts.head(x)
@@ -159,15 +160,11 @@ class FusedDecoder:
             record = records[i : i + 1]
             set_addresses(record, qkv, attended)
             attend_all.at(record.ctypes.data, threads)
-            attended[tokens.size :] = attended[tokens.size - 1]
+            attended[tokens.size :] = attended[tokens.size - 1]  # as `ForwardState.attend` does
             state.send(layer.index)
             x = layer.finish(x, attended)
         logits: Tensor = parts.head(parts.norm(x[self._fill(kept)]))
         return logits
-
-    def _fill(self, values: I64) -> Tensor:
-        """Returns a value for each row, with rows added if products are compiled by their number."""
-        return padded(values) if self._compiled else torch.from_numpy(values)
 
 
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
@@ -186,7 +183,7 @@ def fuse_decoder(
     parts = _find(module, scorings, geometry)
     if parts is None or not all(_layer_agrees(module, parts, i, geometry) for i in range(geometry.layers)):
         return None
-    decoder = FusedDecoder(parts)
+    decoder = FusedDecoder(parts, filling(module.modules()))
     return decoder if _agrees(module, decoder, geometry) else None
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvloom.exec.attention import ForwardState, Scoring
+from kvloom.exec.attention import ForwardState, Scoring, padded_rows
 from kvloom.exec.cpu.adapted import DOWN, GATED, QKV, AdaptedRows, O
 from kvloom.exec.cpu.fuse import FusedRMSNorm
 from kvloom.exec.cpu.linear import GatedMLP, Linear, Poll, no_poll
@@ -91,15 +91,15 @@ class DecoderLayer:
     def _in_chunks(
         self, x: Tensor, cos: Tensor, sin: Tensor, state: ForwardState, kept: Tensor | None, chunks: int
     ) -> Tensor:
-        products = []
-        for rows in x.tensor_split(chunks):
+        products, most = [], padded_rows(-(-len(x) // chunks))
+        for rows in _cut(x, most):
             products.append(self.qkv(self.input_norm(rows)))
             state.poll()
         heads = self.heads.split(torch.cat(products), cos, sin)
         attended = state.attend(self.index, *heads, self.scoring).flatten(1)
         if kept is not None:
             return self.finish(x[kept], attended[kept], state.poll)
-        parts = zip(x.tensor_split(chunks), attended.tensor_split(chunks), strict=True)
+        parts = zip(_cut(x, most), _cut(attended, most), strict=True)
         return torch.cat([self.finish(*rows, state.poll) for rows in parts])
 
     def finish(self, x: Tensor, attended: Tensor, poll: Poll = no_poll) -> Tensor:
@@ -124,6 +124,11 @@ class DecoderLayer:
         x = mlp.down.onto(inner, x)
         adapted.add(self.index, DOWN, inner, (x,))
         return x
+
+
+def _cut(x: Tensor, most: int) -> list[Tensor]:
+    """Returns the rows of x in pieces of so many, of which the last may be shorter."""
+    return [x[begin : begin + most] for begin in range(0, len(x), most)]
 
 
 _RECORD = np.dtype(AttentionArguments)

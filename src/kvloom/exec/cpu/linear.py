@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kvloom.exec.attention import CompiledByRows
 from kvloom.exec.cpu.quantized import PackedQuantizedLinear, ReadyRows
 from kvloom.kernels.cpu.half import BFLOAT16, FLOAT32, HalfPanels, narrow_formats
 from kvloom.kernels.cpu.panels import PANEL
@@ -39,7 +40,7 @@ def can_pack(weight: Tensor) -> bool:
     )
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(CompiledByRows):
     """Computes x [..., K] · weight [N, K]ᵀ + bias [N], with the weight kept in oneDNN's blocked layout
     alone."""
 

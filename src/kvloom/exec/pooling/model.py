@@ -140,6 +140,7 @@ class PoolingModel:
             pairs = (*pairs, 0)
         edges: list[int] = np.concatenate(([0], lengths.cumsum())).tolist()
         inside = np.arange(tokens.size) - np.repeat(edges[:-1], lengths)
+        inside[tokens.size - short :] = 0  # it may be longer than the model has positions
         kinds = {}
         if self.types:
             begin = np.repeat(

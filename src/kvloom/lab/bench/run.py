@@ -193,11 +193,11 @@ class Bench:
                     seen.tell(result)
 
                 with _short_collections():
-                    used = time.process_time()
+                    began = time.process_time()
                     late = await drive(self._requests(), endpoint, self._clock, seen.sent, tell)
-                    used = time.process_time() - used
+                    client_cpu = time.process_time() - began
         results = summary.results("benchmark", f"{header.name} at {endpoint.url}", lateness=late)
-        return structs.replace(results, client_cpu=used)
+        return structs.replace(results, client_cpu=client_cpu)
 
     def _requests(self) -> Iterator[WorkloadRequest]:
         requests = self._workload.requests()

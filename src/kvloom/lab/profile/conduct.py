@@ -54,7 +54,8 @@ def conduct(
     console.print(errors_table(profile))
     console.print(upkeep_table(profile))
     console.print(served_table(profile))
-    console.print(f"{output}: {len(profile.jobs)} jobs, {len(profile.crowded)} of them beside another")
+    alone, mixed, beside = (len(rows) for rows in (profile.jobs, profile.mixed, profile.crowded))
+    console.print(f"{output}: {alone} jobs alone, {mixed} mixed ones, {beside} beside another")
     return profile
 
 

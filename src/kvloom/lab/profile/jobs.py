@@ -113,7 +113,7 @@ def grid(model: str, cores: int, limits: Limits, *, quick: bool = False) -> list
     found = [*_prefills(model, cores, limits), *_decodes(model, cores, limits)]
     for rows, tokens in itertools.product(MIXED_ROWS, MIXED_PROMPTS):
         found.append(mixed(model, cores, rows, min(MIXED_CONTEXT, limits.context // 2), tokens))
-    found += [_between(rng, model, cores, limits) for _ in range(24)]
+    found += [_off_grid(rng, model, cores, limits) for _ in range(24)]
     fitting = [setting for setting in dict.fromkeys(found) if setting.fits(limits)]
     every = 4 if quick else 1
     phases = [[setting for setting in fitting if setting.phase is phase] for phase in Phase]
@@ -122,7 +122,8 @@ def grid(model: str, cores: int, limits: Limits, *, quick: bool = False) -> list
 
 def _prefills(model: str, cores: int, limits: Limits) -> Iterator[Setting]:
     sizes = [*_doubling(4, limits.chunk), limits.chunk]
-    for tokens in sizes:
+    between = [size + size // 2 + 1 for size in sizes[1:-2]]  # of which rows are filled up
+    for tokens in (*sizes, *between):
         yield prefill(model, cores, 1, tokens)
     for tokens in sizes:
         for prompts in SPLITS:
@@ -139,8 +140,8 @@ def _decodes(model: str, cores: int, limits: Limits) -> Iterator[Setting]:
             yield decode(model, cores, batch, context)
 
 
-def _between(rng: random.Random, model: str, cores: int, limits: Limits) -> Setting:
-    """Returns a random job such as the engine makes."""
+def _off_grid(rng: random.Random, model: str, cores: int, limits: Limits) -> Setting:
+    """Returns a random job, mostly between the grid's lines, such as the engine makes."""
     if rng.random() < 0.5:
         batch = round(limits.batch ** rng.random())
         return decode(model, cores, batch, round(limits.context ** rng.uniform(0.4, 0.9)))

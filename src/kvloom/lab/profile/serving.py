@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Final
 
@@ -43,7 +44,7 @@ class Loaded:
     turns: float
     """How many times tokens came, however many at a time: the jobs."""
     cpu: Mapping[Role, float]
-    """The CPU seconds of each role."""
+    """The CPU seconds of each role; the engines' are without their own work between steps."""
 
 
 def split_cpu_time(loads: Sequence[Loaded]) -> tuple[HostedSeconds, ...]:
@@ -59,7 +60,8 @@ def _role_costs(role: Role, loads: Sequence[Loaded]) -> HostedSeconds:
 
 
 KEY_VARIABLE: Final = "KVLOOM_API_KEY"  # that `kvloom bench serve` reads
-JOBS: Final = ("kvloom_prefill_jobs", "kvloom_decode_jobs", "kvloom_mixed_jobs")  # metrics
+JOBS: Final = {"kvloom_prefill_jobs": 1, "kvloom_decode_jobs": 1, "kvloom_mixed_jobs": -1}
+"""Metrics that together count jobs: a mixed one counts as a prefill and as a decode step, too."""
 READY: Final = re.compile(r"Ready in .*?(http://\S+)")
 START_TIMEOUT: Final = 600.0  # seconds for the server to start
 PROMPT: Final = 48  # tokens
@@ -144,9 +146,22 @@ async def _loaded(
     results = await client.ask(requests)
     cpu = {role: after - before[role] for role, after in server.cpu().items()}
     turns, total = await client.jobs() - jobs, results.total
+    if turns <= 0 or results.client_cpu is None:
+        raise ConfigError(f"the served models counted {turns:.0f} jobs for {total.requests} requests")
     cpu["engine"] -= turns * between(round(total.output_tokens / turns))
-    cpu["client"] = results.client_cpu or 0.0
+    cpu["client"] = results.client_cpu
     return Loaded(total.requests, total.output_tokens, turns, cpu), results
+
+
+def count_jobs(metrics: str) -> float:
+    """Returns how many jobs all engines have run, by what `/metrics` says."""
+    return sum(
+        JOBS[family.name] * sample.value
+        for family in text_string_to_metric_families(metrics)
+        if family.name in JOBS
+        for sample in family.samples
+        if sample.name == f"{family.name}_total"
+    )
 
 
 @asynccontextmanager
@@ -198,14 +213,9 @@ class _Client:
             aiohttp.ClientSession(self.url, headers=headers) as session,
             session.get("/metrics") as answer,
         ):
-            families = text_string_to_metric_families(await answer.text())
-        return sum(
-            sample.value
-            for family in families
-            if family.name in JOBS
-            for sample in family.samples
-            if sample.name == f"{family.name}_total"
-        )
+            if answer.status != HTTPStatus.OK:
+                raise ConfigError(f"/metrics of the served models answered {answer.status}; 200 is right")
+            return count_jobs(await answer.text())
 
     async def ask(self, requests: Sequence[WorkloadRequest]) -> Results:
         """Sends each request at its time, and returns what came of them."""

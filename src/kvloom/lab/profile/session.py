@@ -41,11 +41,13 @@ class Effort:
     """How thoroughly to measure."""
 
     rounds: int = 9
-    """How often all jobs are timed, each time in another order. So the changes of the machine's own pace
-    spread over them, and prompts come after other jobs, whose memory the caches hold, as under an engine."""
+    """How often a job is timed that is not slow, each time in another order. So the changes of the machine's
+    own pace spread over jobs, and prompts come after others, whose memory the caches hold, as under an
+    engine."""
     slow_rounds: int = 3
-    """How often jobs are timed that take longer than `patience`."""
-    patience: float = 0.1  # seconds
+    """How often a slow job is timed."""
+    slow: float = 0.1
+    """The seconds from which on a job counts as slow."""
     repeats: int = 3
     """How often, at least, a job is timed that is repeated beside something else."""
     steps: int = 40
@@ -63,7 +65,7 @@ class Effort:
 QUICK: Final = Effort(
     rounds=2,
     slow_rounds=1,
-    patience=0.01,
+    slow=0.01,
     repeats=2,
     steps=6,
     quick=True,
@@ -131,8 +133,10 @@ async def measure(
 async def _jobs(
     stage: Stage, settings: list[Setting], cores: int, effort: Effort, done: _Done
 ) -> tuple[tuple[Timed, ...], tuple[TimedMixed, ...]]:
-    """Measures each job alone, round by round; those of one model on as many cores come after each other, as
-    a team of threads that has rested takes longer. Returns the mixed ones apart."""
+    """Measures each job alone, round by round. Jobs of one model on the same number of cores follow each
+    other, because a team of threads that has rested is slower at first. A decode step is timed after one like
+    it, as under an engine, and so is any job in the first round, in which products are compiled. Returns the
+    mixed jobs apart."""
     seconds: dict[Setting, list[float]] = {setting: [] for setting in settings}
     groups = [list(group) for _, group in itertools.groupby(settings, lambda one: (one.model, one.cores))]
     rng = random.Random(0)
@@ -142,8 +146,9 @@ async def _jobs(
             rng.shuffle(group)
             for setting in group:
                 done.tell(Stage.told(setting))
-                if number < effort.slow_rounds or min(seconds[setting]) <= effort.patience:
-                    seconds[setting].append(await _timed(stage, setting))
+                if number < effort.slow_rounds or min(seconds[setting]) <= effort.slow:
+                    again = number == 0 or setting.phase is Phase.DECODE
+                    seconds[setting].append(await _timed(stage, setting, again=again))
     timed, timed_mixed = list[Timed](), list[TimedMixed]()
     for setting, found in seconds.items():
         work = setting.work(cores)
@@ -155,10 +160,10 @@ async def _jobs(
     return tuple(timed), tuple(timed_mixed)
 
 
-async def _timed(stage: Stage, setting: Setting) -> float:
-    """Returns the seconds of one job; a decode step mostly follows another one, and so it does here."""
+async def _timed(stage: Stage, setting: Setting, *, again: bool) -> float:
+    """Returns the seconds of one job; of its second run if `again`."""
     with stage.placed(setting) as ids:
-        if setting.phase is Phase.DECODE:
+        if again:
             await stage.run(setting, ids)
         return await stage.run(setting, ids)
 

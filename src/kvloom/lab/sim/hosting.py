@@ -212,9 +212,9 @@ class HostedUnit:
         self.loop.thread.after(self._between(batch), seen)
 
     def _send(self, tokens: int, way: tuple[HostedLoop, ...]) -> None:
-        """Takes the tokens through one loop after the other."""
+        """Takes the tokens through one loop after the other; without any, the first alone has work."""
         if way:
-            way[0].tokens(tokens, lambda: self._send(tokens, way[1:]))
+            way[0].tokens(tokens, lambda: self._send(tokens, way[1:] if tokens else ()))
 
 
 class HostedServer:

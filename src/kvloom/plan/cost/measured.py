@@ -103,7 +103,7 @@ class Measured:
         """Returns by model how many times as long mixed jobs took as their parts together."""
         seen: dict[str, list[float]] = defaultdict(list)
         for timed in mixed:
-            together = self._together(*(part.work(self._cores) for part in (timed.prompts, timed.step)))
+            together = self._together(timed.prompts.work(self._cores), timed.step.work(self._cores))
             seen[timed.step.model].append(median(timed.seconds) / together)
         return {model: median(factors) for model, factors in seen.items()}
 

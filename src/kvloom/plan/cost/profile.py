@@ -93,8 +93,8 @@ class Stepped(Struct, frozen=True, kw_only=True):
 
 
 class Pressed(Struct, frozen=True, kw_only=True):
-    """The median times of a job alone, and beside so many busy threads of other processes that `over` more
-    threads want to run than there are cores."""
+    """The median time of a job alone, and with what it loses in the mean while `over` more threads of other
+    processes want to run than there are cores, scaled from processes that work for a part of the time."""
 
     doing: JobMeasured
     over: _Some
