@@ -19,7 +19,7 @@ from benchmarks.engines import MODEL, spec_of
 from benchmarks.report import Cell, Finding, Report, make_parser, publish, this_machine
 from kvloom.exec.cpu.executor import load_executor
 from kvloom.kv.memory import keep_freed_memory
-from kvloom.lab.profile.jobs import Setting, Stage, decode, prefill
+from kvloom.lab.profile.jobs import Setting, Stage, decode, mixed, prefill
 from kvloom.types.job import Phase
 
 DECODES: Final = (8, 30, 60, 110)
@@ -44,15 +44,13 @@ async def measure(shape: str, threads: int, repeats: int) -> Report:
         decoding = decode(MODEL, threads, decodes, HELD)
         step = await seconds(decoding)
         for tokens in PROMPTS:
-            starts, appends = (*decoding.starts, 0), (*decoding.appends, tokens)
-            both = Setting(MODEL, Phase.MIXED, threads, starts, appends, rows=decodes)
             alone = await seconds(prefill(MODEL, threads, 1, tokens))
             more = await seconds(prefill(MODEL, threads, 1, tokens + decodes))
-            mixed = await seconds(both)
-            ratio = mixed / (alone + step - empty)
+            both = await seconds(mixed(MODEL, threads, decodes, HELD, tokens))
+            ratio = both / (alone + step - empty)
             worst = max(worst, abs(ratio - 1.0))
             name = f"{decodes} decodes, {tokens} tokens"
-            rows.append([name, 1e3 * mixed, 1e3 * alone, 1e3 * step, ratio, mixed / more])
+            rows.append([name, 1e3 * both, 1e3 * alone, 1e3 * step, ratio, both / more])
     executor.close()
     return Report(
         name="mixed_jobs",

@@ -35,9 +35,9 @@ def show_results(results: Results, console: Console) -> None:
         console.print(Text(show_upheaval(results.upheaval), style="dim"), soft_wrap=True)
     if (late := results.lateness) is not None:
         told = f"requests were sent {show_seconds(late.p99)} late (P99), {show_seconds(late.most)} at most"
-        cores = (results.client_cpu or 0.0) / results.seconds
-        told += f"; the client used {cores:.2f} cores"
-        busy = late.p99 > LATE or cores > BUSY
+        if (cores := results.client_cores) is not None:
+            told += f"; the client used {cores:.2f} cores"
+        busy = late.p99 > LATE or (cores or 0.0) > BUSY
         console.print(Text(told, style="yellow" if busy else "dim"), soft_wrap=True)
 
 

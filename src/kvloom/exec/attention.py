@@ -27,9 +27,9 @@ _MIN_ROWS: Final = 4
 """The fewest rows of a product by oneDNN, whose kernels for 4 rows read the weights faster than those for 1
 to 3 do (seen on Zen 4: 33 → 44 GB/s)."""
 _ROW_STEP: Final = 8
-_MOST_STEPS: Final = 32
-"""Rows are filled up to a multiple of `_ROW_STEP`, or of this part of the next power of two if that is
+"""Rows are filled up to a multiple of this, or of the next power of two over `_MOST_STEPS` if that is
 more."""
+_MOST_STEPS: Final = 32
 _KNOWN = {"dropout", "position_ids", "kv", "texts", "is_causal"}  # asked for, and harmless to leave out
 
 

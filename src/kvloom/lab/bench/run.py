@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from msgspec import structs
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -196,8 +195,8 @@ class Bench:
                     began = time.process_time()
                     late = await drive(self._requests(), endpoint, self._clock, seen.sent, tell)
                     client_cpu = time.process_time() - began
-        results = summary.results("benchmark", f"{header.name} at {endpoint.url}", lateness=late)
-        return structs.replace(results, client_cpu=client_cpu)
+        title = f"{header.name} at {endpoint.url}"
+        return summary.results("benchmark", title, lateness=late, client_cpu=client_cpu)
 
     def _requests(self) -> Iterator[WorkloadRequest]:
         requests = self._workload.requests()

@@ -7,7 +7,7 @@ import itertools
 import os
 import platform
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -133,22 +133,14 @@ async def measure(
 async def _jobs(
     stage: Stage, settings: list[Setting], cores: int, effort: Effort, done: _Done
 ) -> tuple[tuple[Timed, ...], tuple[TimedMixed, ...]]:
-    """Measures each job alone, round by round. Jobs of one model on the same number of cores follow each
-    other, because a team of threads that has rested is slower at first. A decode step is timed after one like
-    it, as under an engine, and so is any job in the first round, in which products are compiled. Returns the
-    mixed jobs apart."""
+    """Measures each job alone, round by round. A decode step is timed after one like it, as under an engine,
+    and so is any job in the first round, in which products are compiled. Returns the mixed jobs apart."""
     seconds: dict[Setting, list[float]] = {setting: [] for setting in settings}
-    groups = [list(group) for _, group in itertools.groupby(settings, lambda one: (one.model, one.cores))]
-    rng = random.Random(0)
-    for number in range(effort.rounds):
-        rng.shuffle(groups)
-        for group in groups:
-            rng.shuffle(group)
-            for setting in group:
-                done.tell(Stage.told(setting))
-                if number < effort.slow_rounds or min(seconds[setting]) <= effort.slow:
-                    again = number == 0 or setting.phase is Phase.DECODE
-                    seconds[setting].append(await _timed(stage, setting, again=again))
+    for number, setting in _in_rounds(settings, effort.rounds):
+        done.tell(Stage.told(setting))
+        if number < effort.slow_rounds or min(seconds[setting]) <= effort.slow:
+            again = number == 0 or setting.phase is Phase.DECODE
+            seconds[setting].append(await _timed(stage, setting, again=again))
     timed, timed_mixed = list[Timed](), list[TimedMixed]()
     for setting, found in seconds.items():
         work = setting.work(cores)
@@ -158,6 +150,20 @@ async def _jobs(
         else:
             timed.append(Timed(doing=JobMeasured.of(work, setting.cores), seconds=tuple(found)))
     return tuple(timed), tuple(timed_mixed)
+
+
+def _in_rounds(settings: Sequence[Setting], rounds: int) -> Iterator[tuple[int, Setting]]:
+    """Yields all settings in each round, with the round's number, in another order each time. Those of one
+    model on the same number of cores follow each other, because a team of threads that has rested is slower
+    at first."""
+    groups = [list(group) for _, group in itertools.groupby(settings, lambda one: (one.model, one.cores))]
+    rng = random.Random(0)
+    for number in range(rounds):
+        rng.shuffle(groups)
+        for group in groups:
+            rng.shuffle(group)
+            for setting in group:
+                yield number, setting
 
 
 async def _timed(stage: Stage, setting: Setting, *, again: bool) -> float:

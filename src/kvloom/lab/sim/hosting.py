@@ -206,15 +206,15 @@ class HostedUnit:
         many tokens is a frame on its way to the client."""
 
         def seen() -> None:
-            self._send(tokens, (self.loop, *reversed(self._machine.hops)))
+            self._send(tokens, (self.loop, *(reversed(self._machine.hops) if tokens else ())))
             call()
 
         self.loop.thread.after(self._between(batch), seen)
 
     def _send(self, tokens: int, way: tuple[HostedLoop, ...]) -> None:
-        """Takes the tokens through one loop after the other; without any, the first alone has work."""
+        """Takes the tokens through one loop after the other."""
         if way:
-            way[0].tokens(tokens, lambda: self._send(tokens, way[1:] if tokens else ()))
+            way[0].tokens(tokens, lambda: self._send(tokens, way[1:]))
 
 
 class HostedServer:

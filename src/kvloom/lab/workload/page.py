@@ -229,10 +229,9 @@ def _said(results: Results) -> str:
     models, seconds = len(results.models), show_seconds(results.seconds)
     parts = [f"{results.source}: {results.total.requests:,} requests for {models} models in {seconds}."]
     if results.lateness is not None:
-        parts.append(
-            f"The client sent its requests {show_seconds(results.lateness.p99)} late (P99), and "
-            f"used {(results.client_cpu or 0.0) / results.seconds:.2f} cores."
-        )
+        parts.append(f"The client sent its requests {show_seconds(results.lateness.p99)} late (P99).")
+    if results.client_cores is not None:
+        parts.append(f"It used {results.client_cores:.2f} cores.")
     if results.upheaval is not None:
         parts.append(f"On the way: {show_upheaval(results.upheaval)}.")
     return " ".join(parts)

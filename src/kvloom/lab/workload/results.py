@@ -140,6 +140,11 @@ class Results(Struct, frozen=True, kw_only=True):
     upheaval: Upheaval | None = None
     """The moves and starts of the run; None if they are not known."""
 
+    @property
+    def client_cores(self) -> float | None:
+        """The cores that the client used in the mean; None if there was no client, or it did not tell."""
+        return None if self.client_cpu is None else self.client_cpu / self.seconds
+
     def save(self, path: Path) -> None:
         """Raises ConfigError."""
         write_text(path, msgspec.json.encode(self).decode() + "\n")

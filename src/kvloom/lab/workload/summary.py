@@ -154,10 +154,12 @@ class Summary:
         title: str,
         seconds: float | None = None,
         lateness: Histogram | None = None,
+        client_cpu: float | None = None,
     ) -> Results:
         """Returns all that was added up.
 
-        `seconds` tells how long the run took, if that is known better than from its last answer."""
+        `seconds` tells how long the run took, if that is known better than from its last answer.
+        `client_cpu` are the CPU seconds of the client, if there was one."""
         seconds = seconds or self._seconds or 1.0
         total = _Sums(self._objectives)
         for sums in self._models.values():
@@ -174,6 +176,7 @@ class Summary:
             courses={name: self._models[name].course(width) for name in names},
             errors=dict(self._errors),
             lateness=None if lateness is None else lateness.latency(),
+            client_cpu=client_cpu,
         )
 
 
