@@ -97,7 +97,7 @@ OVER: Final = (1, 2)  # threads more than there are cores
 BURST: Final = 0.001  # seconds of the loop's work at a time, at most
 ENOUGH: Final = 0.3  # seconds of a job's runs, within its repeats and MOST
 MOST: Final = 300
-BUSY_PART: Final = 0.5  # of the time, for which a busy process works if it has a core
+BUSY_PART: Final = 0.5  # of the time, for which a busy process wants a core
 MOST_SCALED: Final = 4  # times that what was lost is multiplied, at most
 
 
@@ -121,7 +121,7 @@ async def measure_pressed(
 
     The processes work in bursts, as a server's do: endless loops would hold a job's thread up for a slice of
     the scheduler's each time, and leave its caches as they are. By the part of the time for which they really
-    work, what the job loses is scaled to processes that always do."""
+    want a core, whether they get one or wait for it, what the job loses is scaled to `OVER`."""
     found = []
 
     def busy_beside(pair: tuple[Setting, int]) -> int:
@@ -134,9 +134,9 @@ async def measure_pressed(
                 crowd.rest()
                 alone = median(await _runs(stage, setting, repeats))
                 crowd.work()
-                begun, before = time.perf_counter(), crowd.cpu_seconds
+                begun, before = time.perf_counter(), crowd.wanted_seconds
                 beside = fmean(await _runs(stage, setting, repeats))
-                work = (crowd.cpu_seconds - before) / (time.perf_counter() - begun) / busy
+                work = (crowd.wanted_seconds - before) / (time.perf_counter() - begun) / busy
                 extra = max(over / MOST_SCALED, mean_over(busy, min(1.0, work), cores - setting.cores))
                 lost = max(0.0, beside - alone) * over / extra
                 found.append(Pressed(doing=_doing(setting), over=over, alone=alone, seconds=alone + lost))

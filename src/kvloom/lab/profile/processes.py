@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import uvloop
 
 from kvloom.types.clock import ending
 from kvloom.types.errors import ConfigError
@@ -47,12 +45,18 @@ def all_threads_seconds(pid: int) -> float:
 
 
 def _seconds(task: Path) -> float:
-    """Returns CPU time by the scheduler's own count, if the kernel keeps it, or else by its ticks."""
+    return _scheduled(task)[0]
+
+
+def _scheduled(task: Path) -> tuple[float, float]:
+    """Returns the seconds for which a thread had a core, and those for which it waited for one, by the
+    scheduler's own count. If the kernel keeps none, the first are by its ticks, and the second are 0."""
     try:
-        return int((task / "schedstat").read_text().split()[0]) * NANOSECOND
+        ran, waited = (task / "schedstat").read_text().split()[:2]
     except FileNotFoundError:
         fields = (task / "stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), 0.0
+    return int(ran) * NANOSECOND, int(waited) * NANOSECOND
 
 
 def _command(pid: int) -> str:
@@ -72,9 +76,11 @@ class Crowd:
         self._signal(signal.SIGCONT)
 
     @property
-    def cpu_seconds(self) -> float:
-        """Returns the CPU seconds of all processes up to now."""
-        return sum(main_thread_seconds(process.pid) for process in self.processes)
+    def wanted_seconds(self) -> float:
+        """Returns the seconds up to now for which the processes had a core or waited for one, of all
+        together."""
+        tasks = (PROC / str(process.pid) / "task" / str(process.pid) for process in self.processes)
+        return sum(sum(_scheduled(task)) for task in tasks)
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self.processes:
@@ -104,11 +110,10 @@ BURST: Final = 0.0004  # seconds; a gateway's turn is about as long
 _EVENTS: Final = 2000  # what they hold is more than a core's first cache
 
 
-async def _work_in_bursts() -> None:
-    """Sends events of a stream to itself in bursts, and rests for as long after each."""
-    loop, (here, there) = asyncio.get_running_loop(), socket.socketpair()
-    for end in (here, there):
-        end.setblocking(False)
+def _work_in_bursts() -> None:
+    """Sends events of a stream to itself in bursts, and rests for as long after each. No event loop is
+    asked for the rests, for their timers have whole milliseconds."""
+    here, there = socket.socketpair()
     events: list[Any] = [
         {"id": f"cmpl-{i}", "created": i, "choices": [{"index": 0, "text": "word", "logprobs": None}]}
         for i in range(_EVENTS)
@@ -119,10 +124,10 @@ async def _work_in_bursts() -> None:
         begun = time.perf_counter()
         while time.perf_counter() - begun < BURST:
             at = (at + 7) % _EVENTS  # the next ones lie elsewhere
-            await loop.sock_sendall(here, b"data: " + msgspec.json.encode(events[at]) + b"\n\n")
-            events[at] = msgspec.json.decode((await loop.sock_recv(there, 1 << 16))[6:])
-        await asyncio.sleep(time.perf_counter() - begun)
+            here.sendall(b"data: " + msgspec.json.encode(events[at]) + b"\n\n")
+            events[at] = msgspec.json.decode(there.recv(1 << 16)[6:])
+        time.sleep(time.perf_counter() - begun)
 
 
 if __name__ == "__main__":
-    uvloop.run(_work_in_bursts())
+    _work_in_bursts()
