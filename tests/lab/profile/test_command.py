@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from kvloom.cli.__main__ import main
 from kvloom.config.file import load_config
 from kvloom.config.machine import Machine
-from kvloom.lab.profile.served import Answered, random_requests, served_seconds, simulated_answers
+from kvloom.lab.profile.served import HEAVY, Answered, Load, simulated_answers, with_served
 from kvloom.lab.profile.session import QUICK
 from kvloom.plan.cost.measured import Measured
 from kvloom.plan.cost.profile import Profile, ServedSeconds, read_profile
@@ -101,32 +101,35 @@ def test_what_else_the_machine_does_is_measured(profile: Profile) -> None:
     assert {(row.doing.model, row.doing.phase) for row in profile.stalled} == kinds
     assert {row.over for row in profile.pressed} == {1, 2}
     assert {row.model for row in profile.served} == {"one", "two"}
-    assert max(row.first + row.step for row in profile.served) < 60.0
+    assert max(row.first + row.row for row in profile.served) < 60.0
+    assert 0.0 <= profile.closing <= 1.0
 
 
 def test_how_much_longer_served_answers_take_is_found_by_their_times(config: Path, profile: Profile) -> None:
     """Loads are simulated with times that are known, and these are to be found again."""
-    fleet, still = load_config(config, {}, {}, Machine.here()), replace(profile, served=())
-    requests = random_requests(Measured(profile), ["one", "two"], QUICK)
-    at_random = simulated_answers(fleet, still, Answered(requests, {}, {}))
-    none = [
-        (row.model, round(row.first, 6), round(row.step, 6))
-        for row in served_seconds(fleet, still, at_random)
-    ]
-    assert none == [("one", 0.0, 0.0), ("two", 0.0, 0.0)]
-    cost = Measured(profile)
-    known = [
-        ServedSeconds(
-            model=name,
-            first=cost.seconds(Work.prefill(name, 1.0, [64])),
-            step=0.3 * cost.seconds(Work.decode(name, 1.0, [64])),  # so little that the load stays low
-        )
-        for name in ("one", "two")
-    ]
-    late = simulated_answers(fleet, replace(still, served=tuple(known)), at_random)
-    for row, wanted in zip(served_seconds(fleet, still, late), known, strict=True):
-        assert row.model == wanted.model
-        assert (row.first, row.step) == pytest.approx((wanted.first, wanted.step), rel=0.2)
+    fleet, cost = load_config(config, {}, {}, Machine.here()), Measured(profile)
+    still = replace(profile, served=(), closing=0.0)
+    models = ["one", "two"]
+    usual, heavy = (
+        Answered(load.requests(cost, models, QUICK.load_seconds), {}, {}) for load in (Load(0.2, 24), HEAVY)
+    )
+    first = cost.seconds(Work.prefill("one", 1.0, [64]))
+    row = 0.2 * cost.seconds(Work.decode("one", 1.0, [64]))
+    known = tuple(ServedSeconds(model=name, first=first, row=row) for name in models)
+    for wanted, closing in ((known, 0.0), ((), 0.0), ((), 0.5)):
+        world = replace(still, served=wanted, closing=closing)
+        real = [simulated_answers(fleet, world, load) for load in (usual, heavy)]
+        found = with_served(fleet, still, *real)
+        ours = [simulated_answers(fleet, found, load) for load in (usual, heavy)]
+        for model in models:
+            assert ours[0].first[model] == pytest.approx(real[0].first[model], rel=0.1)
+            assert ours[1].per_token[model] == pytest.approx(real[1].per_token[model], rel=0.1)
+        if wanted:
+            assert [one.model for one in found.served] == models
+            assert found.served[0].row == pytest.approx(row, rel=0.2)
+        else:
+            assert max(one.row for one in found.served) < row / 2
+            assert found.closing == pytest.approx(closing, abs=0.2)
 
 
 def test_the_error_is_told(measured: tuple[Profile, str]) -> None:

@@ -21,6 +21,8 @@ from kvloom.lab.profile.jobs import (
     core_counts,
     decode,
     grid,
+    PROMPT,
+    measure_prompted,
     measure_steps,
     prefill,
 )
@@ -226,6 +228,19 @@ def test_steps_under_the_engine(executor: Recorder, path: Path) -> None:
     assert max(len(job.plan.sequences) for job in decodes) == 4
     assert 0.0 < stepped.between < 1.0
     assert 0.0 < stepped.step < 1.0
+    assert 4 * PROMPT < stepped.context < 4 * (PROMPT + 6)
+
+
+def test_prompts_come_while_one_sequence_decodes(executor: Recorder, path: Path) -> None:
+    spec = spec_of({"one": path, "two": path})
+    found = asyncio.run(measure_prompted(executor, spec, "two", prompts=5, tokens=16))
+    assert found is not None
+    assert found.model == "two"
+    assert 0.0 <= found.between < 1.0
+    assert 0.0 <= found.after < 1.0
+    prompts = [job for job in executor.jobs if job.phase is not Phase.DECODE]
+    assert [int(job.plan.appends.max()) for job in prompts] == [PROMPT] + [16] * 5
+    assert max(len(job.plan.sequences) for job in executor.jobs if job.phase is Phase.DECODE) == 1
 
 
 def test_steps_of_more_than_may_run_are_none(executor: Recorder, path: Path) -> None:

@@ -18,17 +18,8 @@ from kvloom.lab.profile.processes import (
     descendants,
     main_thread_seconds,
 )
-from kvloom.lab.profile.serving import (
-    LONGEST,
-    PROMPT,
-    SHORTEST,
-    Load,
-    Loaded,
-    count_jobs,
-    serving_loads,
-    split_cpu_time,
-)
-from kvloom.lab.profile.session import Effort
+from kvloom.lab.profile.served import FEWEST, MOST, PROMPT, USUAL, Load
+from kvloom.lab.profile.serving import Jobs, Loaded, count_jobs, split_cpu_time
 from kvloom.plan.cost.measured import Measured
 from kvloom.plan.cost.profile import Role
 from kvloom.plan.cost.work import Work
@@ -61,7 +52,7 @@ def test_a_mixed_job_is_one_job() -> None:
         for kind, counts in (("prefill", (5, 1)), ("decode", (9, 0)), ("mixed", (2, 0)), ("other", (7, 7)))
         for model, count in zip("ab", counts, strict=True)
     )
-    assert count_jobs(text) == (5 - 2) + (9 - 2) + 2 + 1
+    assert count_jobs(text) == Jobs((5 - 2) + (9 - 2) + 2 + 1, 5 + 1)
 
 
 def test_nothing_is_found_where_nothing_was_used() -> None:
@@ -70,15 +61,22 @@ def test_nothing_is_found_where_nothing_was_used() -> None:
         assert hosted.request + hosted.token + hosted.turn < 1e-8
 
 
-def test_loads_take_about_as_long_as_they_shall() -> None:
+@pytest.mark.parametrize("load", [Load(0.25, 24), Load(2.0, 8)])
+def test_loads_keep_jobs_as_busy_as_they_shall(load: Load) -> None:
+    cost, models = Measured(make_profile()), ["one", "two"]
+    requests = load.requests(cost, models, seconds=20.0)
+    assert [request.model for request in requests] == models * (len(requests) // 2)
+    assert {request.output for request in requests} == {load.output}
+    jobs = [Work.decode(model, 1.0, [PROMPT]) for model in models] * (load.output - 1)
+    jobs += [Work.prefill(model, 1.0, [PROMPT]) for model in models]
+    alone = sum(cost.seconds(job) + cost.between(job) for job in jobs) * len(requests) / 2
+    assert alone / requests[-1].at == pytest.approx(load.busy, rel=0.2)
+
+
+def test_a_load_has_enough_requests_and_not_too_many() -> None:
     cost = Measured(make_profile())
-    *answers, short = serving_loads(cost, ["one", "two"], Effort(load_seconds=0.2), most=16)
-    assert [load.at_once for load in answers] == [1, 4, 16]
-    assert short == Load(16, 2)
-    for load in answers:
-        steps = [cost.seconds(Work.decode(model, 1.0, [PROMPT] * load.at_once)) for model in ("one", "two")]
-        assert SHORTEST < load.output < LONGEST
-        assert 0.15 < load.output * sum(steps) < 0.21  # and the engine's own work
+    for seconds, each in ((1e-3, FEWEST), (1e6, MOST)):
+        assert len(USUAL.requests(cost, ["one", "two"], seconds)) == 2 * each
 
 
 def test_threads_and_children_are_known_by_their_pids() -> None:

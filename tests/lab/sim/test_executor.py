@@ -57,7 +57,7 @@ class Noted:
         return [step for _ in job.samples]
 
 
-def device(content: Noted | None = None, overhead: Callable[[int], float] | None = None) -> ModelledExecutor:
+def device(content: Noted | None = None, overhead: Callable[[Work], float] | None = None) -> ModelledExecutor:
     return ModelledExecutor(
         {"m": CARD},
         {"m": GEOMETRY},
@@ -147,7 +147,7 @@ async def test_two_come_beside_a_third() -> None:
 
 @virtually
 async def test_overhead_comes_on_top() -> None:
-    executor = device(overhead=lambda sequences: 0.25 * sequences)
+    executor = device(overhead=lambda work: 0.25 * work.batch)
     assert await ended(executor.launch(job(tokens=3))) == pytest.approx([3.25, 3.25])
 
 

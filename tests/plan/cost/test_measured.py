@@ -14,7 +14,15 @@ from msgspec.structs import replace
 
 from kvloom.plan.cost.fit import Curve
 from kvloom.plan.cost.measured import Measured, cross_validate
-from kvloom.plan.cost.profile import JobMeasured, Profile, TimedMixed, read_profile, write_profile
+from kvloom.plan.cost.profile import (
+    JobMeasured,
+    Profile,
+    PromptedSeconds,
+    Stepped,
+    TimedMixed,
+    read_profile,
+    write_profile,
+)
 from kvloom.plan.cost.work import Work
 from kvloom.types.errors import ConfigError
 from kvloom.types.job import Phase
@@ -145,8 +153,32 @@ def test_company_never_helps_and_shares_are_shared(work: Work, beside: list[Work
 
 def test_what_the_engine_takes_between_steps() -> None:
     for sequences in (1, 20, 200):
-        assert MODEL.between(sequences) == pytest.approx(1e-4 + 1e-5 * sequences, rel=0.01)
-    assert Measured(msgspec.structs.replace(PROFILE, steps=())).between(8) == 0.0
+        expected = pytest.approx(1e-4 + 1e-5 * sequences, rel=0.01)
+        assert MODEL.between_steps(sequences) == expected
+        assert MODEL.between(Work.decode("one", 1.0, [50] * sequences)) == expected
+    assert Measured(msgspec.structs.replace(PROFILE, steps=())).between_steps(8) == 0.0
+
+
+def test_a_job_with_prompts_costs_the_engine_more() -> None:
+    row = PromptedSeconds(model="one", between=3e-4, after=2e-4)
+    model = Measured(msgspec.structs.replace(PROFILE, prompted=(row,)))
+    prefill, decode = Work.prefill("one", 1.0, [100]), Work.decode("one", 1.0, [100])
+    assert model.between(prefill) == pytest.approx(model.between_steps(1) + 5e-4)
+    assert model.between(decode) == model.between_steps(1)
+    assert model.between(msgspec.structs.replace(prefill, model="two")) == model.between_steps(1)
+
+
+def test_decode_steps_are_as_long_as_under_an_engine() -> None:
+    contexts = [40] * 8
+    alone = MODEL.seconds(Work.decode("one", 1.0, contexts))
+    steps = [
+        Stepped(model="one", sequences=8, between=1e-4, step=factor * alone, context=sum(contexts))
+        for factor in (0.7, 0.8, 3.0)
+    ]
+    model = Measured(msgspec.structs.replace(PROFILE, steps=tuple(steps)))
+    assert model.seconds(Work.decode("one", 1.0, contexts)) == pytest.approx(0.8 * alone)
+    for work in (Work.prefill("one", 1.0, [100]), Work.decode("two", 1.0, contexts)):
+        assert model.seconds(work) == MODEL.seconds(work)
 
 
 def test_a_curve_between_its_knots() -> None:

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 
 import uvloop
 from huggingface_hub import try_to_load_from_cache
@@ -20,8 +21,8 @@ from kvloom.config.config import Config
 from kvloom.exec.huggingface import hide_progress
 from kvloom.kv.memory import keep_freed_memory
 from kvloom.lab.profile.jobs import WatchedExecutor
-from kvloom.lab.profile.served import Answered, random_requests, served_seconds
-from kvloom.lab.profile.serving import measure_serving, serving_loads
+from kvloom.lab.profile.served import HEAVY, LOADS, USUAL, Answered, Load, with_served
+from kvloom.lab.profile.serving import OwnWork, measure_serving
 from kvloom.lab.profile.session import QUICK, Effort, measure, this_computer
 from kvloom.plan.cost.measured import Measured, cross_validate
 from kvloom.plan.cost.profile import Computer, HostedSeconds, Profile, write_profile
@@ -46,10 +47,10 @@ def conduct(
     if computer.load > QUIET:
         console.print(f"this machine is busy (load {computer.load}): jobs will seem too slow", style="yellow")
     profile = measure_jobs(spec, effort, temperature, computer, console)
-    hosted, at_random = asyncio.run(measure_server(config, profile, effort, arguments, console))
+    hosted, answered = asyncio.run(measure_server(config, profile, effort, arguments, console))
     profile = replace(profile, hosted=hosted)
     console.print("serving: the same requests are simulated", style="dim")
-    profile = replace(profile, served=served_seconds(config, profile, at_random))
+    profile = with_served(config, profile, answered[USUAL], answered[HEAVY])
     write_profile(profile, output)
     console.print(errors_table(profile))
     console.print(upkeep_table(profile))
@@ -96,21 +97,22 @@ def measure_jobs(
 
 async def measure_server(
     config: Config, profile: Profile, effort: Effort, arguments: Sequence[str], console: Console
-) -> tuple[tuple[HostedSeconds, ...], Answered]:
-    """Starts `kvloom serve` and measures it. Returns what it does besides jobs, and how long requests took
-    that came at random moments. Raises ConfigError if it does not answer."""
-    cost, most_at_once = Measured(profile), min(engine.max_running for engine in config.engines)
-    loads = serving_loads(cost, list(profile.shapes), effort, most=most_at_once)
+) -> tuple[tuple[HostedSeconds, ...], dict[Load, Answered]]:
+    """Starts `kvloom serve` and measures it. Returns what it does besides jobs, and how long the answers of
+    each load took. Raises ConfigError if it does not answer."""
+    cost, models = Measured(profile), list(profile.shapes)
     with _with_key(config, arguments) as (key, given):
-        return await measure_serving(
+        hosted, answered = await measure_serving(
             given,
             key,
-            list(profile.shapes),
-            cost.between,
-            loads,
-            random_requests(cost, list(profile.shapes), effort),
+            OwnWork(
+                cost.between_steps,
+                fmean(row.between for row in profile.prompted) if profile.prompted else 0.0,
+            ),
+            [load.requests(cost, models, effort.load_seconds) for load in LOADS],
             lambda text: console.print(f"serving: {text}", style="dim"),
         )
+    return hosted, dict(zip(LOADS, answered, strict=True))
 
 
 @contextmanager
@@ -183,9 +185,9 @@ def upkeep_table(profile: Profile) -> Table:
 
 def served_table(profile: Profile) -> Table:
     """Returns a table of how much longer answers take under the server."""
-    rows = [(row.model, f"{1e3 * row.first:.2f}", f"{1e3 * row.step:.2f}") for row in profile.served]
+    rows = [(row.model, f"{1e3 * row.first:.2f}", f"{1e3 * row.row:.3f}") for row in profile.served]
     return _table(
-        "Milliseconds by which served answers take longer", ("", "first token", "decode step"), rows
+        "Milliseconds by which served answers take longer", ("", "first token", "a sequence of a job"), rows
     )
 
 

@@ -6,8 +6,8 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Final
@@ -20,12 +20,12 @@ from kvloom.exec.cpu.executor import TorchExecutor
 from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import Arena
 from kvloom.kv.pool import Pool
-from kvloom.plan.cost.profile import Stepped
+from kvloom.plan.cost.profile import PromptedSeconds, Stepped
 from kvloom.plan.cost.work import Work
 from kvloom.transfer.shared_memory import ShmTransport
 from kvloom.types.clock import WallClock
 from kvloom.types.job import Job, JobResult, Phase, SampleRow
-from kvloom.types.request import SamplingParams, StartGenerate
+from kvloom.types.request import Event, SamplingParams, StartGenerate
 from kvloom.types.spec import EngineSpec
 
 BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
@@ -35,6 +35,7 @@ MIXED_PROMPTS, MIXED_ROWS, MIXED_CONTEXT = (48, 128, 288), (2, 10, 32), 128  # t
 SEED: Final = 1
 MOST_SEQUENCES: Final = 1024
 PROMPT: Final = 8  # tokens of a sequence under the engine
+PROMPT_EVERY: Final = 3  # steps of a sequence there, another one comes that is only prefilled
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +236,8 @@ class Seen:
     phase: Phase
     batch: int
     """The number of its sequences."""
+    context: int
+    """The tokens that these had before."""
     gap: float
     """Seconds from the result of the job before to its launch."""
     span: float
@@ -252,11 +255,12 @@ class WatchedExecutor(TorchExecutor):
     def launch(self, job: Job) -> asyncio.Future[JobResult]:
         began = time.perf_counter()
         gap = began - self._ended
+        batch, context = len(job.plan.sequences), int(job.plan.starts.sum())
         future = super().launch(job)
 
         def end(_: object) -> None:
             self._ended = time.perf_counter()
-            self.seen.append(Seen(job.phase, len(job.plan.sequences), gap, self._ended - began))
+            self.seen.append(Seen(job.phase, batch, context, gap, self._ended - began))
 
         future.add_done_callback(end)  # before the engine's own, which are added later
         return future
@@ -267,16 +271,8 @@ async def measure_steps(
 ) -> Stepped | None:
     """Measures `steps` steps of that many sequences, whose callers are streamed each token. Returns None if
     they never ran all together, because the pool does not hold them."""
-    executor.seen.clear()
-    transport = ShmTransport(spec.unit, executor.arena)
-    try:
-        async with asyncio.TaskGroup() as group:
-            engine = Engine(executor, transport, spec, WallClock())
-            group.create_task(engine.run())
-            await asyncio.gather(*[_call(engine, model, i, steps) for i in range(sequences)])
-            engine.stop()
-    finally:
-        transport.close_all()
+    async with _engine(executor, spec) as engine:
+        await asyncio.gather(*[_call(engine, model, i, PROMPT, steps) for i in range(sequences)])
     whole = [one for one in executor.seen if one.phase is Phase.DECODE and one.batch == sequences][1:]
     if not whole:
         return None
@@ -285,18 +281,71 @@ async def measure_steps(
         sequences=sequences,
         between=median(one.gap for one in whole),
         step=median(one.span for one in whole),
+        context=round(median(one.context for one in whole)),
     )
 
 
-async def _call(engine: Engine, model: str, number: int, steps: int) -> None:
+async def measure_prompted(
+    executor: WatchedExecutor, spec: EngineSpec, model: str, prompts: int, tokens: int
+) -> PromptedSeconds | None:
+    """Measures what so many prompts of `tokens`, whose answers have one, cost an engine that decodes one
+    sequence all the while. They come one by one, while a step runs. Returns None if no job between steps had
+    prompts."""
+    async with _engine(executor, spec) as engine, asyncio.TaskGroup() as group:
+        at = 0
+        async with aclosing(_frames(engine, model, 0, PROMPT, PROMPT_EVERY * (prompts + 1))) as frames:
+            async for _ in frames:
+                at += 1
+                if at % PROMPT_EVERY == 0 and at <= PROMPT_EVERY * prompts:
+                    group.create_task(_call(engine, model, at, tokens, 1))
+    seen, plain, prompted = executor.seen, list[Seen](), list[tuple[Seen, Seen]]()
+    for before, one, after in zip(seen, seen[1:], seen[2:], strict=False):
+        if before.phase is one.phase is Phase.DECODE:
+            plain.append(one)
+        elif before.phase is after.phase is Phase.DECODE:
+            prompted.append((one, after))
+    if not plain or not prompted:
+        return None
+    own, step = median(one.gap for one in plain), median(one.span for one in plain)
+    return PromptedSeconds(
+        model=model,
+        between=max(0.0, median(one.gap + after.gap for one, after in prompted) - 2 * own),
+        after=max(0.0, median(after.span for _, after in prompted) - step),
+    )
+
+
+@asynccontextmanager
+async def _engine(executor: WatchedExecutor, spec: EngineSpec) -> AsyncIterator[Engine]:
+    """Yields an engine on the executor, which has seen no job yet."""
+    executor.seen.clear()
+    transport = ShmTransport(spec.unit, executor.arena)
+    try:
+        async with asyncio.TaskGroup() as group:
+            engine = Engine(executor, transport, spec, WallClock())
+            group.create_task(engine.run())
+            yield engine
+            engine.stop()
+    finally:
+        transport.close_all()
+
+
+async def _call(engine: Engine, model: str, number: int, prompt: int, tokens: int) -> None:
+    async for _ in _frames(engine, model, number, prompt, tokens):
+        pass
+
+
+async def _frames(
+    engine: Engine, model: str, number: int, prompt: int, tokens: int
+) -> AsyncGenerator[list[Event], None]:
+    """Yields the frames of a request with a prompt and an answer of so many tokens."""
     rng = random.Random(number)
     vocab = next(card.vocab_size for card in await engine.models() if card.name == model)
     body = StartGenerate(
         model=model,
         request=f"profile-{number}",
-        prompt=[rng.randrange(vocab) for _ in range(PROMPT)],
-        sampling=SamplingParams(max_tokens=steps, seed=number),
+        prompt=[rng.randrange(vocab) for _ in range(prompt)],
+        sampling=SamplingParams(max_tokens=tokens, seed=number),
     )
     async with aclosing(engine.start_generate(body)) as frames:
-        async for _ in frames:
-            pass
+        async for frame in frames:
+            yield frame

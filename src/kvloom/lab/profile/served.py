@@ -3,7 +3,8 @@ difference of their times, a profile says how much longer answers take than all 
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -12,7 +13,6 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvloom.config.config import Config
-from kvloom.lab.profile.session import Effort
 from kvloom.lab.sim.run import simulate
 from kvloom.lab.sim.unit import hosting_from, measured_units
 from kvloom.lab.workload.arrivals import poisson
@@ -24,10 +24,40 @@ from kvloom.plan.cost.profile import Profile, ServedSeconds
 from kvloom.plan.cost.work import Work
 from kvloom.router.program import load_program
 
-PROMPT, OUTPUT = 64, 24  # tokens
-LOAD: Final = 0.25  # the part of the time for which jobs run, about
+PROMPT: Final = 64  # tokens
 FEWEST, MOST = 8, 200  # requests of each model
-_ROUNDS: Final = 4  # simulations, each with what the ones before have found
+_HALVINGS: Final = 6  # of the range in which a number is looked for
+_ROUNDS: Final = 3  # simulations, each with what the ones before have found
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests that come at random moments, with answers of `output` tokens. busy: the part of the time for
+    which jobs would run if each had one sequence; more than 1 if they are to run together."""
+
+    busy: float
+    output: int
+
+    def requests(self, cost: Measured, models: Sequence[str], seconds: float) -> list[WorkloadRequest]:
+        """Returns about so many seconds of requests, of each model as many in turn."""
+        jobs = [Work.decode(model, 1.0, [PROMPT]) for model in models] * (self.output - 1)
+        jobs += [Work.prefill(model, 1.0, [PROMPT]) for model in models]
+        gap = sum(cost.seconds(job) + cost.between(job) for job in jobs) / len(models) / self.busy
+        each = max(FEWEST, min(MOST, round(seconds / gap / len(models))))
+        moments = (gap * np.cumsum(poisson(np.random.default_rng(0), each * len(models)))).tolist()
+        return [
+            WorkloadRequest(at=at, model=model, prompt=PROMPT, output=self.output)
+            for at, model in zip(moments, itertools.cycle(models), strict=False)
+        ]
+
+
+USUAL: Final = Load(0.5, 24)
+"""The load by which the way to the first token is found."""
+HEAVY: Final = Load(2.0, 80)
+"""That by which a job's time for a sequence is found: the one with most sequences at a time."""
+LOADS: Final = (USUAL, Load(0.25, 2), Load(0.25, 80), Load(1.2, 24), HEAVY)
+"""Loads by which the costs of a request, a token and a turn can be told apart, few and many sequences at a
+time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,35 +80,44 @@ class Answered:
         )
 
 
-def random_requests(cost: Measured, models: Sequence[str], effort: Effort) -> list[WorkloadRequest]:
-    """Returns requests that come at random moments, for each model as many in turn, over about as many
-    seconds as `effort` has for them."""
-    steps = [cost.seconds(Work.decode(model, 1.0, [PROMPT])) + cost.between(1) for model in models]
-    prefills = [cost.seconds(Work.prefill(model, 1.0, [PROMPT])) for model in models]
-    gap = (sum(prefills) + (OUTPUT - 1) * sum(steps)) / len(models) / LOAD
-    each = max(FEWEST, min(MOST, round(effort.random_seconds / gap / len(models))))
-    moments = gap * np.cumsum(poisson(np.random.default_rng(0), each * len(models)))
-    return [
-        WorkloadRequest(at=float(at), model=models[number % len(models)], prompt=PROMPT, output=OUTPUT)
-        for number, at in enumerate(moments)
-    ]
+def with_served(config: Config, profile: Profile, usual: Answered, heavy: Answered) -> Profile:
+    """Returns the profile with what it takes for simulated answers to be as long as the real ones were:
 
+    - the seconds that a job takes longer for each sequence, so that answers take as long a token under the
+      `heavy` load,
+    - the part of a request's CPU time that comes after its answer, so that first tokens come as early under
+      the `usual` load, or the seconds by which they come later.
 
-def served_seconds(config: Config, profile: Profile, real: Answered) -> tuple[ServedSeconds, ...]:
-    """Returns how much longer than `profile` says answers take, so that simulated ones take about as long in
-    the median as the real ones, or longer if the profile alone says so already. `profile` must already
-    contain `hosted`."""
-    first, step = defaultdict[str, float](float), defaultdict[str, float](float)
-    served: tuple[ServedSeconds, ...] = ()
+    What takes too long even so is left as it is. `profile` must already contain `hosted`."""
+    cost, models = Measured(profile), list(usual.first)
+    first, row = dict.fromkeys(models, 0.0), 0.0
+
+    def served() -> tuple[ServedSeconds, ...]:
+        return tuple(ServedSeconds(model=model, first=first[model], row=row) for model in models)
+
+    least, most = 0.0, max(cost.seconds(Work.decode(model, 1.0, [PROMPT])) for model in models) / 2
+    for _ in range(_HALVINGS):
+        row = (least + most) / 2
+        ours = simulated_answers(config, replace(profile, served=served()), heavy)
+        least, most = (least, row) if _later(ours.per_token, heavy.per_token) else (row, most)
+    row = least
+    profile, least, most = replace(profile, served=served()), 0.0, 1.0
+    for _ in range(_HALVINGS):
+        closing = (least + most) / 2
+        ours = simulated_answers(config, replace(profile, closing=closing), usual)
+        least, most = (closing, most) if _later(ours.first, usual.first) else (least, closing)
+    profile = replace(profile, closing=least)
     for _ in range(_ROUNDS):
-        ours = simulated_answers(config, replace(profile, served=served), real)
-        for late, wanted, had in ((first, real.first, ours.first), (step, real.per_token, ours.per_token)):
-            for model in wanted:
-                late[model] = max(0.0, late[model] + wanted[model] - had[model])
-        served = tuple(
-            ServedSeconds(model=model, first=first[model], step=step[model]) for model in sorted(first | step)
-        )
-    return served
+        ours = simulated_answers(config, profile, usual)
+        for model in models:
+            first[model] = max(0.0, first[model] + usual.first[model] - ours.first[model])
+        profile = replace(profile, served=served())
+    return profile
+
+
+def _later(ours: Mapping[str, float], real: Mapping[str, float]) -> bool:
+    """Returns whether simulated seconds are more than the real ones, in the mean of their logarithms."""
+    return sum(math.log(ours[model] / real[model]) for model in real) > 0.0
 
 
 def simulated_answers(config: Config, profile: Profile, load: Answered) -> Answered:

@@ -20,18 +20,35 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvloom.lab.profile.processes import all_threads_seconds, descendants, main_thread_seconds
 from kvloom.lab.profile.served import Answered
-from kvloom.lab.profile.session import Effort
 from kvloom.lab.workload.request import WorkloadRequest
 from kvloom.lab.workload.results import Results, read_results
 from kvloom.lab.workload.traces import VERSION, Header, write_workload
 from kvloom.plan.cost.fit import fit_positive
-from kvloom.plan.cost.measured import Measured
 from kvloom.plan.cost.profile import HostedSeconds, Role
-from kvloom.plan.cost.work import Work
 from kvloom.serve.local import ENGINE_MODULE, GATEWAY_MODULE
 from kvloom.types.errors import ConfigError
 
 LEAST: Final = 1e-9  # seconds; a fit by ratios wants more than 0
+
+
+@dataclass(frozen=True, slots=True)
+class OwnWork:
+    """An engine's work between its jobs. `between` returns the seconds after a step of so many sequences, and
+    `prompted` has those that a job with prompts takes more."""
+
+    between: Callable[[int], float]
+    prompted: float
+
+
+@dataclass(frozen=True, slots=True)
+class Jobs:
+    """How many jobs all engines have run, and in how many of them there were prompts."""
+
+    all: float
+    prompted: float
+
+    def __sub__(self, before: Jobs) -> Jobs:
+        return Jobs(self.all - before.all, self.prompted - before.prompted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,25 +79,10 @@ def _role_costs(role: Role, loads: Sequence[Loaded]) -> HostedSeconds:
 KEY_VARIABLE: Final = "KVLOOM_API_KEY"  # that `kvloom bench serve` reads
 JOBS: Final = {"kvloom_prefill_jobs": 1, "kvloom_decode_jobs": 1, "kvloom_mixed_jobs": -1}
 """Metrics that together count jobs: a mixed one counts as a prefill and as a decode step, too."""
+PROMPTED: Final = "kvloom_prefill_jobs"
+WARMING: Final = 32  # requests
 READY: Final = re.compile(r"Ready in .*?(http://\S+)")
 START_TIMEOUT: Final = 600.0  # seconds for the server to start
-PROMPT: Final = 48  # tokens
-SHORTEST, LONGEST = 16, 96  # answers, in tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Requests sent all at once: `at_once` for each model, each with an answer of `output` tokens."""
-
-    at_once: int
-    output: int
-
-    def requests(self, models: Sequence[str]) -> list[WorkloadRequest]:
-        return [
-            WorkloadRequest(at=0.0, model=model, prompt=PROMPT, output=self.output)
-            for _ in range(self.at_once)
-            for model in models
-        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,71 +99,56 @@ class Server:
         return {"gateway": all_threads_seconds(self.gateway), "engine": loops}
 
 
-def serving_loads(cost: Measured, models: Sequence[str], effort: Effort, most: int) -> list[Load]:
-    """Returns loads by which the three costs can be told apart: few and many requests with answers that last
-    about `effort.load_seconds`, and many with two tokens each. `most` is a cap on requests at once."""
-    loads = []
-    for count in dict.fromkeys(min(count, most) for count in effort.at_once):
-        steps = [
-            cost.seconds(Work.decode(model, 1.0, [PROMPT] * count)) + cost.between(count) for model in models
-        ]
-        loads.append(Load(count, max(SHORTEST, min(LONGEST, round(effort.load_seconds / sum(steps))))))
-    return [*loads, Load(loads[-1].at_once, 2)]
-
-
 async def measure_serving(
     arguments: Sequence[str],
     key: str | None,
-    models: Sequence[str],
-    between: Callable[[int], float],
-    loads: Sequence[Load],
-    at_random: Sequence[WorkloadRequest],
+    own: OwnWork,
+    loads: Sequence[Sequence[WorkloadRequest]],
     tell: Callable[[str], None],
-) -> tuple[tuple[HostedSeconds, ...], Answered]:
-    """Returns what the server's threads and the client do besides jobs, by `loads` and by the requests
-    `at_random`, and how long these took.
+) -> tuple[tuple[HostedSeconds, ...], list[Answered]]:
+    """Returns what the server's threads and the client do besides jobs, by `loads`, and how long the answers
+    of each load took.
 
-    `arguments` are those with which `kvloom serve` serves these models. `between` returns the seconds of an
-    engine's own work after a step of so many sequences, which are left out. Each load is sent by `kvloom
-    bench serve` in a process of its own. The first load is sent once more before all others, so that what is
-    done only once is not measured. Raises ConfigError if the server does not start, or leaves a
-    request without an answer."""
-    found = list[Loaded]()
+    `arguments` are those with which `kvloom serve` serves these models. `own` is an engine's work between
+    jobs, which is left out. Each load is sent by `kvloom bench serve` in a process of its own. The first
+    requests are sent once more before all others, so that what is done only once is not measured. Raises
+    ConfigError if the server does not start, or leaves a request without an answer."""
+    found, answered = list[Loaded](), list[Answered]()
     with tempfile.TemporaryDirectory(prefix="kvloom-") as folder:
         async with _served(arguments) as server:
             client = _Client(server.url, key, Path(folder))
-            for load in (loads[0], *loads):
-                tell(f"{load.at_once} requests at once of each model, {load.output} tokens each")
-                found.append((await _loaded(server, client, load.requests(models), between))[0])
-            tell(f"{len(at_random)} requests at random moments")
-            loaded, results = await _loaded(server, client, at_random, between)
-    return split_cpu_time([*found[1:], loaded]), Answered.of(at_random, results)
+            for load in (loads[0][:WARMING], *loads):
+                tell(f"{len(load)} requests at random moments, {load[0].output} tokens each")
+                loaded, results = await _loaded(server, client, load, own)
+                found.append(loaded)
+                answered.append(Answered.of(load, results))
+    return split_cpu_time(found[1:]), answered[1:]
 
 
 async def _loaded(
-    server: Server, client: _Client, requests: Sequence[WorkloadRequest], between: Callable[[int], float]
+    server: Server, client: _Client, requests: Sequence[WorkloadRequest], own: OwnWork
 ) -> tuple[Loaded, Results]:
     """Returns what a load was measured to take, and what came of its requests."""
-    jobs, before = await client.jobs(), server.cpu()
+    before, spent = await client.jobs(), server.cpu()
     results = await client.ask(requests)
-    cpu = {role: after - before[role] for role, after in server.cpu().items()}
-    turns, total = await client.jobs() - jobs, results.total
-    if turns <= 0 or results.client_cpu is None:
-        raise ConfigError(f"the served models counted {turns:.0f} jobs for {total.requests} requests")
-    cpu["engine"] -= turns * between(round(total.output_tokens / turns))
+    cpu = {role: after - spent[role] for role, after in server.cpu().items()}
+    jobs, total = await client.jobs() - before, results.total
+    if jobs.all <= 0 or results.client_cpu is None:
+        raise ConfigError(f"the served models counted {jobs.all:.0f} jobs for {total.requests} requests")
+    cpu["engine"] -= jobs.all * own.between(round(total.output_tokens / jobs.all))
+    cpu["engine"] -= jobs.prompted * own.prompted
     cpu["client"] = results.client_cpu
-    return Loaded(total.requests, total.output_tokens, turns, cpu), results
+    return Loaded(total.requests, total.output_tokens, jobs.all, cpu), results
 
 
-def count_jobs(metrics: str) -> float:
-    """Returns how many jobs all engines have run, by what `/metrics` says."""
-    return sum(
-        JOBS[family.name] * sample.value
+def count_jobs(metrics: str) -> Jobs:
+    """Returns what `/metrics` says of the jobs that were run."""
+    counts = {
+        family.name: sum(sample.value for sample in family.samples if sample.name == f"{family.name}_total")
         for family in text_string_to_metric_families(metrics)
         if family.name in JOBS
-        for sample in family.samples
-        if sample.name == f"{family.name}_total"
-    )
+    }
+    return Jobs(sum(JOBS[name] * count for name, count in counts.items()), counts.get(PROMPTED, 0.0))
 
 
 @asynccontextmanager
@@ -206,8 +193,8 @@ class _Client:
     folder: Path
     number: int = 0
 
-    async def jobs(self) -> float:
-        """Returns how many jobs the server's engines have run up to now."""
+    async def jobs(self) -> Jobs:
+        """Returns which jobs the server's engines have run up to now."""
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         async with (
             aiohttp.ClientSession(self.url, headers=headers) as session,

@@ -14,18 +14,35 @@ from pathlib import Path
 from typing import Final
 
 from kvloom.config.machine import Machine
-from kvloom.lab.profile.beside import measure_pair, measure_pressed, measure_stalled, pairs, pressed_settings
+from kvloom.lab.profile.beside import (
+    SHORT_PROMPT_TOKENS,
+    measure_pair,
+    measure_pressed,
+    measure_stalled,
+    pairs,
+    pressed_settings,
+)
 from kvloom.lab.profile.jobs import (
     PROMPT,
+    PROMPT_EVERY,
     Limits,
     Setting,
     Stage,
     WatchedExecutor,
     core_counts,
     grid,
+    measure_prompted,
     measure_steps,
 )
-from kvloom.plan.cost.profile import Computer, JobMeasured, Profile, Stepped, Timed, TimedMixed
+from kvloom.plan.cost.profile import (
+    Computer,
+    JobMeasured,
+    Profile,
+    PromptedSeconds,
+    Stepped,
+    Timed,
+    TimedMixed,
+)
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.types.job import Phase
 from kvloom.types.spec import EngineSpec
@@ -54,12 +71,8 @@ class Effort:
     """The number of steps under the engine."""
     quick: bool = False
     """Whether only some of the jobs are measured."""
-    load_seconds: float = 3.0
-    """About how many seconds each load of the server with long answers lasts."""
-    random_seconds: float = 20.0
-    """About how many seconds the load lasts whose requests come at random moments."""
-    at_once: tuple[int, ...] = (1, 4, 16, 64)
-    """The numbers of requests that are sent to each model at once in these loads."""
+    load_seconds: float = 15.0
+    """About how many seconds each load of the server lasts."""
 
 
 QUICK: Final = Effort(
@@ -69,9 +82,7 @@ QUICK: Final = Effort(
     repeats=2,
     steps=6,
     quick=True,
-    load_seconds=0.1,
-    random_seconds=0.5,
-    at_once=(4,),
+    load_seconds=0.5,
 )
 
 
@@ -110,10 +121,11 @@ async def measure(
     pressed = await measure_pressed(stage, beside, computer.cores, effort.repeats)
     done.tell("jobs beside the loop's work", 4 * len(beside))
     stalled = await measure_stalled(stage, beside, effort.repeats)
-    steps = []
+    steps, prompted = list[Stepped](), list[PromptedSeconds]()
     for name in shapes:
         done.tell(f"{name} under the engine", 8)
         steps += await _steps(executor, spec, name, limits[name], effort)
+        prompted += await _prompted(executor, spec, name, limits[name], effort)
     tell("done", 1.0)
     return Profile(
         computer=computer,
@@ -124,6 +136,7 @@ async def measure(
         jobs=jobs,
         crowded=tuple(crowded),
         steps=tuple(steps),
+        prompted=tuple(prompted),
         mixed=mixed,
         pressed=tuple(pressed),
         stalled=tuple(stalled),
@@ -185,6 +198,17 @@ async def _steps(
             stepped = await measure_steps(executor, spec, model, sequences, steps)
             found += [stepped] if stepped else []
     return found
+
+
+async def _prompted(
+    executor: WatchedExecutor, spec: EngineSpec, model: str, limits: Limits, effort: Effort
+) -> list[PromptedSeconds]:
+    tokens = min(SHORT_PROMPT_TOKENS, limits.chunk, limits.context - 1)
+    prompts = min(effort.steps, (limits.context - PROMPT) // PROMPT_EVERY - 1)
+    if prompts < 1 or limits.batch < 2 or 2 * limits.context > limits.tokens:
+        return []
+    found = await measure_prompted(executor, spec, model, prompts, tokens)
+    return [found] if found else []
 
 
 class _Done:

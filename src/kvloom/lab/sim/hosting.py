@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from kvloom.plan.cost.hosting import Hosting, Upkeep
@@ -136,9 +136,11 @@ class HostedThread:
 class HostedLoop:
     """The event loop of one process, through which requests and tokens go."""
 
-    def __init__(self, cores: Cores, upkeep: Upkeep) -> None:
+    def __init__(self, cores: Cores, upkeep: Upkeep, closing: float) -> None:
+        """closing: the part of a request's work that comes after its answer."""
         self.thread: HostedThread = cores.thread()
         self._upkeep = upkeep
+        self._closing = closing
 
     def tokens(self, count: int, then: Callable[[], None]) -> None:
         """Takes in so many tokens that come at once, each in a frame of its own, and calls `then` when they
@@ -146,7 +148,11 @@ class HostedLoop:
         self.thread.after(self._upkeep.turn + count * self._upkeep.token, then)
 
     async def take_request(self) -> None:
-        await self.thread.passed(self._upkeep.request)
+        await self.thread.passed((1.0 - self._closing) * self._upkeep.request)
+
+    def close_request(self) -> None:
+        """Queues what a request costs after its answer. Nobody waits for it."""
+        self.thread.charge(self._closing * self._upkeep.request)
 
     async def passed(self) -> None:
         """Waits until what is there has been sent on."""
@@ -161,20 +167,20 @@ class HostedMachine:
         self.hosting = hosting
         self.cores = Cores(hosting.cores)
         roles: list[Role] = ["client", "gateway"] if client_here else ["gateway"]
-        self.hops = [HostedLoop(self.cores, hosting.upkeep(role)) for role in roles]
+        self.hops = [HostedLoop(self.cores, hosting.upkeep(role), hosting.closing) for role in roles]
         """The loops that a request passes, one after the other, before an engine has it."""
 
 
 class HostedUnit:
     """An engine's loop beside its jobs."""
 
-    def __init__(self, machine: HostedMachine, between: Callable[[int], float] | None) -> None:
-        """between: returns the seconds of the engine's own work after a job of so many sequences, before it
-        can launch the next; None for no work."""
-        self.loop = HostedLoop(machine.cores, machine.hosting.upkeep("engine"))
+    def __init__(self, machine: HostedMachine, between: Callable[[Work], float] | None) -> None:
+        """between: returns the seconds of the engine's own work after a job, before it can launch the next;
+        None for no work."""
+        self.loop = HostedLoop(machine.cores, machine.hosting.upkeep("engine"), machine.hosting.closing)
         self._machine = machine
         self._between = between or (lambda _: 0.0)
-        self._jobs = 0.0
+        self._jobs = self._held = 0.0
 
     def join(self, changed: Callable[[], None]) -> None:
         """changed: called when jobs may have become slower or faster."""
@@ -185,31 +191,34 @@ class HostedUnit:
         self._machine.cores.leave(self.loop.thread, self._wish)
 
     def _wish(self) -> float:
-        return self._jobs
+        """Returns the cores that jobs want now. Those that the loop's work holds up want none."""
+        return self._held if self.loop.thread.busy else self._jobs
 
-    def running(self, cores: float) -> None:
-        """Takes in how many cores jobs use from now on."""
-        self._jobs = cores
+    def running(self, jobs: Sequence[tuple[Work, float]]) -> None:
+        """Takes in which jobs run from now on, each with its cores."""
+        self._jobs = sum(cores for _, cores in jobs)
+        self._held = sum(cores * self._machine.hosting.pace(work, cores) for work, cores in jobs)
         self._machine.cores.changed()
 
     def seconds(self, work: Work, cores: float, alone: float) -> float:
         """Returns the seconds of a job on so many cores, as things are. alone: its seconds if nothing
         but jobs wanted the cores."""
         hosting, busy = self._machine.hosting, self.loop.thread.busy
-        slower = hosting.slower(work, cores, self._machine.cores.over - busy)
+        others = self._machine.cores.over + self._jobs - self._wish() - busy
+        slower = hosting.slower(work, cores, others)
         if busy:
             slower /= hosting.pace(work, cores)
         return slower * alone + hosting.served(work)
 
-    def landed(self, batch: int, tokens: int, call: Callable[[], None]) -> None:
-        """Calls `call` when the engine has seen to the end of a job of `batch` sequences. Then each of so
-        many tokens is a frame on its way to the client."""
+    def landed(self, work: Work, tokens: int, call: Callable[[], None]) -> None:
+        """Calls `call` when the engine has seen to the end of a job. Then each of so many tokens is a frame
+        on its way to the client."""
 
         def seen() -> None:
             self._send(tokens, (self.loop, *(reversed(self._machine.hops) if tokens else ())))
             call()
 
-        self.loop.thread.after(self._between(batch), seen)
+        self.loop.thread.after(self._between(work), seen)
 
     def _send(self, tokens: int, way: tuple[HostedLoop, ...]) -> None:
         """Takes the tokens through one loop after the other."""
@@ -237,6 +246,8 @@ class HostedServer:
                 for loop in reversed(self._hops) if frame else ():
                     await loop.passed()
                 yield frame
+        for loop in self._hops:
+            loop.close_request()
 
     async def abort(self, request: str, choice: int | None = None) -> None:
         await self._server.abort(request, choice)

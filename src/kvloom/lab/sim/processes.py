@@ -225,6 +225,8 @@ class ModelledWire(RemoteEngine):
                 if loop is not None and frame:
                     await loop.passed()
                 yield frame
+        if loop is not None:
+            loop.close_request()
 
 
 class Census:

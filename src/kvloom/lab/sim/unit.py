@@ -23,7 +23,7 @@ from kvloom.plan.cost.measured import Measured
 from kvloom.plan.cost.profile import Profile
 from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import ModelShape, read_context
-from kvloom.plan.cost.work import CostModel
+from kvloom.plan.cost.work import CostModel, Work
 from kvloom.plan.plan import PlacementPlan, PlannedUnit
 from kvloom.types.errors import ConfigError
 from kvloom.types.request import ModelCard
@@ -60,8 +60,8 @@ class SimulatedUnit:
     cost: CostModel
     bandwidth: float = PCIE4
     """Bytes a second of its way out."""
-    overhead: Callable[[int], float] | None = None
-    """Returns the seconds of the engine's own work before a job of so many sequences."""
+    overhead: Callable[[Work], float] | None = None
+    """Returns the seconds of the engine's own work around a job."""
     max_steps: int = 4096
     """Decode steps that may be one job."""
     host_bandwidth: float = MAPPED

@@ -31,8 +31,9 @@ class Upkeep:
 
 class Hosting:
     """Tells the CPU time of clients, gateways and engines, and how much slower it makes jobs. `cores` is the
-    number of the machine's cores. A job of a model that was not measured is slowed as the other models' jobs
-    of its phase are, and its answers take no longer for being served."""
+    number of the machine's cores, and `closing` the part of a request's time that comes after its answer. A
+    job of a model that was not measured is slowed as the other models' jobs of its phase are, and its answers
+    take no longer for being served."""
 
     def __init__(self, profile: Profile) -> None:
         self.cores = profile.computer.cores
@@ -41,6 +42,7 @@ class Hosting:
         }
         self._slower = _Known((row.doing, (row.over, row.seconds / row.alone)) for row in profile.pressed)
         self._served = {row.model: row for row in profile.served}
+        self.closing = profile.closing
         self._lost = _Known((row.doing, (1, (row.seconds - row.alone) / row.busy)) for row in profile.stalled)
 
     def upkeep(self, role: Role) -> Upkeep:
@@ -62,10 +64,9 @@ class Hosting:
         return self._served[model].first if model in self._served else 0.0
 
     def served(self, work: Work) -> float:
-        """Returns the seconds by which a served job takes longer than one that is repeated; 0 unless it is a
-        decode step."""
-        known = self._served.get(work.model) if work.phase is Phase.DECODE else None
-        return known.step if known else 0.0
+        """Returns the seconds by which a served job takes longer than one that is repeated."""
+        rows = work.batch if work.phase is Phase.DECODE else work.rows
+        return rows * self._served[work.model].row if work.model in self._served else 0.0
 
     def pace(self, work: Work, cores: float) -> float:
         """Returns the part of its own pace that a job keeps while its process's loop works."""

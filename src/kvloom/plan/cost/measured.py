@@ -14,7 +14,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from kvloom.plan.cost.fit import Curve, Spread
-from kvloom.plan.cost.profile import Crowded, Profile, Timed, TimedMixed
+from kvloom.plan.cost.profile import Crowded, Profile, Stepped, Timed, TimedMixed
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import MOST_PARTS, Operator, Work, layer_parts
 from kvloom.types.errors import ConfigError
@@ -50,10 +50,11 @@ class Measured:
     """Satisfies `Operated`. `cores` is the number that the unit has; by default it has all of the profile's.
 
     A prefill takes f(tokens) + a · pairs + b · context + c · sequences, a decode step f(sequences) + a ·
-    context, fitted for each model and number of cores to what was measured. A mixed job takes what the
-    prefill and the decode step in it take one after the other, less a decode step of one empty sequence,
-    because the weights are read once for both, times a factor of its model: by how much such jobs took longer
-    in the median, 1 if none was measured. Beside others a job takes as many times longer as pairs of
+    context, fitted for each model and number of cores to what was measured. A decode step takes a factor of
+    its model as long: how much longer or shorter steps were under an engine, one after the other, in the
+    median. A mixed job takes what the prefill and the decode step in it take one after the other, less a
+    decode step of one empty sequence, because the weights are read once for both, times another such factor.
+    Factors are 1 if nothing was measured. Beside others a job takes as many times longer as pairs of
     such jobs did, in proportion to the others' shares, and if all shares are more than the whole, as many
     times more.
 
@@ -70,7 +71,10 @@ class Measured:
         self._curves_of = _fit_all(profile)
         self._crowding = _crowding(profile.crowded, profile.cores, profile.shapes)
         self._between = _between(profile)
+        self._prompted = {row.model: row.between + row.after for row in profile.prompted}
         self._shapes = profile.shapes
+        self._stepping: dict[str, float] = {}
+        self._stepping = self._stepping_factors(profile.steps)
         self._mixing = self._mixing_factors(profile.mixed)
 
     def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
@@ -92,12 +96,23 @@ class Measured:
         if curves is None:
             known = sorted({model for model, _ in self._curves_of})
             raise ConfigError(f"model {work.model!r} was not measured; {', '.join(known)} were")
-        return curves.seconds(work.share * self._cores, work)
+        factor = self._stepping.get(work.model, 1.0) if work.phase is Phase.DECODE else 1.0
+        return factor * curves.seconds(work.share * self._cores, work)
 
     def _together(self, prompts: Work, step: Work) -> float:
         """Returns the seconds of both, one after the other, if the weights are read once for both."""
         read = self._alone(Work.decode(step.model, step.share, (0,)))
         return self._alone(prompts) + self._alone(step) - read
+
+    def _stepping_factors(self, steps: Iterable[Stepped]) -> dict[str, float]:
+        """Returns by model how many times as long decode steps took under an engine, one after the other, as
+        those that were measured alone."""
+        seen: dict[str, list[float]] = defaultdict(list)
+        for step in steps:
+            if step.context:
+                contexts = [step.context // step.sequences] * step.sequences
+                seen[step.model].append(step.step / self._alone(Work.decode(step.model, 1.0, contexts)))
+        return {model: median(factors) for model, factors in seen.items()}
 
     def _mixing_factors(self, mixed: Iterable[TimedMixed]) -> dict[str, float]:
         """Returns by model how many times as long mixed jobs took as their parts together."""
@@ -130,9 +145,14 @@ class Measured:
         step = Work(model, Phase.DECODE, 1.0, rows, rows, rows, rows + context, context)
         return (self.seconds(step) - self.seconds(replace(step, context=0))) / shape.layers
 
-    def between(self, sequences: int) -> float:
-        """Returns the seconds of the engine's own work from the result of a step of so many sequences to the
-        next launch; 0 if that was not measured."""
+    def between(self, work: Work) -> float:
+        """Returns the seconds from the result of a job to the next launch, in which the engine does its own
+        work; of a job with prompts also what it costs besides. 0 if that was not measured."""
+        prompted = 0.0 if work.phase is Phase.DECODE else self._prompted.get(work.model, 0.0)
+        return self.between_steps(work.batch) + prompted
+
+    def between_steps(self, sequences: int) -> float:
+        """Returns likewise the seconds after a decode step of so many sequences."""
         return self._between.seconds(sequences, 0.0, 0.0, 0.0) if self._between else 0.0
 
 

@@ -14,7 +14,7 @@ from kvloom.types.errors import ConfigError
 from kvloom.types.files import replacing
 from kvloom.types.job import Phase
 
-PROFILE_VERSION: Final = 4
+PROFILE_VERSION: Final = 5
 
 _Count = Annotated[int, Meta(ge=0, lt=2**53)]
 _Some = Annotated[int, Meta(ge=1, lt=2**31)]
@@ -90,6 +90,19 @@ class Stepped(Struct, frozen=True, kw_only=True):
     """The seconds from a step's result to the next one's launch."""
     step: _Seconds
     """The seconds from launch to result, while the engine hands out the tokens of the step before."""
+    context: _Count = 0
+    """The tokens that all sequences had before such a step; 0 if it was not counted."""
+
+
+class PromptedSeconds(Struct, frozen=True, kw_only=True):
+    """The time that a job with prompts costs a real engine besides itself, in the median, over that of a
+    decode step."""
+
+    model: str
+    between: _ZeroOrMore
+    """Seconds of the engine's own work before its launch and after its result."""
+    after: _ZeroOrMore
+    """Seconds by which the next decode step takes longer."""
 
 
 class Pressed(Struct, frozen=True, kw_only=True):
@@ -120,8 +133,9 @@ class ServedSeconds(Struct, frozen=True, kw_only=True):
     first: _ZeroOrMore
     """The seconds by which first tokens come later. They hold up the request alone, and no job: a large part
     is that threads sleep until they are woken on its way."""
-    step: _ZeroOrMore
-    """The seconds by which each decode step takes longer, as others have had the caches meanwhile."""
+    row: _ZeroOrMore
+    """The seconds by which a job takes longer for each sequence that it decodes: its token wakes a thread in
+    each process on its way, while the next job runs."""
 
 
 class HostedSeconds(Struct, frozen=True, kw_only=True):
@@ -150,7 +164,8 @@ class Computer(Struct, frozen=True, kw_only=True):
 
 class Profile(Struct, frozen=True, kw_only=True):
     """A profile. `cores` is the number that the executor had, and `temperature` that of what was drawn.
-    `shapes` are by model. `hosted` is empty if only jobs were measured."""
+    `shapes` are by model. `hosted` is empty if only jobs were measured. `closing` is the part
+    of the CPU seconds of a request that comes when its answer has ended."""
 
     version: int = PROFILE_VERSION
     computer: Computer
@@ -161,11 +176,13 @@ class Profile(Struct, frozen=True, kw_only=True):
     jobs: tuple[Timed, ...]
     crowded: tuple[Crowded, ...]
     steps: tuple[Stepped, ...]
+    prompted: tuple[PromptedSeconds, ...] = ()
     mixed: tuple[TimedMixed, ...] = ()
     pressed: tuple[Pressed, ...] = ()
     stalled: tuple[StalledJob, ...] = ()
     hosted: tuple[HostedSeconds, ...] = ()
     served: tuple[ServedSeconds, ...] = ()
+    closing: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
 
 
 class _Versioned(Struct):

@@ -167,7 +167,10 @@ def section_66(scale: Scale, tell: Tell) -> Report:
 def stress(rate: float, requests: int, decision: Decision, tell: TellPart) -> Stress:
     """Raises RuntimeError if a request is not answered. `decision` is that of the scheduler in one place."""
     central = Central(decision)
-    units = [replace(unit, max_steps=1, overhead=central.stall) for unit in make_units(STRESSED)]
+    units = [
+        replace(unit, max_steps=1, overhead=lambda work: central.stall(work.batch))
+        for unit in make_units(STRESSED)
+    ]
     asked = SHORT.requests(rate, requests)
     system = System("in one place", KVLOOM, load_program("freest", {}))
     point = play_point(system, units, asked, tell_each(lambda part: tell(part / 2), requests))
