@@ -14,6 +14,7 @@ from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import Arena
 from kvloom.lab.profile.beside import MOST_PAIRS, measure_pair, pairs
 from kvloom.lab.profile.jobs import (
+    PROMPT,
     Limits,
     Setting,
     Stage,
@@ -21,7 +22,6 @@ from kvloom.lab.profile.jobs import (
     core_counts,
     decode,
     grid,
-    PROMPT,
     measure_prompted,
     measure_steps,
     prefill,

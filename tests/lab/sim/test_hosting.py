@@ -77,7 +77,7 @@ def test_a_first_token_that_is_served_later_holds_up_no_job() -> None:
     given = [one_ask(output=101), one_ask(at=0.05, output=1)]
     plain, late = (
         played(found, given, fixed(Fixed(0.001)))
-        for found in (hosting(), hosting(ServedSeconds(model="small", first=0.2, step=0.0)))
+        for found in (hosting(), hosting(ServedSeconds(model="small", first=0.2, row=0.0)))
     )
     assert [after.first for after in late] == pytest.approx(
         [one.first + 0.2 for one in plain if one.first], abs=0.0011
@@ -124,6 +124,29 @@ def test_a_job_stands_still_while_its_loop_works_where_it_was_measured_to() -> N
     (held,) = played(hosting(busy, *stalls), [one_ask(output=51)], fixed(Fixed(0.010)))
     assert free.per_token == pytest.approx(0.010)
     assert held.per_token == pytest.approx(0.004 + 0.010 - 0.25 * 0.004)  # a quarter of its pace for 4 ms
+
+
+def test_a_job_that_its_loop_holds_up_wants_no_core() -> None:
+    """A step takes the only core when the loop has sent a token, and not before: so nobody is slowed."""
+    rows = [pressed("one", phase, 1, over, 1.0 + over) for phase in Phase.MIXED.parts for over in (1, 2)]
+    stalls = [
+        StalledJob(doing=doing("one", phase, 1), busy=0.01, alone=0.04, seconds=0.05)
+        for phase in Phase.MIXED.parts
+    ]
+    found = hosting(upkeep("engine", token=0.004), *rows, *stalls, cores=1)
+    (held,) = played(found, [one_ask(output=51)], fixed(Fixed(0.010)))
+    assert held.per_token == pytest.approx(0.004 + 0.010, rel=0.03)
+
+
+def test_a_part_of_a_request_comes_after_its_answer() -> None:
+    """It holds up nobody but the next one."""
+    given = [one_ask(), one_ask(at=0.021)]
+    whole, split = (
+        played(hosting(upkeep("gateway", request=0.010), closing=closing), given, fixed(Fixed(0.008)))
+        for closing in (0.0, 0.4)
+    )
+    assert [one.first for one in whole] == pytest.approx([0.018, 0.018])
+    assert [one.first for one in split] == pytest.approx([0.014, 0.014])
 
 
 def test_threads_beyond_the_cores_slow_jobs_as_they_did() -> None:

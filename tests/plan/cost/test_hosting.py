@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -24,7 +25,9 @@ def pressed(model: str, phase: Phase, cores: int, over: int, times: float) -> Pr
     return Pressed(doing=doing(model, phase, cores), over=over, alone=0.01, seconds=0.01 * times)
 
 
-def hosting(*rows: Pressed | StalledJob | HostedSeconds | ServedSeconds) -> Hosting:
+def hosting(
+    *rows: Pressed | StalledJob | HostedSeconds | ServedSeconds, cores: int = 4, closing: float = 0.0
+) -> Hosting:
     return Hosting(
         replace(
             PROFILE,
@@ -32,6 +35,8 @@ def hosting(*rows: Pressed | StalledJob | HostedSeconds | ServedSeconds) -> Host
             stalled=tuple(row for row in rows if isinstance(row, StalledJob)),
             hosted=tuple(row for row in rows if isinstance(row, HostedSeconds)),
             served=tuple(row for row in rows if isinstance(row, ServedSeconds)),
+            computer=replace(PROFILE.computer, cores=cores),
+            closing=closing,
         )
     )
 
@@ -75,8 +80,10 @@ def test_a_job_loses_what_it_lost_of_the_loops_time() -> None:
 
 
 def test_served_answers_take_longer() -> None:
-    found = hosting(ServedSeconds(model="one", first=0.002, step=0.001))
+    found = hosting(ServedSeconds(model="one", first=0.002, row=0.001))
     assert (found.first_token_delay("one"), found.first_token_delay("two")) == (0.002, 0.0)
     assert found.served(Work.prefill("one", 0.5, [10, 20])) == 0.0
-    assert found.served(Work.decode("one", 0.5, [10])) == 0.001
+    assert found.served(Work.decode("one", 0.5, [10] * 3)) == 0.003
     assert found.served(Work.decode("two", 0.5, [10])) == 0.0
+    mixed = Work.of("one", Phase.MIXED, 0.5, np.array([1, 1, 20]), np.array([5, 5, 0]), 3, 2)
+    assert found.served(mixed) == 0.002

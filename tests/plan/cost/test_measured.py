@@ -224,7 +224,7 @@ def damaged(profile: Profile) -> dict[str, bytes]:
     return {
         "cut": text[: len(text) // 2],
         "empty": b"",
-        "other version": text.replace(b'"version":4', b'"version":7', 1),
+        "other version": text.replace(b'"version":5', b'"version":7', 1),
         "no version": b"{}",
         "text": b"\xff\xfe",
         "negative": text.replace(b'"batch":4', b'"batch":-4', 1),
@@ -237,7 +237,7 @@ def damaged(profile: Profile) -> dict[str, bytes]:
     [
         ("cut", "no profile"),
         ("empty", "no profile"),
-        ("other version", "version 7, and this kvloom reads 4"),
+        ("other version", "version 7, and this kvloom reads 5"),
         ("no version", "version"),
         ("text", "no profile"),
         ("negative", "batch"),
