@@ -19,7 +19,7 @@ from kvloom.config.machine import Machine
 from kvloom.lab.profile.served import HEAVY, Answered, Load, simulated_answers, with_served
 from kvloom.lab.profile.session import QUICK
 from kvloom.plan.cost.measured import Measured
-from kvloom.plan.cost.profile import Profile, ServedSeconds, read_profile
+from kvloom.plan.cost.profile import HostedSeconds, Profile, ServedSeconds, read_profile
 from kvloom.plan.cost.work import Work
 from kvloom.types.job import Phase
 from tests.checkpoints import make_checkpoint
@@ -100,22 +100,24 @@ def test_what_else_the_machine_does_is_measured(profile: Profile) -> None:
     assert {(row.doing.model, row.doing.phase) for row in profile.pressed} == kinds
     assert {(row.doing.model, row.doing.phase) for row in profile.stalled} == kinds
     assert {row.over for row in profile.pressed} == {1, 2}
-    assert {row.model for row in profile.served} == {"one", "two"}
-    assert max(row.first + row.row for row in profile.served) < 60.0
+    assert {row.model for row in profile.served} == {row.model for row in profile.prompted} == {"one", "two"}
+    assert min(row.context for row in profile.steps) > 0
+    assert max(row.first + row.sequence for row in profile.served) < 60.0
     assert 0.0 <= profile.closing <= 1.0
 
 
 def test_how_much_longer_served_answers_take_is_found_by_their_times(config: Path, profile: Profile) -> None:
     """Loads are simulated with times that are known, and these are to be found again."""
     fleet, cost = load_config(config, {}, {}, Machine.here()), Measured(profile)
-    still = replace(profile, served=(), closing=0.0)
+    upkeep = HostedSeconds(role="gateway", request=0.002, token=1e-5, turn=1e-5)
+    still = replace(profile, hosted=(upkeep,), served=(), closing=0.0)
     models = ["one", "two"]
     usual, heavy = (
         Answered(load.requests(cost, models, QUICK.load_seconds), {}, {}) for load in (Load(0.2, 24), HEAVY)
     )
     first = cost.seconds(Work.prefill("one", 1.0, [64]))
     row = 0.2 * cost.seconds(Work.decode("one", 1.0, [64]))
-    known = tuple(ServedSeconds(model=name, first=first, row=row) for name in models)
+    known = tuple(ServedSeconds(model=name, first=first, sequence=row) for name in models)
     for wanted, closing in ((known, 0.0), ((), 0.0), ((), 0.5)):
         world = replace(still, served=wanted, closing=closing)
         real = [simulated_answers(fleet, world, load) for load in (usual, heavy)]
@@ -126,9 +128,9 @@ def test_how_much_longer_served_answers_take_is_found_by_their_times(config: Pat
             assert ours[1].per_token[model] == pytest.approx(real[1].per_token[model], rel=0.1)
         if wanted:
             assert [one.model for one in found.served] == models
-            assert found.served[0].row == pytest.approx(row, rel=0.2)
+            assert found.served[0].sequence == pytest.approx(row, rel=0.2)
         else:
-            assert max(one.row for one in found.served) < row / 2
+            assert max(one.sequence for one in found.served) < row / 2
             assert found.closing == pytest.approx(closing, abs=0.2)
 
 

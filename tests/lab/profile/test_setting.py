@@ -220,7 +220,7 @@ def test_two_jobs_run_at_once_and_are_told_of_each_other(executor: Recorder) -> 
 
 def test_steps_under_the_engine(executor: Recorder, path: Path) -> None:
     spec = spec_of({"one": path, "two": path})
-    stepped = asyncio.run(measure_steps(executor, spec, "two", 4, 6))
+    stepped = asyncio.run(measure_steps(executor, spec, "two", 4, 6, 1.0))
     assert stepped is not None
     assert (stepped.model, stepped.sequences) == ("two", 4)
     decodes = [job for job in executor.jobs if job.phase is Phase.DECODE]
@@ -233,16 +233,18 @@ def test_steps_under_the_engine(executor: Recorder, path: Path) -> None:
 
 def test_prompts_come_while_one_sequence_decodes(executor: Recorder, path: Path) -> None:
     spec = spec_of({"one": path, "two": path})
-    found = asyncio.run(measure_prompted(executor, spec, "two", prompts=5, tokens=16))
+    executor.most_at_once = 0
+    found = asyncio.run(measure_prompted(executor, spec, "two", prompts=5, tokens=16, temperature=1.0))
     assert found is not None
     assert found.model == "two"
     assert 0.0 <= found.between < 1.0
     assert 0.0 <= found.after < 1.0
     prompts = [job for job in executor.jobs if job.phase is not Phase.DECODE]
     assert [int(job.plan.appends.max()) for job in prompts] == [PROMPT] + [16] * 5
+    assert executor.most_at_once == 1
     assert max(len(job.plan.sequences) for job in executor.jobs if job.phase is Phase.DECODE) == 1
 
 
 def test_steps_of_more_than_may_run_are_none(executor: Recorder, path: Path) -> None:
     spec = spec_of({"one": path, "two": path}, max_running=2)
-    assert asyncio.run(measure_steps(executor, spec, "one", 4, 6)) is None
+    assert asyncio.run(measure_steps(executor, spec, "one", 4, 6, 1.0)) is None

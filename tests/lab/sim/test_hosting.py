@@ -77,7 +77,7 @@ def test_a_first_token_that_is_served_later_holds_up_no_job() -> None:
     given = [one_ask(output=101), one_ask(at=0.05, output=1)]
     plain, late = (
         played(found, given, fixed(Fixed(0.001)))
-        for found in (hosting(), hosting(ServedSeconds(model="small", first=0.2, row=0.0)))
+        for found in (hosting(), hosting(ServedSeconds(model="small", first=0.2, sequence=0.0)))
     )
     assert [after.first for after in late] == pytest.approx(
         [one.first + 0.2 for one in plain if one.first], abs=0.0011
@@ -140,13 +140,13 @@ def test_a_job_that_its_loop_holds_up_wants_no_core() -> None:
 
 def test_a_part_of_a_request_comes_after_its_answer() -> None:
     """It holds up nobody but the next one."""
-    given = [one_ask(), one_ask(at=0.021)]
+    given = [one_ask(), one_ask(at=0.015)]
     whole, split = (
         played(hosting(upkeep("gateway", request=0.010), closing=closing), given, fixed(Fixed(0.008)))
         for closing in (0.0, 0.4)
     )
-    assert [one.first for one in whole] == pytest.approx([0.018, 0.018])
-    assert [one.first for one in split] == pytest.approx([0.014, 0.014])
+    assert [one.first for one in whole] == pytest.approx([0.025, 0.018])  # the token comes behind a request
+    assert [one.first for one in split] == pytest.approx([0.014, 0.003 + 0.006 + 0.008])
 
 
 def test_threads_beyond_the_cores_slow_jobs_as_they_did() -> None:

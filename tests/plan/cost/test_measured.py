@@ -179,6 +179,9 @@ def test_decode_steps_are_as_long_as_under_an_engine() -> None:
     assert model.seconds(Work.decode("one", 1.0, contexts)) == pytest.approx(0.8 * alone)
     for work in (Work.prefill("one", 1.0, [100]), Work.decode("two", 1.0, contexts)):
         assert model.seconds(work) == MODEL.seconds(work)
+    half = Measured(msgspec.structs.replace(PROFILE, steps=tuple(steps)), CORES // 2)
+    on_half = Work.decode("one", 1.0, contexts)
+    assert half.seconds(on_half) == pytest.approx(0.8 * Measured(PROFILE, CORES // 2).seconds(on_half))
 
 
 def test_a_curve_between_its_knots() -> None:

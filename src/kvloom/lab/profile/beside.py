@@ -97,8 +97,8 @@ OVER: Final = (1, 2)  # threads more than there are cores
 BURST: Final = 0.001  # seconds of the loop's work at a time, at most
 ENOUGH: Final = 0.3  # seconds of a job's runs, within its repeats and MOST
 MOST: Final = 300
-BUSY_PART: Final = 0.5  # of the time, for which a busy process wants a core
-MOST_SCALED: Final = 4  # times that what was lost is multiplied, at most
+BUSY_PART: Final = 0.5  # the part of the time for which a busy process wants a core
+MOST_SCALED: Final = 4  # times as much as was lost counts at most
 
 
 def pressed_settings(model: str, cores: int, limits: Limits, *, quick: bool = False) -> list[Setting]:
@@ -120,8 +120,9 @@ async def measure_pressed(
     than the machine has cores, and alone just before, because the machine's own pace changes.
 
     The processes work in bursts, as a server's do: endless loops would hold a job's thread up for a slice of
-    the scheduler's each time, and leave its caches as they are. By the part of the time for which they really
-    want a core, whether they get one or wait for it, what the job loses is scaled to `OVER`."""
+    the scheduler's each time, and leave its caches as they are. From the part of the time for which they
+    had a core or waited for one follows how many threads too many there really were; what the job lost is
+    scaled from that number to the one in `OVER`."""
     found = []
 
     def busy_beside(pair: tuple[Setting, int]) -> int:
@@ -144,14 +145,14 @@ async def measure_pressed(
 
 
 def processes_for(over: int, free: int) -> int:
-    """Returns how many processes that work for half of the time want `over` threads more than there are cores
-    on average, if `free` cores have nothing else."""
+    """Returns how many processes it takes, each of which wants a core for half of the time, to have `over`
+    threads more than there are cores on average, if `free` cores have nothing else."""
     return next(count for count in itertools.count(over) if mean_over(count, BUSY_PART, free) >= over)
 
 
 def mean_over(processes: int, work: float, free: int) -> float:
     """Returns how many threads more than there are cores want to run on average if each of so many processes
-    works for a part `work` of the time, independently of the others, and `free` cores have nothing else."""
+    does for a part `work` of the time, independently of the others, and `free` cores have nothing else."""
     return sum(
         (count - free) * math.comb(processes, count) * work**count * (1.0 - work) ** (processes - count)
         for count in range(free + 1, processes + 1)

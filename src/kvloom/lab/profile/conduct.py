@@ -105,7 +105,7 @@ async def measure_server(
         hosted, answered = await measure_serving(
             given,
             key,
-            OwnWork(
+            OwnWork(  # `after` is a job's time, and no work of the loop
                 cost.between_steps,
                 fmean(row.between for row in profile.prompted) if profile.prompted else 0.0,
             ),
@@ -138,7 +138,6 @@ def whole_machine(config: Config) -> EngineSpec:
         models=tuple(models.values()),
         kv_bytes=min(POOL, sum(engine.kv_bytes for engine in engines)),
         threads=sum(engine.threads for engine in engines),
-        policy="adbs",
         transport="shm",
     )
 
@@ -185,7 +184,7 @@ def upkeep_table(profile: Profile) -> Table:
 
 def served_table(profile: Profile) -> Table:
     """Returns a table of how much longer answers take under the server."""
-    rows = [(row.model, f"{1e3 * row.first:.2f}", f"{1e3 * row.row:.3f}") for row in profile.served]
+    rows = [(row.model, f"{1e3 * row.first:.2f}", f"{1e3 * row.sequence:.3f}") for row in profile.served]
     return _table(
         "Milliseconds by which served answers take longer", ("", "first token", "a sequence of a job"), rows
     )

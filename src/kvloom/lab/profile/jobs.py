@@ -13,6 +13,7 @@ from statistics import median
 from typing import Final
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvloom.engine.engine import Engine
 from kvloom.engine.queues import limit_context
@@ -35,7 +36,7 @@ MIXED_PROMPTS, MIXED_ROWS, MIXED_CONTEXT = (48, 128, 288), (2, 10, 32), 128  # t
 SEED: Final = 1
 MOST_SEQUENCES: Final = 1024
 PROMPT: Final = 8  # tokens of a sequence under the engine
-PROMPT_EVERY: Final = 3  # steps of a sequence there, another one comes that is only prefilled
+PROMPT_EVERY: Final = 3  # steps there from one request to the next that has an answer of one token
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,24 +256,24 @@ class WatchedExecutor(TorchExecutor):
     def launch(self, job: Job) -> asyncio.Future[JobResult]:
         began = time.perf_counter()
         gap = began - self._ended
-        batch, context = len(job.plan.sequences), int(job.plan.starts.sum())
         future = super().launch(job)
 
         def end(_: object) -> None:
             self._ended = time.perf_counter()
-            self.seen.append(Seen(job.phase, batch, context, gap, self._ended - began))
+            plan, span = job.plan, self._ended - began
+            self.seen.append(Seen(job.phase, len(plan.sequences), int(plan.starts.sum()), gap, span))
 
         future.add_done_callback(end)  # before the engine's own, which are added later
         return future
 
 
 async def measure_steps(
-    executor: WatchedExecutor, spec: EngineSpec, model: str, sequences: int, steps: int
+    executor: WatchedExecutor, spec: EngineSpec, model: str, sequences: int, steps: int, temperature: float
 ) -> Stepped | None:
     """Measures `steps` steps of that many sequences, whose callers are streamed each token. Returns None if
     they never ran all together, because the pool does not hold them."""
     async with _engine(executor, spec) as engine:
-        await asyncio.gather(*[_call(engine, model, i, PROMPT, steps) for i in range(sequences)])
+        await asyncio.gather(*[_call(engine, model, i, PROMPT, steps, temperature) for i in range(sequences)])
     whole = [one for one in executor.seen if one.phase is Phase.DECODE and one.batch == sequences][1:]
     if not whole:
         return None
@@ -286,18 +287,20 @@ async def measure_steps(
 
 
 async def measure_prompted(
-    executor: WatchedExecutor, spec: EngineSpec, model: str, prompts: int, tokens: int
+    executor: WatchedExecutor, spec: EngineSpec, model: str, prompts: int, tokens: int, temperature: float
 ) -> PromptedSeconds | None:
-    """Measures what so many prompts of `tokens`, whose answers have one, cost an engine that decodes one
-    sequence all the while. They come one by one, while a step runs. Returns None if no job between steps had
-    prompts."""
+    """Measures what requests cost an engine besides their jobs. While one sequence decodes, so many come, one
+    after every `PROMPT_EVERY` of its steps, each with `tokens` of a prompt and an answer of one. Returns None
+    if no job between two steps had prompts."""
     async with _engine(executor, spec) as engine, asyncio.TaskGroup() as group:
         at = 0
-        async with aclosing(_frames(engine, model, 0, PROMPT, PROMPT_EVERY * (prompts + 1))) as frames:
-            async for _ in frames:
-                at += 1
-                if at % PROMPT_EVERY == 0 and at <= PROMPT_EVERY * prompts:
-                    group.create_task(_call(engine, model, at, tokens, 1))
+        async with aclosing(
+            _frames(engine, model, 0, PROMPT, PROMPT_EVERY * (prompts + 1), temperature)
+        ) as frames:
+            async for frame in frames:
+                at += bool(frame)
+                if frame and at % PROMPT_EVERY == 0 and at <= PROMPT_EVERY * prompts:
+                    group.create_task(_call(engine, model, at, tokens, 1, temperature))
     seen, plain, prompted = executor.seen, list[Seen](), list[tuple[Seen, Seen]]()
     for before, one, after in zip(seen, seen[1:], seen[2:], strict=False):
         if before.phase is one.phase is Phase.DECODE:
@@ -316,8 +319,10 @@ async def measure_prompted(
 
 @asynccontextmanager
 async def _engine(executor: WatchedExecutor, spec: EngineSpec) -> AsyncIterator[Engine]:
-    """Yields an engine on the executor, which has seen no job yet."""
+    """Yields an engine on the executor, which has seen no job yet, with the policy by which jobs run one
+    after the other."""
     executor.seen.clear()
+    spec = replace(spec, policy="slack")
     transport = ShmTransport(spec.unit, executor.arena)
     try:
         async with asyncio.TaskGroup() as group:
@@ -329,13 +334,15 @@ async def _engine(executor: WatchedExecutor, spec: EngineSpec) -> AsyncIterator[
         transport.close_all()
 
 
-async def _call(engine: Engine, model: str, number: int, prompt: int, tokens: int) -> None:
-    async for _ in _frames(engine, model, number, prompt, tokens):
+async def _call(
+    engine: Engine, model: str, number: int, prompt: int, tokens: int, temperature: float
+) -> None:
+    async for _ in _frames(engine, model, number, prompt, tokens, temperature):
         pass
 
 
 async def _frames(
-    engine: Engine, model: str, number: int, prompt: int, tokens: int
+    engine: Engine, model: str, number: int, prompt: int, tokens: int, temperature: float
 ) -> AsyncGenerator[list[Event], None]:
     """Yields the frames of a request with a prompt and an answer of so many tokens."""
     rng = random.Random(number)
@@ -344,7 +351,7 @@ async def _frames(
         model=model,
         request=f"profile-{number}",
         prompt=[rng.randrange(vocab) for _ in range(prompt)],
-        sampling=SamplingParams(max_tokens=tokens, seed=number),
+        sampling=SamplingParams(max_tokens=tokens, seed=number, temperature=temperature),
     )
     async with aclosing(engine.start_generate(body)) as frames:
         async for frame in frames:

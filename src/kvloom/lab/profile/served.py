@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,7 +25,7 @@ from kvloom.plan.cost.work import Work
 from kvloom.router.program import load_program
 
 PROMPT: Final = 64  # tokens
-FEWEST, MOST = 8, 200  # requests of each model
+FEWEST, MOST = 4, 200  # requests of each model
 _HALVINGS: Final = 6  # of the range in which a number is looked for
 _ROUNDS: Final = 3  # simulations, each with what the ones before have found
 
@@ -81,38 +81,59 @@ class Answered:
 
 
 def with_served(config: Config, profile: Profile, usual: Answered, heavy: Answered) -> Profile:
-    """Returns the profile with what it takes for simulated answers to be as long as the real ones were:
+    """Returns the profile with what it takes for simulated answers to be as long as the real ones were. If
+    they are later even without it, nothing is added. `profile` must already contain `hosted`."""
+    profile = replace(profile, served=(), closing=0.0)
+    profile = _with_sequences(config, profile, heavy)
+    return _with_first(config, _with_closing(config, profile, usual), usual)
 
-    - the seconds that a job takes longer for each sequence, so that answers take as long a token under the
-      `heavy` load,
-    - the part of a request's CPU time that comes after its answer, so that first tokens come as early under
-      the `usual` load, or the seconds by which they come later.
 
-    What takes too long even so is left as it is. `profile` must already contain `hosted`."""
-    cost, models = Measured(profile), list(usual.first)
-    first, row = dict.fromkeys(models, 0.0), 0.0
+def _with_sequences(config: Config, profile: Profile, heavy: Answered) -> Profile:
+    """Finds the seconds that a job takes longer for each sequence that it decodes, so that answers take as
+    long a token under this load as they did."""
+    cost, models = Measured(profile), list(heavy.first)
 
-    def served() -> tuple[ServedSeconds, ...]:
-        return tuple(ServedSeconds(model=model, first=first[model], row=row) for model in models)
+    def tried(seconds: float) -> Profile:
+        served = (ServedSeconds(model=model, first=0.0, sequence=seconds) for model in models)
+        return replace(profile, served=tuple(served))
 
-    least, most = 0.0, max(cost.seconds(Work.decode(model, 1.0, [PROMPT])) for model in models) / 2
-    for _ in range(_HALVINGS):
-        row = (least + most) / 2
-        ours = simulated_answers(config, replace(profile, served=served()), heavy)
-        least, most = (least, row) if _later(ours.per_token, heavy.per_token) else (row, most)
-    row = least
-    profile, least, most = replace(profile, served=served()), 0.0, 1.0
-    for _ in range(_HALVINGS):
-        closing = (least + most) / 2
+    def late(seconds: float) -> bool:
+        return _later(simulated_answers(config, tried(seconds), heavy).per_token, heavy.per_token)
+
+    most = max(cost.seconds(Work.decode(model, 1.0, [PROMPT])) for model in models) / 2
+    return tried(_last_before(late, most))
+
+
+def _with_closing(config: Config, profile: Profile, usual: Answered) -> Profile:
+    """Finds the part of a request's CPU time that comes after its answer, so that first tokens come as early
+    under this load as they did."""
+
+    def early(closing: float) -> bool:
         ours = simulated_answers(config, replace(profile, closing=closing), usual)
-        least, most = (closing, most) if _later(ours.first, usual.first) else (least, closing)
-    profile = replace(profile, closing=least)
+        return not _later(ours.first, usual.first)
+
+    return replace(profile, closing=_last_before(early, 1.0))
+
+
+def _with_first(config: Config, profile: Profile, usual: Answered) -> Profile:
+    """Finds the seconds by which first tokens come still later under this load than simulated."""
     for _ in range(_ROUNDS):
         ours = simulated_answers(config, profile, usual)
-        for model in models:
-            first[model] = max(0.0, first[model] + usual.first[model] - ours.first[model])
-        profile = replace(profile, served=served())
+        served = (
+            replace(row, first=max(0.0, row.first + usual.first[row.model] - ours.first[row.model]))
+            for row in profile.served
+        )
+        profile = replace(profile, served=tuple(served))
     return profile
+
+
+def _last_before(reached: Callable[[float], bool], most: float) -> float:
+    """Returns about the largest number from 0 to `most` for which `reached` does not hold yet."""
+    least = 0.0
+    for _ in range(_HALVINGS):
+        middle = (least + most) / 2
+        least, most = (least, middle) if reached(middle) else (middle, most)
+    return least
 
 
 def _later(ours: Mapping[str, float], real: Mapping[str, float]) -> bool:

@@ -81,6 +81,7 @@ JOBS: Final = {"kvloom_prefill_jobs": 1, "kvloom_decode_jobs": 1, "kvloom_mixed_
 """Metrics that together count jobs: a mixed one counts as a prefill and as a decode step, too."""
 PROMPTED: Final = "kvloom_prefill_jobs"
 WARMING: Final = 32  # requests
+MOST_OWN: Final = 0.9  # the part of the CPU time of an engine's loop that its work between jobs is at most
 READY: Final = re.compile(r"Ready in .*?(http://\S+)")
 START_TIMEOUT: Final = 600.0  # seconds for the server to start
 
@@ -135,8 +136,8 @@ async def _loaded(
     jobs, total = await client.jobs() - before, results.total
     if jobs.all <= 0 or results.client_cpu is None:
         raise ConfigError(f"the served models counted {jobs.all:.0f} jobs for {total.requests} requests")
-    cpu["engine"] -= jobs.all * own.between(round(total.output_tokens / jobs.all))
-    cpu["engine"] -= jobs.prompted * own.prompted
+    between = jobs.all * own.between(round(total.output_tokens / jobs.all)) + jobs.prompted * own.prompted
+    cpu["engine"] -= min(between, MOST_OWN * cpu["engine"])
     cpu["client"] = results.client_cpu
     return Loaded(total.requests, total.output_tokens, jobs.all, cpu), results
 

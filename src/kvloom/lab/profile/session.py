@@ -124,8 +124,8 @@ async def measure(
     steps, prompted = list[Stepped](), list[PromptedSeconds]()
     for name in shapes:
         done.tell(f"{name} under the engine", 8)
-        steps += await _steps(executor, spec, name, limits[name], effort)
-        prompted += await _prompted(executor, spec, name, limits[name], effort)
+        steps += await _steps(executor, spec, name, limits[name], effort, temperature)
+        prompted += await _prompted(executor, spec, name, limits[name], effort, temperature)
     tell("done", 1.0)
     return Profile(
         computer=computer,
@@ -188,26 +188,37 @@ async def _timed(stage: Stage, setting: Setting, *, again: bool) -> float:
 
 
 async def _steps(
-    executor: WatchedExecutor, spec: EngineSpec, model: str, limits: Limits, effort: Effort
+    executor: WatchedExecutor,
+    spec: EngineSpec,
+    model: str,
+    limits: Limits,
+    effort: Effort,
+    temperature: float,
 ) -> list[Stepped]:
     found = []
     steps = min(effort.steps, limits.context - PROMPT)
     for sequences in STEPPED[: 2 if effort.quick else None]:
         room = sequences * (PROMPT + steps + limits.page) <= limits.tokens
         if steps > 2 and room and sequences <= limits.batch:
-            stepped = await measure_steps(executor, spec, model, sequences, steps)
+            stepped = await measure_steps(executor, spec, model, sequences, steps, temperature)
             found += [stepped] if stepped else []
     return found
 
 
 async def _prompted(
-    executor: WatchedExecutor, spec: EngineSpec, model: str, limits: Limits, effort: Effort
+    executor: WatchedExecutor,
+    spec: EngineSpec,
+    model: str,
+    limits: Limits,
+    effort: Effort,
+    temperature: float,
 ) -> list[PromptedSeconds]:
     tokens = min(SHORT_PROMPT_TOKENS, limits.chunk, limits.context - 1)
     prompts = min(effort.steps, (limits.context - PROMPT) // PROMPT_EVERY - 1)
-    if prompts < 1 or limits.batch < 2 or 2 * limits.context > limits.tokens:
+    room = PROMPT + PROMPT_EVERY * (prompts + 1) + tokens + 2 * limits.page <= limits.tokens
+    if prompts < 1 or limits.batch < 2 or not room:
         return []
-    found = await measure_prompted(executor, spec, model, prompts, tokens)
+    found = await measure_prompted(executor, spec, model, prompts, tokens, temperature)
     return [found] if found else []
 
 

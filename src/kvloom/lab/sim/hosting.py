@@ -191,7 +191,7 @@ class HostedUnit:
         self._machine.cores.leave(self.loop.thread, self._wish)
 
     def _wish(self) -> float:
-        """Returns the cores that jobs want now. Those that the loop's work holds up want none."""
+        """Returns the cores that jobs want now: fewer while the loop's work holds them up."""
         return self._held if self.loop.thread.busy else self._jobs
 
     def running(self, jobs: Sequence[tuple[Work, float]]) -> None:
@@ -204,6 +204,7 @@ class HostedUnit:
         """Returns the seconds of a job on so many cores, as things are. alone: its seconds if nothing
         but jobs wanted the cores."""
         hosting, busy = self._machine.hosting, self.loop.thread.busy
+        # as if the loop were idle, whose part comes in by `pace`
         others = self._machine.cores.over + self._jobs - self._wish() - busy
         slower = hosting.slower(work, cores, others)
         if busy:
@@ -241,13 +242,15 @@ class HostedServer:
         for loop in self._hops:
             await loop.take_request()
         await asyncio.sleep(self._hosting.first_token_delay(body.model))
-        async with aclosing(self._server.start_generate(body)) as frames:
-            async for frame in frames:
-                for loop in reversed(self._hops) if frame else ():
-                    await loop.passed()
-                yield frame
-        for loop in self._hops:
-            loop.close_request()
+        try:
+            async with aclosing(self._server.start_generate(body)) as frames:
+                async for frame in frames:
+                    for loop in reversed(self._hops) if frame else ():
+                        await loop.passed()
+                    yield frame
+        finally:
+            for loop in self._hops:
+                loop.close_request()
 
     async def abort(self, request: str, choice: int | None = None) -> None:
         await self._server.abort(request, choice)

@@ -22,7 +22,8 @@ Point = tuple[int, float]
 
 @dataclass(frozen=True, slots=True)
 class Upkeep:
-    """CPU seconds of one thread's work: for a request, for a token, for each time that tokens come."""
+    """CPU seconds of a client, a gateway or an engine's loop: for a request, for a token, for each time that
+    tokens come. Each is simulated as one thread."""
 
     request: float = 0.0
     token: float = 0.0
@@ -64,9 +65,9 @@ class Hosting:
         return self._served[model].first if model in self._served else 0.0
 
     def served(self, work: Work) -> float:
-        """Returns the seconds by which a served job takes longer than one that is repeated."""
+        """Returns the seconds by which a job takes longer under a server than all else says."""
         rows = work.batch if work.phase is Phase.DECODE else work.rows
-        return rows * self._served[work.model].row if work.model in self._served else 0.0
+        return rows * self._served[work.model].sequence if work.model in self._served else 0.0
 
     def pace(self, work: Work, cores: float) -> float:
         """Returns the part of its own pace that a job keeps while its process's loop works."""

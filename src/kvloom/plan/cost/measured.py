@@ -50,13 +50,13 @@ class Measured:
     """Satisfies `Operated`. `cores` is the number that the unit has; by default it has all of the profile's.
 
     A prefill takes f(tokens) + a · pairs + b · context + c · sequences, a decode step f(sequences) + a ·
-    context, fitted for each model and number of cores to what was measured. A decode step takes a factor of
-    its model as long: how much longer or shorter steps were under an engine, one after the other, in the
-    median. A mixed job takes what the prefill and the decode step in it take one after the other, less a
-    decode step of one empty sequence, because the weights are read once for both, times another such factor.
-    Factors are 1 if nothing was measured. Beside others a job takes as many times longer as pairs of
-    such jobs did, in proportion to the others' shares, and if all shares are more than the whole, as many
-    times more.
+    context, fitted for each model and number of cores to what was measured. A decode step's time is
+    multiplied by a factor of its model: that under an engine, where one step follows the other, over the
+    fitted one, in the median. A mixed job takes what the prefill and the decode step in it take one after the
+    other, less a decode step of one empty sequence, because the weights are read once for both, times another
+    such factor. Factors are 1 if nothing was measured. Beside others a job takes as many times longer as
+    pairs of such jobs did, in proportion to the others' shares, and if all shares are more than the whole, as
+    many times more.
 
     Operators were not measured. Attention is what a job takes longer for its pairs and its context; the rest
     is spread over the products by the weights that they read. Launch and poll times are 0: they are contained
@@ -73,8 +73,8 @@ class Measured:
         self._between = _between(profile)
         self._prompted = {row.model: row.between + row.after for row in profile.prompted}
         self._shapes = profile.shapes
-        self._stepping: dict[str, float] = {}
-        self._stepping = self._stepping_factors(profile.steps)
+        self._stepping: dict[str, float] = {}  # the factors are found with none of them
+        self._stepping = self._stepping_factors(profile.steps, profile.cores / self._cores)
         self._mixing = self._mixing_factors(profile.mixed)
 
     def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
@@ -104,14 +104,15 @@ class Measured:
         read = self._alone(Work.decode(step.model, step.share, (0,)))
         return self._alone(prompts) + self._alone(step) - read
 
-    def _stepping_factors(self, steps: Iterable[Stepped]) -> dict[str, float]:
+    def _stepping_factors(self, steps: Iterable[Stepped], share: float) -> dict[str, float]:
         """Returns by model how many times as long decode steps took under an engine, one after the other, as
-        those that were measured alone."""
+        those that were measured alone. share: that of their cores, in this unit's."""
         seen: dict[str, list[float]] = defaultdict(list)
         for step in steps:
             if step.context:
                 contexts = [step.context // step.sequences] * step.sequences
-                seen[step.model].append(step.step / self._alone(Work.decode(step.model, 1.0, contexts)))
+                alone = self._alone(Work.decode(step.model, share, contexts))
+                seen[step.model].append(step.step / alone)
         return {model: median(factors) for model, factors in seen.items()}
 
     def _mixing_factors(self, mixed: Iterable[TimedMixed]) -> dict[str, float]:
@@ -146,8 +147,9 @@ class Measured:
         return (self.seconds(step) - self.seconds(replace(step, context=0))) / shape.layers
 
     def between(self, work: Work) -> float:
-        """Returns the seconds from the result of a job to the next launch, in which the engine does its own
-        work; of a job with prompts also what it costs besides. 0 if that was not measured."""
+        """Returns the seconds that an engine loses around a job: from its result to the next launch, and, if
+        it has prompts, those before its launch and by which the next step takes longer. 0 if that was not
+        measured."""
         prompted = 0.0 if work.phase is Phase.DECODE else self._prompted.get(work.model, 0.0)
         return self.between_steps(work.batch) + prompted
 
@@ -163,7 +165,8 @@ def cross_validate(profile: Profile) -> dict[str, Spread]:
     order.sort(key=lambda timed: (timed.doing.model, timed.doing.phase, timed.doing.cores))  # even folds
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for fold in range(FOLDS):
-        model = Measured(replace(profile, jobs=tuple(t for i, t in enumerate(order) if i % FOLDS != fold)))
+        seen = tuple(timed for i, timed in enumerate(order) if i % FOLDS != fold)
+        model = Measured(replace(profile, jobs=seen, steps=()))  # no factor: they were measured alone
         for timed in order[fold::FOLDS]:
             doing = timed.doing
             pair = model.seconds(doing.work(profile.cores)), median(timed.seconds)

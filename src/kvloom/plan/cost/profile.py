@@ -133,15 +133,15 @@ class ServedSeconds(Struct, frozen=True, kw_only=True):
     first: _ZeroOrMore
     """The seconds by which first tokens come later. They hold up the request alone, and no job: a large part
     is that threads sleep until they are woken on its way."""
-    row: _ZeroOrMore
+    sequence: _ZeroOrMore
     """The seconds by which a job takes longer for each sequence that it decodes: its token wakes a thread in
     each process on its way, while the next job runs."""
 
 
 class HostedSeconds(Struct, frozen=True, kw_only=True):
     """CPU seconds of one thread's work besides jobs: for each request, for each token, and for each time that
-    tokens come, however many. The role `engine` is that of its loop's thread, without what `Stepped` has as
-    `between`."""
+    tokens come, however many. The role `engine` is that of its loop's thread, without what `Stepped` and
+    `PromptedSeconds` have as `between`."""
 
     role: Role
     request: _ZeroOrMore
