@@ -50,8 +50,8 @@ def test_kills_while_models_are_woken_and_checkpoints_that_vanish(tmp_path: Path
     config = f"memory: 16MiB\nblock_bytes: 4KiB\nsleep_dir: {tmp_path}\nmodels: {models}\n"
     with serving(tmp_path, config) as (running, url), ThreadPoolExecutor() as pool:
         alone = {name: said(url, name, 7, TOKENS) for name in paths}
-        with streams(url, TOKENS, a=1, b=1):
-            for asked in ("c", "d"):
+        for asked in ("c", "d"):
+            with streams(url, TOKENS, a=1, b=1):  # one that two engines die with would be quarantined
                 asking = pool.submit(said, url, asked, 7, TOKENS)
                 os.kill(running.children()["unit-0"], signal.SIGKILL)
                 running.wait_for("unit-0 | answers again")
