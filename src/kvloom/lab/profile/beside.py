@@ -98,7 +98,7 @@ BURST: Final = 0.001  # seconds of the loop's work at a time, at most
 ENOUGH: Final = 0.3  # seconds of a job's runs, within its repeats and MOST
 MOST: Final = 300
 BUSY_PART: Final = 0.5  # the part of the time for which a busy process wants a core
-MOST_SCALED: Final = 4  # times as much as was lost counts at most
+MOST_SCALED: Final = 4  # what was lost is multiplied by this at most
 
 
 def pressed_settings(model: str, cores: int, limits: Limits, *, quick: bool = False) -> list[Setting]:

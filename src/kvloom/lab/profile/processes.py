@@ -111,8 +111,8 @@ _EVENTS: Final = 2000  # what they hold is more than a core's first cache
 
 
 def _work_in_bursts() -> None:
-    """Sends events of a stream to itself in bursts, and rests for as long after each. No event loop is
-    asked for the rests, for their timers have whole milliseconds."""
+    """Sends events of a stream to itself in bursts, and rests for as long after each. The rests are
+    plain sleeps, because an event loop's timers have whole milliseconds."""
     here, there = socket.socketpair()
     events: list[Any] = [
         {"id": f"cmpl-{i}", "created": i, "choices": [{"index": 0, "text": "word", "logprobs": None}]}

@@ -61,7 +61,7 @@ class Loaded:
     turns: float
     """How many times tokens came, however many at a time: the jobs."""
     cpu: Mapping[Role, float]
-    """The CPU seconds of each role; the engines' are without their own work between steps."""
+    """The CPU seconds of each role; the engines' are without their own work between jobs."""
 
 
 def split_cpu_time(loads: Sequence[Loaded]) -> tuple[HostedSeconds, ...]:

@@ -68,7 +68,7 @@ class Effort:
     repeats: int = 3
     """How often, at least, a job is timed that is repeated beside something else."""
     steps: int = 40
-    """The number of steps under the engine."""
+    """The number of steps under the engine, and of the prompts that come between steps there."""
     quick: bool = False
     """Whether only some of the jobs are measured."""
     load_seconds: float = 15.0
@@ -95,7 +95,8 @@ async def measure(
     temperature: float,
     tell: Tell,
 ) -> Profile:
-    """Measures jobs alone, in pairs and under pressure, and steps under the engine. `executor` has the models
+    """Measures jobs alone, in pairs and under pressure, and steps and prompts under the engine. `executor`
+    has the models
     of `spec` loaded."""
     stage, cores = Stage(executor, temperature=temperature), executor.compute
     limits = {name: stage.limits(name, spec.chunk_tokens, spec.max_running) for name in shapes}
@@ -124,8 +125,9 @@ async def measure(
     steps, prompted = list[Stepped](), list[PromptedSeconds]()
     for name in shapes:
         done.tell(f"{name} under the engine", 8)
-        steps += await _steps(executor, spec, name, limits[name], effort, temperature)
-        prompted += await _prompted(executor, spec, name, limits[name], effort, temperature)
+        found = await _under_engine(executor, spec, name, limits[name], effort, temperature)
+        steps += found[0]
+        prompted += found[1]
     tell("done", 1.0)
     return Profile(
         computer=computer,
@@ -187,39 +189,28 @@ async def _timed(stage: Stage, setting: Setting, *, again: bool) -> float:
         return await stage.run(setting, ids)
 
 
-async def _steps(
+async def _under_engine(
     executor: WatchedExecutor,
     spec: EngineSpec,
     model: str,
     limits: Limits,
     effort: Effort,
     temperature: float,
-) -> list[Stepped]:
-    found = []
+) -> tuple[list[Stepped], list[PromptedSeconds]]:
+    """Returns what was measured under the engine of steps, and of prompts that come between them: as much as
+    the pool has room for."""
+    stepped, prompted = list[Stepped | None](), list[PromptedSeconds | None]()
     steps = min(effort.steps, limits.context - PROMPT)
     for sequences in STEPPED[: 2 if effort.quick else None]:
         room = sequences * (PROMPT + steps + limits.page) <= limits.tokens
         if steps > 2 and room and sequences <= limits.batch:
-            stepped = await measure_steps(executor, spec, model, sequences, steps, temperature)
-            found += [stepped] if stepped else []
-    return found
-
-
-async def _prompted(
-    executor: WatchedExecutor,
-    spec: EngineSpec,
-    model: str,
-    limits: Limits,
-    effort: Effort,
-    temperature: float,
-) -> list[PromptedSeconds]:
+            stepped.append(await measure_steps(executor, spec, model, sequences, steps, temperature))
     tokens = min(SHORT_PROMPT_TOKENS, limits.chunk, limits.context - 1)
     prompts = min(effort.steps, (limits.context - PROMPT) // PROMPT_EVERY - 1)
     room = PROMPT + PROMPT_EVERY * (prompts + 1) + tokens + 2 * limits.page <= limits.tokens
-    if prompts < 1 or limits.batch < 2 or not room:
-        return []
-    found = await measure_prompted(executor, spec, model, prompts, tokens, temperature)
-    return [found] if found else []
+    if prompts >= 1 and room and limits.batch >= 2:  # one decodes, and one comes
+        prompted.append(await measure_prompted(executor, spec, model, prompts, tokens, temperature))
+    return [one for one in stepped if one], [one for one in prompted if one]
 
 
 class _Done:

@@ -139,7 +139,7 @@ class ServedSeconds(Struct, frozen=True, kw_only=True):
 
 
 class HostedSeconds(Struct, frozen=True, kw_only=True):
-    """CPU seconds of one thread's work besides jobs: for each request, for each token, and for each time that
+    """CPU seconds of a role's work besides jobs: for each request, for each token, and for each time that
     tokens come, however many. The role `engine` is that of its loop's thread, without what `Stepped` and
     `PromptedSeconds` have as `between`."""
 
