@@ -96,8 +96,7 @@ async def measure(
     tell: Tell,
 ) -> Profile:
     """Measures jobs alone, in pairs and under pressure, and steps and prompts under the engine. `executor`
-    has the models
-    of `spec` loaded."""
+    has the models of `spec` loaded."""
     stage, cores = Stage(executor, temperature=temperature), executor.compute
     limits = {name: stage.limits(name, spec.chunk_tokens, spec.max_running) for name in shapes}
     settings = [
