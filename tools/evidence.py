@@ -6,7 +6,8 @@ python -m tools.evidence llumnix --figure 11 --draws 1    with less than the who
 python -m tools.evidence --changed               only those whose small run gives other numbers than it did
 python -m tools.evidence --page                  nothing is run: pages are written from data files
 
-Each figure is written as soon as it is made, so that an interrupted run goes on where it ended.
+Each figure is written as soon as it is made, and runs of the longest ones are kept as they end, so that an
+interrupted command goes on where it ended. The same command in a second terminal takes a part of those runs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import import_module
 from itertools import zip_longest
@@ -31,12 +33,14 @@ from msgspec import Struct
 from rich.console import Console
 
 from kvloom.cli.reproduce import play, quiet
+from kvloom.lab.reproduce.kept_runs import KeptRuns
 from kvloom.lab.reproduce.published import FOLDER
 from kvloom.lab.reproduce.report import Experiment, Options, Report, Scale, markdown, verdicts
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 DATA: Final = ROOT / "docs" / "reproduction"
 OVERVIEW: Final = ROOT / "docs" / "reproduction.md"
+KEPT: Final = ROOT / "build" / "evidence"  # runs of figures that are not over yet, by commit
 CODE: Final = "src/kvloom"  # what a figure is made by
 PAPERS: Final = ("microserving", "muxserve", "llumnix", "weaver", "aegaeon")  # as the page has them
 TOLERANCE: Final = 0.01
@@ -157,7 +161,9 @@ def make(
         small, seconds = _timed(paper, experiment, "small", Options(), console)
     report = small
     if scale == "full":
-        report, seconds = _timed(paper, experiment, "full", options, console)
+        kept = KeptRuns(KEPT / commit / paper / experiment.name)
+        report, seconds = _timed(paper, experiment, "full", replace(options, kept=kept), console)
+        seconds = max(seconds, kept.seconds)
     evidence = Evidence(
         command=_command(paper, experiment, scale, options),
         commit=commit,

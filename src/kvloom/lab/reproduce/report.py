@@ -11,6 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from kvloom.lab.reproduce.kept_runs import KeptRuns
 from kvloom.page import report as page
 from kvloom.page.report import Card, Pair
 
@@ -99,11 +100,13 @@ class Options:
     draws: int | None = None
     requests: int | None = None
     thresholds: tuple[float, ...] = ()
+    kept: KeptRuns | None = None
+    """Where the runs that are over are kept. It changes nothing that is found, and is not `given`."""
 
     @property
     def given(self) -> tuple[str, ...]:
         """Returns the names of the options that are given."""
-        return tuple(one.name for one in fields(self) if getattr(self, one.name))
+        return tuple(one.name for one in fields(self) if one.name != "kept" and getattr(self, one.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,7 @@ class Experiment:
 
     def play(self, scale: Scale, tell: Tell, options: Options) -> Report:
         """Runs it with the options, which it has if any are given. Raises ConfigError."""
-        if options.given and self.adjusted is not None:
+        if options != Options() and self.adjusted is not None:
             return self.adjusted(scale, tell, options)
         return self.run(scale, tell)
 

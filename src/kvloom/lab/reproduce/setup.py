@@ -6,12 +6,14 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from typing import Final, TypeVar
 
 import numpy as np
 from msgspec import structs
 
+from kvloom.lab.reproduce.kept_runs import KeptRuns
 from kvloom.lab.reproduce.report import Tell
 from kvloom.lab.sim.fleet import SimulatedFleet, simulated
 from kvloom.lab.sim.run import play
@@ -135,6 +137,32 @@ def play_all(
         return play(run, lambda part: tell(what, (at + part) / len(runs)))
 
     return [played(at, run) for at, run in enumerate(runs)]
+
+
+def play_or_read(
+    kept: KeptRuns | None,
+    result: type[P],
+    runs: Sequence[R],
+    play: Callable[[R, TellPart], P],
+    name: Callable[[R], str],
+    tell: Tell,
+) -> list[P]:
+    """As `play_all`, but runs that are kept are not played again, and others are kept. result: what `play`
+    returns."""
+    if kept is None:
+        return play_all(runs, play, name, tell)
+    found = dict[int, P]()
+
+    def played(at: int) -> P:
+        what = f"{name(runs[at])}, {len(found) + 1} of {len(runs)}"
+        return play(runs[at], lambda part: tell(what, (len(found) + part) / len(runs)))
+
+    for wait in (False, True):  # for what another process plays, if nothing else is left to play
+        for at in [one for one in range(len(runs)) if one not in found]:
+            point = kept.result(name(runs[at]), result, partial(played, at), wait=wait)
+            if point is not None:
+                found[at] = point
+    return [found[at] for at in range(len(runs))]
 
 
 def tell_each(tell: TellPart, whole: int) -> Callable[[object], None]:

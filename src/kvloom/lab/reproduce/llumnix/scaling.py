@@ -15,7 +15,7 @@ from kvloom.lab.reproduce.llumnix.setup import INSTANCES, SIZES, make_units
 from kvloom.lab.reproduce.llumnix.systems import BLOCK, INFAAS, LLUMNIX, OWN, System
 from kvloom.lab.reproduce.llumnix.traffic import LONG
 from kvloom.lab.reproduce.report import Cell, Claim, Grid, Options, Report, Scale, Tell, cells
-from kvloom.lab.reproduce.setup import TellPart, play_all, tell_each
+from kvloom.lab.reproduce.setup import TellPart, play_or_read, tell_each
 from kvloom.lab.sim.fleet import Rescheduling
 from kvloom.lab.workload.arrivals import gamma, poisson
 from kvloom.types.service import GroupSpec
@@ -90,16 +90,22 @@ def section_65(scale: Scale, tell: Tell, options: Options | None = None) -> Repo
     instances, count = SIZES[scale]
     count = options.requests or count
 
-    def play(run: tuple[Load, System, float], part: TellPart) -> Run:
+    def play(run: tuple[Load, System, float], part: TellPart) -> Point:
         load, system, low = run
         traffic = replace(LONG, gaps=poisson if load.cv is None else gamma(load.cv))
         requests = traffic.requests(load.rate * instances / INSTANCES, count)
         given = elastic(system, low, instances)
-        return Run(
-            load, system, play_point(given, units_of(given, instances), requests, tell_each(part, count)), low
-        )
+        point = play_point(given, units_of(given, instances), requests, tell_each(part, count))
+        return replace(point, results=())
 
-    return report_65(play_all(plan, play, lambda run: f"{run[0]}, {run[1].name}, {run[2]:g}", tell))
+    def name(run: tuple[Load, System, float]) -> str:
+        load, system, low = run
+        return f"{load}, {system.name}, {low:g}"
+
+    points = play_or_read(options.kept, Point, plan, play, name, tell)
+    return report_65(
+        [Run(load, system, point, low) for (load, system, low), point in zip(plan, points, strict=True)]
+    )
 
 
 def _load(rate: float) -> Load:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from operator import attrgetter
 from statistics import mean
@@ -31,7 +31,7 @@ from kvloom.lab.reproduce.llumnix.traffic import (
     chosen_traffic,
 )
 from kvloom.lab.reproduce.report import Cell, Claim, Grid, Options, Report, Scale, Tell, duration
-from kvloom.lab.reproduce.setup import TellPart, play_all, tell_each
+from kvloom.lab.reproduce.setup import TellPart, play_or_read, tell_each
 
 PUBLISHED_SYSTEMS: Final = (ROUND_ROBIN, INFAAS, LLUMNIX)  # whose curves the paper draws
 OTHERS: Final = (INFAAS_BY_COUNT, LLUMNIX_BY_COUNT, OWN_INFAAS, OWN)
@@ -91,15 +91,16 @@ def figure_11(scale: Scale, tell: Tell, options: Options | None = None) -> Repor
     def play(run: tuple[Traffic, float, System, int], part: TellPart) -> Point:
         traffic, rate, system, draw = run
         requests = traffic.requests(rate * instances / INSTANCES, count, draw)
-        return play_point(system.of(traffic), units_of(system, instances), requests, tell_each(part, count))
+        point = play_point(system.of(traffic), units_of(system, instances), requests, tell_each(part, count))
+        return replace(point, results=())
 
     def name(run: tuple[Traffic, float, System, int]) -> str:
         traffic, rate, system, draw = run
         return f"{traffic.name}, {rate:g} req/s, {system.name}, draw {draw + 1}"
 
-    runs = [(*one, draw) for one in plan for draw in range(draws)]
-    points = play_all(runs, play, name, tell)
-    found = [Run(*one, tuple(points[at * draws : (at + 1) * draws])) for at, one in enumerate(plan)]
+    runs = [(*one, draw) for draw in range(draws) for one in plan]
+    points = play_or_read(options.kept, Point, runs, play, name, tell)
+    found = [Run(*one, tuple(points[at :: len(plan)])) for at, one in enumerate(plan)]
     return report_11(found, curves, count)
 
 
