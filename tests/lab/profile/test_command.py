@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from kvloom.cli.__main__ import main
 from kvloom.config.file import load_config
 from kvloom.config.machine import Machine
-from kvloom.lab.profile.served import HEAVY, Answered, Load, simulated_answers, with_served
+from kvloom.lab.profile.served import HEAVY, LONG, USUAL, Answered, Bounds, simulated_answers, with_served
 from kvloom.lab.profile.session import QUICK
 from kvloom.plan.cost.measured import Measured
 from kvloom.plan.cost.profile import HostedSeconds, Profile, ServedSeconds, read_profile
@@ -94,43 +94,50 @@ def test_a_profile_says_how_long_jobs_take(profile: Profile) -> None:
 def test_what_else_the_machine_does_is_measured(profile: Profile) -> None:
     assert {hosted.role for hosted in profile.hosted} == {"client", "gateway", "engine"}
     for hosted in profile.hosted:
-        assert min(hosted.request, hosted.token, hosted.turn) >= 0.0
-        assert 0.0 < hosted.request + hosted.token + hosted.turn < 60.0
+        costs = hosted.request, hosted.prompt, hosted.token, hosted.turn
+        assert min(costs) >= 0.0
+        assert 0.0 < sum(costs) < 60.0
     kinds = {(model, phase) for model in ("one", "two") for phase in Phase.MIXED.parts}
     assert {(row.doing.model, row.doing.phase) for row in profile.pressed} == kinds
     assert {(row.doing.model, row.doing.phase) for row in profile.stalled} == kinds
     assert {row.over for row in profile.pressed} == {1, 2}
     assert {row.model for row in profile.served} == {row.model for row in profile.prompted} == {"one", "two"}
     assert min(row.context for row in profile.steps) > 0
-    assert max(row.first + row.sequence for row in profile.served) < 60.0
+    assert max(row.first + row.row + row.prompt for row in profile.served) < 60.0
     assert 0.0 <= profile.closing <= 1.0
 
 
 def test_how_much_longer_served_answers_take_is_found_by_their_times(config: Path, profile: Profile) -> None:
     """Loads are simulated with times that are known, and these are to be found again."""
     fleet, cost = load_config(config, {}, {}, Machine.here()), Measured(profile)
-    upkeep = HostedSeconds(role="gateway", request=0.002, token=1e-5, turn=1e-5)
+    upkeep = HostedSeconds(role="gateway", request=0.002, prompt=0.0, token=1e-5, turn=1e-5)
     still = replace(profile, hosted=(upkeep,), served=(), closing=0.0)
     models = ["one", "two"]
-    usual, heavy = (
-        Answered(load.requests(cost, models, QUICK.load_seconds), {}, {}) for load in (Load(0.2, 24), HEAVY)
-    )
+    bounds = dict.fromkeys(models, Bounds(context=256, waiting=64))
+    loads = {
+        load: Answered(load.requests(cost, bounds, QUICK.load_seconds), {}, {})
+        for load in (USUAL, HEAVY, LONG)
+    }
     first = cost.seconds(Work.prefill("one", 1.0, [64]))
     row = 0.2 * cost.seconds(Work.decode("one", 1.0, [64]))
-    known = tuple(ServedSeconds(model=name, first=first, sequence=row) for name in models)
+    prompt = 0.4 * cost.seconds(Work.prefill("one", 1.0, [128])) / 128
+    known = tuple(ServedSeconds(model=name, first=first, row=row, prompt=prompt) for name in models)
     for wanted, closing in ((known, 0.0), ((), 0.0), ((), 0.5)):
         world = replace(still, served=wanted, closing=closing)
-        real = [simulated_answers(fleet, world, load) for load in (usual, heavy)]
-        found = with_served(fleet, still, *real)
-        ours = [simulated_answers(fleet, found, load) for load in (usual, heavy)]
+        real = {load: simulated_answers(fleet, world, asked) for load, asked in loads.items()}
+        found = with_served(fleet, still, real)
+        ours = {load: simulated_answers(fleet, found, asked) for load, asked in loads.items()}
         for model in models:
-            assert ours[0].first[model] == pytest.approx(real[0].first[model], rel=0.1)
-            assert ours[1].per_token[model] == pytest.approx(real[1].per_token[model], rel=0.1)
+            assert ours[USUAL].first[model] == pytest.approx(real[USUAL].first[model], rel=0.1)
+            for load in (HEAVY, LONG):
+                assert ours[load].per_token[model] == pytest.approx(real[load].per_token[model], rel=0.1)
         if wanted:
             assert [one.model for one in found.served] == models
-            assert found.served[0].sequence == pytest.approx(row, rel=0.2)
+            assert found.served[0].row == pytest.approx(row, rel=0.25)
+            assert 0.0 <= found.served[0].prompt < 2 * prompt
         else:
-            assert max(one.sequence for one in found.served) < row / 2
+            assert max(one.row for one in found.served) < row / 2
+            assert max(one.prompt for one in found.served) < prompt / 2
             assert found.closing == pytest.approx(closing, abs=0.2)
 
 

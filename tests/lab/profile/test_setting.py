@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import Arena
@@ -29,7 +31,7 @@ from kvloom.lab.profile.jobs import (
 from kvloom.plan.cost.profile import JobMeasured
 from kvloom.plan.cost.work import Work
 from kvloom.types.job import Job, JobResult, Phase
-from kvloom.types.spec import ModelSpec
+from kvloom.types.spec import ModelSpec, Slo
 from tests.checkpoints import make_checkpoint
 from tests.engines import spec_of
 
@@ -231,16 +233,21 @@ def test_steps_under_the_engine(executor: Recorder, path: Path) -> None:
     assert 4 * PROMPT < stepped.context < 4 * (PROMPT + 6)
 
 
-def test_prompts_come_while_one_sequence_decodes(executor: Recorder, path: Path) -> None:
+@pytest.mark.parametrize("planned", [{}, {"prefill_share": 0.5, "decode_share": 0.5, "slo": Slo(1e-6, 1e-6)}])
+def test_prompts_come_while_one_sequence_decodes(
+    executor: Recorder, path: Path, planned: dict[str, Any]
+) -> None:
+    """Whatever a config plans, jobs come one after the other, and a prompt is let in at once."""
     spec = spec_of({"one": path, "two": path})
+    spec = replace(spec, models=tuple(replace(model, **planned) for model in spec.models))
     executor.most_at_once = 0
     found = asyncio.run(measure_prompted(executor, spec, "two", prompts=5, tokens=16, temperature=1.0))
     assert found is not None
     assert found.model == "two"
     assert 0.0 <= found.between < 1.0
-    assert 0.0 <= found.after < 1.0
     prompts = [job for job in executor.jobs if job.phase is not Phase.DECODE]
     assert [int(job.plan.appends.max()) for job in prompts] == [PROMPT] + [16] * 5
+    assert {job.share for job in executor.jobs} == {executor.compute}
     assert executor.most_at_once == 1
     assert max(len(job.plan.sequences) for job in executor.jobs if job.phase is Phase.DECODE) == 1
 

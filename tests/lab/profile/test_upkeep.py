@@ -18,31 +18,43 @@ from kvloom.lab.profile.processes import (
     descendants,
     main_thread_seconds,
 )
-from kvloom.lab.profile.served import FEWEST, MOST, PROMPT, USUAL, Load
+from kvloom.lab.profile.served import FEWEST, MOST, USUAL, Bounds, Load
+from kvloom.lab.profile.served import LOADS as LOADS_SERVED
 from kvloom.lab.profile.serving import Jobs, Loaded, count_jobs, split_cpu_time
 from kvloom.plan.cost.measured import Measured
 from kvloom.plan.cost.profile import Role
 from kvloom.plan.cost.work import Work
 from tests.plan.cost.profiles import make_profile
 
-COSTS: dict[Role, tuple[float, float, float]] = {
-    "client": (4e-4, 3e-5, 1e-5),
-    "gateway": (7e-4, 7e-5, 5e-5),
-    "engine": (3e-4, 2e-5, 0.0),
+AMPLE = Bounds(context=4096, waiting=1024)
+COSTS: dict[Role, tuple[float, float, float, float]] = {
+    "client": (4e-4, 1e-6, 3e-5, 1e-5),
+    "gateway": (7e-4, 4e-6, 7e-5, 5e-5),
+    "engine": (3e-4, 0.0, 2e-5, 0.0),
 }
-LOADS = [(3, 288, 288), (12, 1152, 288), (48, 4608, 288), (192, 18432, 288), (192, 384, 6)]
+LOADS = [
+    (3, 192, 288, 288),
+    (12, 768, 1152, 288),
+    (48, 12288, 4608, 288),
+    (192, 12288, 18432, 288),
+    (192, 12288, 384, 6),
+]
 
 
-def loaded(requests: int, tokens: int, turns: float) -> Loaded:
-    cpu = {role: requests * a + tokens * b + turns * c for role, (a, b, c) in COSTS.items()}
-    return Loaded(requests, tokens, turns, cpu)
+def loaded(requests: int, prompts: int, tokens: int, turns: int) -> Loaded:
+    counts = requests, prompts, tokens, turns
+    cpu = {
+        role: sum(count * cost for count, cost in zip(counts, costs, strict=True))
+        for role, costs in COSTS.items()
+    }
+    return Loaded(*counts, cpu)
 
 
 def test_costs_are_found() -> None:
     found = split_cpu_time([loaded(*load) for load in LOADS])
     assert [hosted.role for hosted in found] == ["client", "gateway", "engine"]
     for hosted in found:
-        costs = [hosted.request, hosted.token, hosted.turn]
+        costs = [hosted.request, hosted.prompt, hosted.token, hosted.turn]
         assert costs == pytest.approx(COSTS[hosted.role], rel=0.01, abs=1e-7)
 
 
@@ -56,27 +68,37 @@ def test_a_mixed_job_is_one_job() -> None:
 
 
 def test_nothing_is_found_where_nothing_was_used() -> None:
-    nothing = [Loaded(4, 100, 30, {"client": 0.0, "gateway": 0.0, "engine": -0.1})] * 3
+    nothing = [Loaded(4, 400, 100, 30, {"client": 0.0, "gateway": 0.0, "engine": -0.1})] * 3
     for hosted in split_cpu_time(nothing):
-        assert hosted.request + hosted.token + hosted.turn < 1e-8
+        assert hosted.request + hosted.prompt + hosted.token + hosted.turn < 1e-8
 
 
 @pytest.mark.parametrize("load", [Load(0.25, 24), Load(2.0, 8)])
 def test_loads_keep_jobs_as_busy_as_they_shall(load: Load) -> None:
     cost, models = Measured(make_profile()), ["one", "two"]
-    requests = load.requests(cost, models, seconds=20.0)
+    requests = load.requests(cost, dict.fromkeys(models, AMPLE), seconds=20.0)
     assert [request.model for request in requests] == models * (len(requests) // 2)
     assert {request.output for request in requests} == {load.output}
-    jobs = [Work.decode(model, 1.0, [PROMPT]) for model in models] * (load.output - 1)
-    jobs += [Work.prefill(model, 1.0, [PROMPT]) for model in models]
+    jobs = [Work.decode(model, 1.0, [load.prompt]) for model in models] * (load.output - 1)
+    jobs += [Work.prefill(model, 1.0, [load.prompt]) for model in models]
     alone = sum(cost.seconds(job) + cost.between(job) for job in jobs) * len(requests) / 2
     assert alone / requests[-1].at == pytest.approx(load.busy, rel=0.2)
 
 
 def test_a_load_has_enough_requests_and_not_too_many() -> None:
-    cost = Measured(make_profile())
+    cost, bounds = Measured(make_profile()), {"one": AMPLE, "two": AMPLE}
     for seconds, each in ((1e-3, FEWEST), (1e6, MOST)):
-        assert len(USUAL.requests(cost, ["one", "two"], seconds)) == 2 * each
+        assert len(USUAL.requests(cost, bounds, seconds)) == 2 * each
+
+
+def test_a_load_asks_no_more_than_every_model_can_take() -> None:
+    """No request is longer than a context, and all of one model may wait at the same time."""
+    cost = Measured(make_profile())
+    for bounds in (Bounds(context=32, waiting=3), Bounds(context=200, waiting=1), Bounds(2, 8)):
+        for load in LOADS_SERVED:
+            requests = load.requests(cost, {"one": AMPLE, "two": bounds}, seconds=1e6)
+            assert max(request.prompt + request.output for request in requests) <= bounds.context
+            assert len(requests) == 2 * min(bounds.waiting, MOST)
 
 
 def test_threads_and_children_are_known_by_their_pids() -> None:

@@ -59,8 +59,8 @@ def make_plan(
 
 
 HOSTED = (
-    HostedSeconds(role="client", request=0.004, token=0.0, turn=0.0),
-    HostedSeconds(role="gateway", request=0.002, token=0.001, turn=0.0),
+    HostedSeconds(role="client", request=0.004, prompt=0.0, token=0.0, turn=0.0),
+    HostedSeconds(role="gateway", request=0.002, prompt=0.0, token=0.001, turn=0.0),
 )
 
 SPEC = """\

@@ -32,8 +32,10 @@ class Fixed:
         return self.each
 
 
-def upkeep(role: Role, *, request: float = 0.0, token: float = 0.0, turn: float = 0.0) -> HostedSeconds:
-    return HostedSeconds(role=role, request=request, token=token, turn=turn)
+def upkeep(
+    role: Role, *, request: float = 0.0, prompt: float = 0.0, token: float = 0.0, turn: float = 0.0
+) -> HostedSeconds:
+    return HostedSeconds(role=role, request=request, prompt=prompt, token=token, turn=turn)
 
 
 def fixed(cost: Fixed, between: float = 0.0) -> SimulatedUnit:
@@ -77,7 +79,7 @@ def test_a_first_token_that_is_served_later_holds_up_no_job() -> None:
     given = [one_ask(output=101), one_ask(at=0.05, output=1)]
     plain, late = (
         played(found, given, fixed(Fixed(0.001)))
-        for found in (hosting(), hosting(ServedSeconds(model="small", first=0.2, sequence=0.0)))
+        for found in (hosting(), hosting(ServedSeconds(model="small", first=0.2, row=0.0, prompt=0.0)))
     )
     assert [after.first for after in late] == pytest.approx(
         [one.first + 0.2 for one in plain if one.first], abs=0.0011

@@ -62,6 +62,8 @@ def make_profile() -> Profile:
         jobs=tuple(jobs),
         crowded=tuple(crowded),
         steps=tuple(
-            Stepped(model="one", sequences=n, between=1e-4 + 1e-5 * n, step=1e-2) for n in (1, 8, 64)
+            Stepped(model="one", sequences=n, between=1e-4 + 1e-5 * n, step=step, context=16 * n)
+            for n in (1, 8, 64)
+            for step in (true_seconds(Work.decode("one", 1.0, [16] * n)),)
         ),
     )

@@ -43,11 +43,11 @@ def hosting(
 
 def test_what_was_not_measured_costs_nothing() -> None:
     nothing, work = hosting(), Work.decode("one", 0.5, [10])
-    assert nothing.upkeep("gateway") == Upkeep(0.0, 0.0, 0.0)
+    assert nothing.upkeep("gateway") == Upkeep(0.0, 0.0, 0.0, 0.0)
     assert nothing.slower(work, 2, 3.0) == 1.0
     assert nothing.pace(work, 2) == 1.0
-    rows = hosting(HostedSeconds(role="client", request=1.0, token=2.0, turn=3.0))
-    assert (rows.upkeep("client"), rows.upkeep("engine")) == (Upkeep(1.0, 2.0, 3.0), Upkeep())
+    rows = hosting(HostedSeconds(role="client", request=1.0, prompt=4.0, token=2.0, turn=3.0))
+    assert (rows.upkeep("client"), rows.upkeep("engine")) == (Upkeep(1.0, 4.0, 2.0, 3.0), Upkeep())
 
 
 def test_slower_between_what_was_measured_and_beyond() -> None:
@@ -80,10 +80,10 @@ def test_a_job_loses_what_it_lost_of_the_loops_time() -> None:
 
 
 def test_served_answers_take_longer() -> None:
-    found = hosting(ServedSeconds(model="one", first=0.002, sequence=0.001))
+    found = hosting(ServedSeconds(model="one", first=0.002, row=0.001, prompt=0.0001))
     assert (found.first_token_delay("one"), found.first_token_delay("two")) == (0.002, 0.0)
-    assert found.served(Work.prefill("one", 0.5, [10, 20])) == 0.0
+    assert found.served(Work.prefill("one", 0.5, [10, 20])) == pytest.approx(0.003)
     assert found.served(Work.decode("one", 0.5, [10] * 3)) == 0.003
     assert found.served(Work.decode("two", 0.5, [10])) == 0.0
     mixed = Work.of("one", Phase.MIXED, 0.5, np.array([1, 1, 20]), np.array([5, 5, 0]), 3, 2)
-    assert found.served(mixed) == 0.002
+    assert found.served(mixed) == pytest.approx(2 * 0.001 + 20 * 0.0001)

@@ -160,7 +160,7 @@ def test_what_the_engine_takes_between_steps() -> None:
 
 
 def test_a_job_with_prompts_costs_the_engine_more() -> None:
-    row = PromptedSeconds(model="one", between=3e-4, after=2e-4)
+    row = PromptedSeconds(model="one", between=5e-4)
     model = Measured(msgspec.structs.replace(PROFILE, prompted=(row,)))
     prefill, decode = Work.prefill("one", 1.0, [100]), Work.decode("one", 1.0, [100])
     assert model.between(prefill) == pytest.approx(model.between_steps(1) + 5e-4)
@@ -227,7 +227,7 @@ def damaged(profile: Profile) -> dict[str, bytes]:
     return {
         "cut": text[: len(text) // 2],
         "empty": b"",
-        "other version": text.replace(b'"version":5', b'"version":7', 1),
+        "other version": text.replace(b'"version":6', b'"version":7', 1),
         "no version": b"{}",
         "text": b"\xff\xfe",
         "negative": text.replace(b'"batch":4', b'"batch":-4', 1),
@@ -240,7 +240,7 @@ def damaged(profile: Profile) -> dict[str, bytes]:
     [
         ("cut", "no profile"),
         ("empty", "no profile"),
-        ("other version", "version 7, and this kvloom reads 5"),
+        ("other version", "version 7, and this kvloom reads 6"),
         ("no version", "version"),
         ("text", "no profile"),
         ("negative", "batch"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
@@ -18,10 +18,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from kvloom.config.config import Config
+from kvloom.engine.queues import limit_context
 from kvloom.exec.huggingface import hide_progress
 from kvloom.kv.memory import keep_freed_memory
 from kvloom.lab.profile.jobs import WatchedExecutor
-from kvloom.lab.profile.served import HEAVY, LOADS, USUAL, Answered, Load, with_served
+from kvloom.lab.profile.served import LOADS, Answered, Bounds, Load, with_served
 from kvloom.lab.profile.serving import OwnWork, measure_serving
 from kvloom.lab.profile.session import QUICK, Effort, measure, this_computer
 from kvloom.plan.cost.measured import Measured, cross_validate
@@ -46,11 +47,12 @@ def conduct(
     console, computer = Console(highlight=False), this_computer()
     if computer.load > QUIET:
         console.print(f"this machine is busy (load {computer.load}): jobs will seem too slow", style="yellow")
-    profile = measure_jobs(spec, effort, temperature, computer, console)
-    hosted, answered = asyncio.run(measure_server(config, profile, effort, arguments, console))
+    profile, contexts = measure_jobs(spec, effort, temperature, computer, console)
+    bounds = {name: Bounds(context, spec.max_waiting) for name, context in contexts.items()}
+    hosted, answered = asyncio.run(measure_server(config, profile, bounds, effort, arguments, console))
     profile = replace(profile, hosted=hosted)
     console.print("serving: the same requests are simulated", style="dim")
-    profile = with_served(config, profile, answered[USUAL], answered[HEAVY])
+    profile = with_served(config, profile, answered)
     write_profile(profile, output)
     console.print(errors_table(profile))
     console.print(upkeep_table(profile))
@@ -62,8 +64,9 @@ def conduct(
 
 def measure_jobs(
     spec: EngineSpec, effort: Effort, temperature: float, computer: Computer, console: Console
-) -> Profile:
-    """Measures all that needs no running server. The models are unloaded afterwards."""
+) -> tuple[Profile, dict[str, int]]:
+    """Measures all that needs no running server. Returns it, and the tokens of each model's longest context.
+    The models are unloaded afterwards."""
     executor = WatchedExecutor.load(
         list(spec.models),
         kv_bytes=spec.kv_bytes,
@@ -80,7 +83,7 @@ def measure_jobs(
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
             task = bar.add_task("", total=1.0)
-            return runner.run(
+            profile = runner.run(
                 measure(
                     executor,
                     spec,
@@ -91,25 +94,34 @@ def measure_jobs(
                     lambda what, done: bar.update(task, description=what, completed=done),
                 )
             )
+        return profile, {
+            name: limit_context(card, executor.geometries[name], executor.blocks).context_length
+            for name, card in executor.cards.items()
+        }
     finally:
         executor.close()
 
 
 async def measure_server(
-    config: Config, profile: Profile, effort: Effort, arguments: Sequence[str], console: Console
+    config: Config,
+    profile: Profile,
+    bounds: Mapping[str, Bounds],
+    effort: Effort,
+    arguments: Sequence[str],
+    console: Console,
 ) -> tuple[tuple[HostedSeconds, ...], dict[Load, Answered]]:
     """Starts `kvloom serve` and measures it. Returns what it does besides jobs, and how long the answers of
     each load took. Raises ConfigError if it does not answer."""
-    cost, models = Measured(profile), list(profile.shapes)
+    cost = Measured(profile)
     with _with_key(config, arguments) as (key, given):
         hosted, answered = await measure_serving(
             given,
             key,
-            OwnWork(  # `after` is a job's time, and no work of the loop
+            OwnWork(
                 cost.between_steps,
                 fmean(row.between for row in profile.prompted) if profile.prompted else 0.0,
             ),
-            [load.requests(cost, models, effort.load_seconds) for load in LOADS],
+            [load.requests(cost, bounds, effort.load_seconds) for load in LOADS],
             lambda text: console.print(f"serving: {text}", style="dim"),
         )
     return hosted, dict(zip(LOADS, answered, strict=True))
@@ -175,19 +187,30 @@ def errors_table(profile: Profile) -> Table:
 def upkeep_table(profile: Profile) -> Table:
     """Returns a table of the CPU time that each role spends besides jobs."""
     rows = [
-        (one.role, *(f"{1e6 * seconds:,.0f}" for seconds in (one.request, one.token, one.turn)))
+        (
+            one.role,
+            *(f"{1e6 * seconds:,.1f}" for seconds in (one.request, one.prompt, one.token, one.turn)),
+        )
         for one in profile.hosted
     ]
-    heads = ("", "a request", "a token", "each time tokens come")
-    return _table("Microseconds of CPU besides jobs", heads, rows)
+    heads = ("", "a request", "a token of a prompt", "a token", "each time tokens come")
+    title = f"Microseconds of CPU besides jobs; {profile.closing:.0%} of a request's after its answer"
+    return _table(title, heads, rows)
 
 
 def served_table(profile: Profile) -> Table:
-    """Returns a table of how much longer answers take under the server."""
-    rows = [(row.model, f"{1e3 * row.first:.2f}", f"{1e3 * row.sequence:.3f}") for row in profile.served]
-    return _table(
-        "Milliseconds by which served answers take longer", ("", "first token", "a sequence of a job"), rows
-    )
+    """Returns a table of how much longer answers take under the server, and jobs in it."""
+    cost = Measured(profile)
+    rows = [
+        (
+            row.model,
+            *(f"{1e3 * seconds:.3f}" for seconds in (row.first, row.row, row.prompt)),
+            *(f"{factor:.2f}×" for factor in cost.factors(row.model)),
+        )
+        for row in profile.served
+    ]
+    heads = "", "first token", "a row", "a token of a prompt", "decode steps", "mixed jobs"
+    return _table("Milliseconds by which answers of a server take longer, and factors of jobs", heads, rows)
 
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:

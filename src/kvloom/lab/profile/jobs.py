@@ -27,7 +27,7 @@ from kvloom.transfer.shared_memory import ShmTransport
 from kvloom.types.clock import WallClock
 from kvloom.types.job import Job, JobResult, Phase, SampleRow
 from kvloom.types.request import Event, SamplingParams, StartGenerate
-from kvloom.types.spec import EngineSpec
+from kvloom.types.spec import EngineSpec, Slo
 
 BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 CONTEXTS: Final = (16, 128, 512, 2048)
@@ -36,6 +36,7 @@ MIXED_PROMPTS, MIXED_ROWS, MIXED_CONTEXT = (48, 128, 288), (2, 10, 32), 128  # t
 SEED: Final = 1
 MOST_SEQUENCES: Final = 1024
 PROMPT: Final = 8  # tokens of a sequence under the engine
+AT_LEISURE: Final = Slo(ttft=3600.0, tpot=3600.0)
 PROMPT_EVERY: Final = 3  # steps there from one request to the next that has an answer of one token
 
 
@@ -270,10 +271,12 @@ class WatchedExecutor(TorchExecutor):
 async def measure_steps(
     executor: WatchedExecutor, spec: EngineSpec, model: str, sequences: int, steps: int, temperature: float
 ) -> Stepped | None:
-    """Measures `steps` steps of that many sequences, whose callers are streamed each token. Returns None if
-    they never ran all together, because the pool does not hold them."""
+    """Measures `steps` steps of that many sequences, whose callers are told of all tokens at the end: what
+    sending them costs is measured under the server. Returns None if the sequences never ran all together,
+    because the pool does not hold them."""
+    asks = [_Ask(model, i, PROMPT, steps, temperature, interval=steps) for i in range(sequences)]
     async with _engine(executor, spec) as engine:
-        await asyncio.gather(*[_call(engine, model, i, PROMPT, steps, temperature) for i in range(sequences)])
+        await asyncio.gather(*[_answered(engine, ask) for ask in asks])
     whole = [one for one in executor.seen if one.phase is Phase.DECODE and one.batch == sequences][1:]
     if not whole:
         return None
@@ -292,37 +295,35 @@ async def measure_prompted(
     """Measures what requests cost an engine besides their jobs. While one sequence decodes, so many come, one
     after every `PROMPT_EVERY` of its steps, each with `tokens` of a prompt and an answer of one. Returns None
     if no job between two steps had prompts."""
+    answer = _Ask(model, 0, PROMPT, PROMPT_EVERY * (prompts + 1), temperature)
     async with _engine(executor, spec) as engine, asyncio.TaskGroup() as group:
         at = 0
-        async with aclosing(
-            _frames(engine, model, 0, PROMPT, PROMPT_EVERY * (prompts + 1), temperature)
-        ) as frames:
+        async with aclosing(_frames(engine, answer)) as frames:
             async for frame in frames:
                 at += bool(frame)
                 if frame and at % PROMPT_EVERY == 0 and at <= PROMPT_EVERY * prompts:
-                    group.create_task(_call(engine, model, at, tokens, 1, temperature))
-    seen, plain, prompted = executor.seen, list[Seen](), list[tuple[Seen, Seen]]()
+                    group.create_task(_answered(engine, _Ask(model, at, tokens, 1, temperature)))
+    seen, plain, prompted = executor.seen, list[float](), list[float]()
     for before, one, after in zip(seen, seen[1:], seen[2:], strict=False):
         if before.phase is one.phase is Phase.DECODE:
-            plain.append(one)
+            plain.append(one.gap)
         elif before.phase is after.phase is Phase.DECODE:
-            prompted.append((one, after))
+            prompted.append(one.gap + after.gap)
     if not plain or not prompted:
         return None
-    own, step = median(one.gap for one in plain), median(one.span for one in plain)
-    return PromptedSeconds(
-        model=model,
-        between=max(0.0, median(one.gap + after.gap for one, after in prompted) - 2 * own),
-        after=max(0.0, median(after.span for _, after in prompted) - step),
-    )
+    return PromptedSeconds(model=model, between=max(0.0, median(prompted) - 2 * median(plain)))
 
 
 @asynccontextmanager
 async def _engine(executor: WatchedExecutor, spec: EngineSpec) -> AsyncIterator[Engine]:
-    """Yields an engine on the executor, which has seen no job yet, with the policy by which jobs run one
-    after the other."""
+    """Yields an engine on the executor, which has seen no job yet. Its jobs run one after the other, each on
+    all cores: the policy is `slack`, no model has a planned share or drafts, and everything is in time."""
     executor.seen.clear()
-    spec = replace(spec, policy="slack")
+    models = tuple(
+        replace(model, prefill_share=None, decode_share=None, speculation="none", slo=AT_LEISURE)
+        for model in spec.models
+    )
+    spec = replace(spec, policy="slack", models=models)
     transport = ShmTransport(spec.unit, executor.arena)
     try:
         async with asyncio.TaskGroup() as group:
@@ -334,24 +335,33 @@ async def _engine(executor: WatchedExecutor, spec: EngineSpec) -> AsyncIterator[
         transport.close_all()
 
 
-async def _call(
-    engine: Engine, model: str, number: int, prompt: int, tokens: int, temperature: float
-) -> None:
-    async for _ in _frames(engine, model, number, prompt, tokens, temperature):
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """A request for a model, with a prompt and an answer of so many tokens. `interval` is that of frames."""
+
+    model: str
+    number: int
+    prompt: int
+    output: int
+    temperature: float
+    interval: int = 1
+
+
+async def _answered(engine: Engine, ask: _Ask) -> None:
+    async for _ in _frames(engine, ask):
         pass
 
 
-async def _frames(
-    engine: Engine, model: str, number: int, prompt: int, tokens: int, temperature: float
-) -> AsyncGenerator[list[Event], None]:
-    """Yields the frames of a request with a prompt and an answer of so many tokens."""
-    rng = random.Random(number)
-    vocab = next(card.vocab_size for card in await engine.models() if card.name == model)
+async def _frames(engine: Engine, ask: _Ask) -> AsyncGenerator[list[Event], None]:
+    """Yields the frames of the answer."""
+    rng = random.Random(ask.number)
+    vocab = next(card.vocab_size for card in await engine.models() if card.name == ask.model)
     body = StartGenerate(
-        model=model,
-        request=f"profile-{number}",
-        prompt=[rng.randrange(vocab) for _ in range(prompt)],
-        sampling=SamplingParams(max_tokens=tokens, seed=number, temperature=temperature),
+        model=ask.model,
+        request=f"profile-{ask.number}",
+        prompt=[rng.randrange(vocab) for _ in range(ask.prompt)],
+        sampling=SamplingParams(max_tokens=ask.output, seed=ask.number, temperature=ask.temperature),
+        interval=ask.interval,
     )
     async with aclosing(engine.start_generate(body)) as frames:
         async for frame in frames:

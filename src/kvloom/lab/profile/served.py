@@ -7,7 +7,9 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from statistics import fmean
+from typing import Final, NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -24,40 +26,55 @@ from kvloom.plan.cost.profile import Profile, ServedSeconds
 from kvloom.plan.cost.work import Work
 from kvloom.router.program import load_program
 
-PROMPT: Final = 64  # tokens
 FEWEST, MOST = 4, 200  # requests of each model
+CLOSE: Final = 0.01  # the part by which simulated times may differ, so that nothing is added without need
 _HALVINGS: Final = 6  # of the range in which a number is looked for
-_ROUNDS: Final = 3  # simulations, each with what the ones before have found
+_ROUNDS: Final = 2  # simulations, each with what the ones before have found
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests that come at random moments, with answers of `output` tokens. busy: the part of the time for
-    which jobs would run if each had one sequence; more than 1 if they are to run together."""
+    """Requests that come at random moments, with prompts and answers of so many tokens. busy: the part of the
+    time for which jobs would run if each had one sequence; more than 1 if they are to run together."""
 
     busy: float
     output: int
+    prompt: int = 64
 
-    def requests(self, cost: Measured, models: Sequence[str], seconds: float) -> list[WorkloadRequest]:
-        """Returns about so many seconds of requests, of each model as many in turn."""
-        jobs = [Work.decode(model, 1.0, [PROMPT]) for model in models] * (self.output - 1)
-        jobs += [Work.prefill(model, 1.0, [PROMPT]) for model in models]
-        gap = sum(cost.seconds(job) + cost.between(job) for job in jobs) / len(models) / self.busy
-        each = max(FEWEST, min(MOST, round(seconds / gap / len(models))))
-        moments = (gap * np.cumsum(poisson(np.random.default_rng(0), each * len(models)))).tolist()
+    def requests(self, cost: Measured, bounds: Mapping[str, Bounds], seconds: float) -> list[WorkloadRequest]:
+        """Returns about so many seconds of requests, of each model as many in turn. bounds: those of each
+        model."""
+        context = min(bound.context for bound in bounds.values())
+        prompt = min(self.prompt, context // 2)
+        output = min(self.output, context - prompt)
+        jobs = [Work.decode(model, 1.0, [prompt]) for model in bounds] * (output - 1)
+        jobs += [Work.prefill(model, 1.0, [prompt]) for model in bounds]
+        gap = sum(cost.seconds(job) + cost.between(job) for job in jobs) / len(bounds) / self.busy
+        most = min(bound.waiting for bound in bounds.values())
+        each = min(most, MOST, max(FEWEST, round(seconds / gap / len(bounds))))
+        moments = (gap * np.cumsum(poisson(np.random.default_rng(0), each * len(bounds)))).tolist()
         return [
-            WorkloadRequest(at=at, model=model, prompt=PROMPT, output=self.output)
-            for at, model in zip(moments, itertools.cycle(models), strict=False)
+            WorkloadRequest(at=at, model=model, prompt=prompt, output=output)
+            for at, model in zip(moments, itertools.cycle(bounds), strict=False)
         ]
+
+
+class Bounds(NamedTuple):
+    """What a load may ask of a model at most: the tokens of one request, and the requests that may wait."""
+
+    context: int
+    waiting: int
 
 
 USUAL: Final = Load(0.5, 24)
 """The load by which the way to the first token is found."""
 HEAVY: Final = Load(2.0, 80)
 """That by which a job's time for a sequence is found: the one with most sequences at a time."""
-LOADS: Final = (USUAL, Load(0.25, 2), Load(0.25, 80), Load(1.2, 24), HEAVY)
-"""Loads by which the costs of a request, a token and a turn can be told apart, few and many sequences at a
-time."""
+LONG: Final = Load(1.2, 24, prompt=256)
+"""That by which a job's time for a token of a prompt is found: the one with most of them."""
+LOADS: Final = (USUAL, Load(0.25, 2), Load(0.25, 80), Load(1.2, 24), HEAVY, LONG)
+"""Loads by which the costs of a request, of tokens of prompts and answers, and of a turn can be told apart:
+few sequences at a time, and many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,28 +97,35 @@ class Answered:
         )
 
 
-def with_served(config: Config, profile: Profile, usual: Answered, heavy: Answered) -> Profile:
-    """Returns the profile with what it takes for simulated answers to be as long as the real ones were. If
-    they are later even without it, nothing is added. `profile` must already contain `hosted`."""
+def with_served(config: Config, profile: Profile, answered: Mapping[Load, Answered]) -> Profile:
+    """Returns the profile with what it takes for simulated answers to be as long as the real ones were, which
+    are by load. If they are later even without it, nothing is added. `profile` must already contain
+    `hosted`."""
     profile = replace(profile, served=(), closing=0.0)
-    profile = _with_sequences(config, profile, heavy)
-    return _with_first(config, _with_closing(config, profile, usual), usual)
+    profile = _with_jobs(config, profile, answered[HEAVY], answered[LONG])
+    return _with_first(config, _with_closing(config, profile, answered[USUAL]), answered[USUAL])
 
 
-def _with_sequences(config: Config, profile: Profile, heavy: Answered) -> Profile:
-    """Finds the seconds that a job takes longer for each sequence that it decodes, so that answers take as
-    long a token under this load as they did."""
-    cost, models = Measured(profile), list(heavy.first)
+def _with_jobs(config: Config, profile: Profile, heavy: Answered, long: Answered) -> Profile:
+    """Finds the seconds that a job takes longer for each sequence that it decodes and for each token of a
+    prompt, so that answers take as long a token under both loads as they did."""
+    cost, models, tokens = Measured(profile), list(heavy.first), long.requests[0].prompt
+    most_row = max(cost.seconds(Work.decode(model, 1.0, [tokens])) for model in models) / 2
+    most_prompt = max(cost.seconds(Work.prefill(model, 1.0, [tokens])) for model in models) / tokens / 2
 
-    def tried(seconds: float) -> Profile:
-        served = (ServedSeconds(model=model, first=0.0, sequence=seconds) for model in models)
+    def with_both(row: float, prompt: float) -> Profile:
+        served = (ServedSeconds(model=model, first=0.0, row=row, prompt=prompt) for model in models)
         return replace(profile, served=tuple(served))
 
-    def late(seconds: float) -> bool:
-        return _later(simulated_answers(config, tried(seconds), heavy).per_token, heavy.per_token)
+    def late(load: Answered, row: float, prompt: float) -> bool:
+        ours = simulated_answers(config, with_both(row, prompt), load)
+        return _over(ours.per_token, load.per_token) > -CLOSE
 
-    most = max(cost.seconds(Work.decode(model, 1.0, [PROMPT])) for model in models) / 2
-    return tried(_last_before(late, most))
+    row = prompt = 0.0
+    for _ in range(_ROUNDS):
+        row = _last_before(partial(late, heavy, prompt=prompt), most_row)
+        prompt = _last_before(partial(late, long, row), most_prompt)
+    return with_both(row, prompt)
 
 
 def _with_closing(config: Config, profile: Profile, usual: Answered) -> Profile:
@@ -110,7 +134,7 @@ def _with_closing(config: Config, profile: Profile, usual: Answered) -> Profile:
 
     def early(closing: float) -> bool:
         ours = simulated_answers(config, replace(profile, closing=closing), usual)
-        return not _later(ours.first, usual.first)
+        return _over(ours.first, usual.first) < CLOSE
 
     return replace(profile, closing=_last_before(early, 1.0))
 
@@ -136,9 +160,9 @@ def _last_before(reached: Callable[[float], bool], most: float) -> float:
     return least
 
 
-def _later(ours: Mapping[str, float], real: Mapping[str, float]) -> bool:
-    """Returns whether simulated seconds are more than the real ones, in the mean of their logarithms."""
-    return sum(math.log(ours[model] / real[model]) for model in real) > 0.0
+def _over(ours: Mapping[str, float], real: Mapping[str, float]) -> float:
+    """Returns the logarithm of simulated seconds over real ones, in the mean over the models."""
+    return fmean(math.log(ours[model] / real[model]) for model in real)
 
 
 def simulated_answers(config: Config, profile: Profile, load: Answered) -> Answered:

@@ -56,6 +56,8 @@ class Loaded:
     """The measurements under one load."""
 
     requests: int
+    prompts: int
+    """The tokens of all prompts."""
     tokens: int
     """The tokens of all answers."""
     turns: float
@@ -65,15 +67,16 @@ class Loaded:
 
 
 def split_cpu_time(loads: Sequence[Loaded]) -> tuple[HostedSeconds, ...]:
-    """Splits each role's CPU seconds into a cost per request, per token and per turn, by least squares."""
+    """Splits each role's CPU seconds into costs per request, per token of prompts and of answers, and per
+    turn, by least squares."""
     return tuple(_role_costs(role, loads) for role in ("client", "gateway", "engine"))
 
 
 def _role_costs(role: Role, loads: Sequence[Loaded]) -> HostedSeconds:
-    features = np.array([[load.requests, load.tokens, load.turns] for load in loads], float)
+    features = np.array([[load.requests, load.prompts, load.tokens, load.turns] for load in loads], float)
     seconds = np.array([max(load.cpu[role], LEAST) for load in loads])
-    request, token, turn = fit_positive(features, seconds).tolist()
-    return HostedSeconds(role=role, request=request, token=token, turn=turn)
+    request, prompt, token, turn = fit_positive(features, seconds).tolist()
+    return HostedSeconds(role=role, request=request, prompt=prompt, token=token, turn=turn)
 
 
 KEY_VARIABLE: Final = "KVLOOM_API_KEY"  # that `kvloom bench serve` reads
@@ -139,7 +142,8 @@ async def _loaded(
     between = jobs.all * own.between(round(total.output_tokens / jobs.all)) + jobs.prompted * own.prompted
     cpu["engine"] -= min(between, MOST_OWN * cpu["engine"])
     cpu["client"] = results.client_cpu
-    return Loaded(total.requests, total.output_tokens, jobs.all, cpu), results
+    prompts = sum(request.prompt for request in requests)
+    return Loaded(total.requests, prompts, total.output_tokens, jobs.all, cpu), results
 
 
 def count_jobs(metrics: str) -> Jobs:

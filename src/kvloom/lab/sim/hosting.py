@@ -147,8 +147,10 @@ class HostedLoop:
         have been sent on."""
         self.thread.after(self._upkeep.turn + count * self._upkeep.token, then)
 
-    async def take_request(self) -> None:
-        await self.thread.passed((1.0 - self._closing) * self._upkeep.request)
+    async def take_request(self, prompt: int) -> None:
+        """prompt: its tokens."""
+        upkeep = self._upkeep
+        await self.thread.passed((1.0 - self._closing) * upkeep.request + prompt * upkeep.prompt)
 
     def close_request(self) -> None:
         """Queues what a request costs after its answer. Nobody waits for it."""
@@ -239,17 +241,19 @@ class HostedServer:
         return await self._server.models()
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
-        for loop in self._hops:
-            await loop.take_request()
-        await asyncio.sleep(self._hosting.first_token_delay(body.model))
+        taken = list[HostedLoop]()
         try:
+            for loop in self._hops:
+                await loop.take_request(len(body.prompt))
+                taken.append(loop)
+            await asyncio.sleep(self._hosting.first_token_delay(body.model))
             async with aclosing(self._server.start_generate(body)) as frames:
                 async for frame in frames:
                     for loop in reversed(self._hops) if frame else ():
                         await loop.passed()
                     yield frame
         finally:
-            for loop in self._hops:
+            for loop in taken:
                 loop.close_request()
 
     async def abort(self, request: str, choice: int | None = None) -> None:

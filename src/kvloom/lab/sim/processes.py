@@ -211,22 +211,29 @@ class ModelledWire(RemoteEngine):
         await self.call(TAKE_BACK, body)
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
-        loop = None
-        if self._hosted and (hosted := self._host.reached.hosted):
-            loop = hosted.loop
-            await loop.take_request()
-        else:
+        hosted = self._host.reached.hosted if self._hosted else None
+        if hosted is None:
             await self._clock.sleep(2 * self._delay)
+            async with aclosing(self._frames(body)) as frames:
+                async for frame in frames:
+                    yield frame
+            return
+        await hosted.loop.take_request(len(body.prompt))
+        try:
+            async with aclosing(self._frames(body)) as frames:
+                async for frame in frames:
+                    if frame:
+                        await hosted.loop.passed()
+                    yield frame
+        finally:
+            hosted.loop.close_request()
+
+    def _frames(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
+        """Returns the stream of the process that the unit has now. Raises Unavailable if there is none."""
         process = self._host.reached
         if process.executor.weights is not None:
             process.executor.weights.asked(body.model)
-        async with aclosing(process.engine.start_generate(body)) as frames:
-            async for frame in frames:
-                if loop is not None and frame:
-                    await loop.passed()
-                yield frame
-        if loop is not None:
-            loop.close_request()
+        return process.engine.start_generate(body)
 
 
 class Census:

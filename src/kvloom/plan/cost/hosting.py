@@ -22,10 +22,11 @@ Point = tuple[int, float]
 
 @dataclass(frozen=True, slots=True)
 class Upkeep:
-    """CPU seconds of a client, a gateway or an engine's loop: for a request, for a token, for each time that
-    tokens come. Each is simulated as one thread."""
+    """CPU seconds of a client, a gateway or an engine's loop: for a request, for a token of a prompt, for one
+    of an answer, for each time that these come. Each is simulated as one thread."""
 
     request: float = 0.0
+    prompt: float = 0.0
     token: float = 0.0
     turn: float = 0.0
 
@@ -39,7 +40,8 @@ class Hosting:
     def __init__(self, profile: Profile) -> None:
         self.cores = profile.computer.cores
         self._upkeep = {
-            hosted.role: Upkeep(hosted.request, hosted.token, hosted.turn) for hosted in profile.hosted
+            hosted.role: Upkeep(hosted.request, hosted.prompt, hosted.token, hosted.turn)
+            for hosted in profile.hosted
         }
         self._slower = _Known((row.doing, (row.over, row.seconds / row.alone)) for row in profile.pressed)
         self._served = {row.model: row for row in profile.served}
@@ -66,8 +68,12 @@ class Hosting:
 
     def served(self, work: Work) -> float:
         """Returns the seconds by which a job takes longer under a server than all else says."""
-        rows = work.batch if work.phase is Phase.DECODE else work.rows
-        return rows * self._served[work.model].sequence if work.model in self._served else 0.0
+        row = self._served.get(work.model)
+        if row is None:
+            return 0.0
+        if work.phase is Phase.DECODE:
+            return row.row * work.batch
+        return row.row * work.rows + row.prompt * (work.tokens - work.rows)
 
     def pace(self, work: Work, cores: float) -> float:
         """Returns the part of its own pace that a job keeps while its process's loop works."""

@@ -71,7 +71,7 @@ class Measured:
         self._curves_of = _fit_all(profile)
         self._crowding = _crowding(profile.crowded, profile.cores, profile.shapes)
         self._between = _between(profile)
-        self._prompted = {row.model: row.between + row.after for row in profile.prompted}
+        self._prompted = {row.model: row.between for row in profile.prompted}
         self._shapes = profile.shapes
         self._stepping: dict[str, float] = {}  # the factors are found with none of them
         self._stepping = self._stepping_factors(profile.steps, profile.cores / self._cores)
@@ -109,10 +109,9 @@ class Measured:
         those that were measured alone. share: that of their cores, in this unit's."""
         seen: dict[str, list[float]] = defaultdict(list)
         for step in steps:
-            if step.context:
-                contexts = [step.context // step.sequences] * step.sequences
-                alone = self._alone(Work.decode(step.model, share, contexts))
-                seen[step.model].append(step.step / alone)
+            contexts = [step.context // step.sequences] * step.sequences
+            alone = self._alone(Work.decode(step.model, share, contexts))
+            seen[step.model].append(step.step / alone)
         return {model: median(factors) for model, factors in seen.items()}
 
     def _mixing_factors(self, mixed: Iterable[TimedMixed]) -> dict[str, float]:
@@ -122,6 +121,10 @@ class Measured:
             together = self._together(timed.prompts.work(self._cores), timed.step.work(self._cores))
             seen[timed.step.model].append(median(timed.seconds) / together)
         return {model: median(factors) for model, factors in seen.items()}
+
+    def factors(self, model: str) -> tuple[float, float]:
+        """Returns the factors of a model's decode steps and of its mixed jobs."""
+        return self._stepping.get(model, 1.0), self._mixing.get(model, 1.0)
 
     def shape(self, model: str) -> ModelShape:
         return self._shapes[model]
@@ -148,8 +151,7 @@ class Measured:
 
     def between(self, work: Work) -> float:
         """Returns the seconds that an engine loses around a job: from its result to the next launch, and, if
-        it has prompts, those before its launch and by which the next step takes longer. 0 if that was not
-        measured."""
+        it has prompts, those before its launch. 0 if that was not measured."""
         prompted = 0.0 if work.phase is Phase.DECODE else self._prompted.get(work.model, 0.0)
         return self.between_steps(work.batch) + prompted
 

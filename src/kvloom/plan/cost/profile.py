@@ -14,7 +14,7 @@ from kvloom.types.errors import ConfigError
 from kvloom.types.files import replacing
 from kvloom.types.job import Phase
 
-PROFILE_VERSION: Final = 5
+PROFILE_VERSION: Final = 6
 
 _Count = Annotated[int, Meta(ge=0, lt=2**53)]
 _Some = Annotated[int, Meta(ge=1, lt=2**31)]
@@ -89,20 +89,17 @@ class Stepped(Struct, frozen=True, kw_only=True):
     between: _Seconds
     """The seconds from a step's result to the next one's launch."""
     step: _Seconds
-    """The seconds from launch to result, while the engine hands out the tokens of the step before."""
-    context: _Count = 0
-    """The tokens that all sequences had before such a step; 0 if it was not counted."""
+    """The seconds from launch to result. The engine hands out no tokens meanwhile."""
+    context: _Count
+    """The tokens that all sequences had before such a step."""
 
 
 class PromptedSeconds(Struct, frozen=True, kw_only=True):
-    """The time that a job with prompts costs a real engine besides itself, in the median, over that of a
-    decode step."""
+    """The engine's own work around a job with prompts, in the median: the seconds before its launch and after
+    its result, over those of a decode step."""
 
     model: str
     between: _ZeroOrMore
-    """Seconds of the engine's own work before its launch and after its result."""
-    after: _ZeroOrMore
-    """Seconds by which the next decode step takes longer."""
 
 
 class Pressed(Struct, frozen=True, kw_only=True):
@@ -133,18 +130,22 @@ class ServedSeconds(Struct, frozen=True, kw_only=True):
     first: _ZeroOrMore
     """The seconds by which first tokens come later. They hold up the request alone, and no job: a large part
     is that threads sleep until they are woken on its way."""
-    sequence: _ZeroOrMore
-    """The seconds by which a job takes longer for each sequence that it decodes: its token wakes a thread in
-    each process on its way, while the next job runs."""
+    row: _ZeroOrMore
+    """The seconds by which a job takes longer for each row that it decodes: its token wakes a thread in each
+    process on its way, while the next job runs. A sequence with k drafts has k + 1 rows."""
+    prompt: _ZeroOrMore
+    """The seconds by which a job takes longer for each token of a prompt. Jobs after it that find other data
+    in the caches are part of it."""
 
 
 class HostedSeconds(Struct, frozen=True, kw_only=True):
-    """CPU seconds of a role's work besides jobs: for each request, for each token, and for each time that
-    tokens come, however many. The role `engine` is that of its loop's thread, without what `Stepped` and
-    `PromptedSeconds` have as `between`."""
+    """CPU seconds of a role's work besides jobs: for each request, for each token of its prompt, for each
+    token of the answer, and for each time that such tokens come, however many. The role `engine` is that of
+    its loop's thread, without what `Stepped` and `PromptedSeconds` have as `between`."""
 
     role: Role
     request: _ZeroOrMore
+    prompt: _ZeroOrMore
     token: _ZeroOrMore
     turn: _ZeroOrMore
 
