@@ -17,12 +17,12 @@ from kvloom.cli.__main__ import main
 from kvloom.config.file import load_config
 from kvloom.config.machine import Machine
 from kvloom.lab.profile.served import HEAVY, LONG, USUAL, Answered, Bounds, simulated_answers, with_served
-from kvloom.lab.profile.session import QUICK
 from kvloom.plan.cost.measured import Measured
 from kvloom.plan.cost.profile import HostedSeconds, Profile, ServedSeconds, read_profile
 from kvloom.plan.cost.work import Work
 from kvloom.types.job import Phase
 from tests.checkpoints import make_checkpoint
+from tests.plan.cost.profiles import make_profile
 
 CONFIG = """\
 kv_memory: 2MiB
@@ -107,16 +107,16 @@ def test_what_else_the_machine_does_is_measured(profile: Profile) -> None:
     assert 0.0 <= profile.closing <= 1.0
 
 
-def test_how_much_longer_served_answers_take_is_found_by_their_times(config: Path, profile: Profile) -> None:
+def test_how_much_longer_served_answers_take_is_found_by_their_times(config: Path) -> None:
     """Loads are simulated with times that are known, and these are to be found again."""
+    profile = make_profile()
     fleet, cost = load_config(config, {}, {}, Machine.here()), Measured(profile)
     upkeep = HostedSeconds(role="gateway", request=0.002, prompt=0.0, token=1e-5, turn=1e-5)
     still = replace(profile, hosted=(upkeep,), served=(), closing=0.0)
     models = ["one", "two"]
     bounds = dict.fromkeys(models, Bounds(context=256, waiting=64))
     loads = {
-        load: Answered(load.requests(cost, bounds, QUICK.load_seconds), {}, {})
-        for load in (USUAL, HEAVY, LONG)
+        load: Answered(load.requests(cost, bounds, seconds=1.0), {}, {}) for load in (USUAL, HEAVY, LONG)
     }
     first = cost.seconds(Work.prefill("one", 1.0, [64]))
     row = 0.2 * cost.seconds(Work.decode("one", 1.0, [64]))
@@ -133,7 +133,7 @@ def test_how_much_longer_served_answers_take_is_found_by_their_times(config: Pat
                 assert ours[load].per_token[model] == pytest.approx(real[load].per_token[model], rel=0.1)
         if wanted:
             assert [one.model for one in found.served] == models
-            assert found.served[0].row == pytest.approx(row, rel=0.25)
+            assert found.served[0].row == pytest.approx(row, rel=0.35)
             assert 0.0 <= found.served[0].prompt < 2 * prompt
         else:
             assert max(one.row for one in found.served) < row / 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 import pytest
@@ -18,6 +19,7 @@ from kvloom.plan.cost.profile import HostedSeconds, Role, ServedSeconds, Stalled
 from kvloom.plan.cost.work import Work
 from kvloom.router.program import load_program
 from kvloom.types.job import Phase
+from kvloom.types.request import SamplingParams, StartGenerate
 from tests.lab.sim.fleets import asks, now, outcomes, results, unit, virtually
 from tests.plan.cost.test_hosting import doing, hosting, pressed
 
@@ -149,6 +151,33 @@ def test_a_part_of_a_request_comes_after_its_answer() -> None:
     )
     assert [one.first for one in whole] == pytest.approx([0.025, 0.018])  # the token comes behind a request
     assert [one.first for one in split] == pytest.approx([0.014, 0.003 + 0.006 + 0.008])
+
+
+@pytest.mark.parametrize("role", ["gateway", "engine"])
+def test_a_request_whose_client_leaves_is_closed_too(role: Role) -> None:
+    """The next one finds that work before it, in the gateway and in the engine."""
+    found = hosting(upkeep(role, request=0.010), closing=0.5)
+    body = StartGenerate(
+        model="small", request="leaves", prompt=[1] * 10, sampling=SamplingParams(max_tokens=100, seed=0)
+    )
+
+    async def main() -> RequestResult:
+        machine = HostedMachine(found, client_here=False)
+        one = fixed(Fixed(0.001))
+        async with simulated([one], load_program("data_parallel"), machine=machine) as fleet:
+            async with aclosing(fleet.server.start_generate(body)) as frames:
+                async for frame in frames:
+                    if frame:
+                        break
+            ((_, result),) = (await results(fleet.server, [one_ask(output=2)])).items()
+        return result
+
+    assert run_virtual(main()).first == pytest.approx(0.005 + 0.005 + 0.001, abs=0.0015)
+
+
+def test_a_prompt_takes_loops_longer_by_its_tokens() -> None:
+    (lone,) = played(hosting(upkeep("gateway", prompt=0.01)), [one_ask()], fixed(Fixed(0.001)))
+    assert lone.first == pytest.approx(10 * 0.01 + 0.001)
 
 
 def test_threads_beyond_the_cores_slow_jobs_as_they_did() -> None:
