@@ -1,11 +1,13 @@
 """What the simulation says of this machine against what it does: the same workload file, real and simulated.
 
-python -m benchmarks.truth [--subject demo A B] [--seconds 60] [--loads 0.3 0.6 0.85] [--quick]
+python -m benchmarks.truth [--subject demo A B] [--seconds 30] [--rounds 3] [--loads 0.3 0.6 0.85] [--quick]
 
 Of each subject first its profile is measured, and the simulation asked how many requests a second it could
-answer at most; loads are parts of that. Then `kvloom serve` is asked by `kvloom bench serve` on the same
-machine, and `kvloom simulate` plays the same file with the client on it. No figure of a real run goes into a
-simulated one. Requests that were refused (429) are counted in both worlds, and told.
+answer at most; loads are parts of that. `kvloom simulate` plays them with the client on the same machine.
+Then `kvloom serve` is asked for the same files by `kvloom bench serve`, in rounds over all subjects, because
+a machine's own pace changes within minutes: a real measure is the median of its rounds, and it is told how
+well one round foretells the others. No figure of a real run goes into a simulated one. Requests that were refused
+(429) are counted in both worlds, and told.
 
 python -m benchmarks.truth --frozen [--subject demo A B] takes the profiles that are there from an earlier
 run, and workloads of other lengths and arrivals, `FRESH`, each at half of what the simulation says can be
@@ -22,7 +24,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -34,25 +37,39 @@ from kvloom.config.config import demo_settings
 from kvloom.lab.workload.results import Results, read_results
 
 TRUTH = BENCH / "truth"
-MEDIANS_WITHIN, TAILS_WITHIN = 0.10, 0.25
 FLOOD = 1000.0  # requests a second: more than any subject can answer
-WARM_REQUESTS = 8
+WARM_REQUESTS, WARM_RATE = 8, 4.0
+FIRST_SEED = (
+    7  # of workloads; each load has another, or a later one finds the prompts of an earlier one cached
+)
 REFUSED = re.compile(r"\d+ requests wait for .* already")  # as an engine says it, through a gateway or not
-MEDIANS, TAILS = ("TTFT P50", "per token P50", "tok/s"), ("TTFT P99", "per token P99")
-MEASURES = MEDIANS + TAILS
 Settings = dict[str, Any]
-Compared = tuple[str, Results, Results]  # what was asked, and the real and the simulated results
+
+
+class Kind(NamedTuple):
+    """Measures of one kind, and the part by which simulated ones may differ from real ones."""
+
+    name: str
+    measures: tuple[str, ...]
+    bound: float
+
+
+MEDIANS = Kind("medians", ("TTFT P50", "per token P50", "tok/s"), 0.10)
+TAILS = Kind("tails", ("TTFT P99", "per token P99"), 0.25)
+MEASURES = MEDIANS.measures + TAILS.measures
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    seconds: float = 60.0
+    seconds: float = 30.0
+    rounds: int = 3
     loads: tuple[float, ...] = (0.3, 0.6, 0.85)
     flood_requests: int = 300
     quick: bool = False
 
 
-QUICK = Effort(4.0, (0.3,), 30, quick=True)
+WHOLE = Effort()
+QUICK = Effort(4.0, 2, (0.3,), 30, quick=True)
 SUBJECTS = ("demo", "A", "B")
 FRESH: dict[str, Settings] = {
     "bursts": {"lengths": {"prompt": [16, 200], "output": [8, 64]}, "arrivals": {"cv": 2}},
@@ -84,7 +101,6 @@ class Subject:
         return self.folder / "profile.json"
 
     def workload(self, rate: float, seed: int, **more: object) -> Settings:
-        """seed: another for each, or a later one finds the prompts of an earlier one cached."""
         whole = sum(self.models.values())
         models = {name: {"rate": rate * share / whole} for name, share in self.models.items()}
         return {"seed": seed, "models": models, "lengths": self.lengths, **more}
@@ -99,42 +115,106 @@ def subject(name: str) -> Subject:
     return Subject(name, {name: 1.0}, config, {"prompt": [32, 256], "output": [16, 96]})
 
 
+@dataclass(frozen=True, slots=True)
+class Foretold:
+    """A load: its name, its file, and what was simulated of it."""
+
+    what: str
+    file: Path
+    modelled: Results
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A load's simulated results and those of all real rounds."""
+
+    what: str
+    modelled: Results
+    real: list[Results]
+
+    def ratios(self) -> list[float]:
+        """Returns the simulated over the real measures, in the median of the rounds."""
+        return _over(told(self.modelled), self.real)
+
+    def among_rounds(self) -> list[list[float]]:
+        """Returns for each round its measures over those of the others, in the median."""
+        rounds = range(len(self.real))
+        return [
+            _over(told(self.real[at]), [self.real[other] for other in rounds if other != at]) for at in rounds
+        ]
+
+
+def _over(measures: Sequence[float], real: Sequence[Results]) -> list[float]:
+    return [one / other for one, other in zip(measures, _medians(real), strict=True)]
+
+
+def _medians(real: Sequence[Results]) -> list[float]:
+    return [median(found) for found in zip(*map(told, real), strict=True)]
+
+
 async def measure(names: Sequence[str], effort: Effort, *, frozen: bool = False) -> Report:
-    rows: list[list[Cell]] = []
-    refused: list[str] = []
-    ratios: dict[str, list[float]] = {name: [] for name in MEASURES}
-    for name in names:
-        one = subject(name)
-        for what, real, modelled in await (foretell(one, effort) if frozen else compare(one, effort)):
-            rows.append([f"{name}, {what}", *_cells(real, modelled)])
-            refused += [
-                f"{results.title}: {_refused(results)}" for results in (real, modelled) if results.errors
-            ]
-            for column, ours, theirs in zip(MEASURES, told(modelled), told(real), strict=True):
-                ratios[column].append(ours / theirs)
+    subjects = [subject(name) for name in names]
+    foretold = [await (foretell_fresh(one, effort) if frozen else foretell(one, effort)) for one in subjects]
+    rounds = [  # each subject's are minutes apart, because the machine's pace changes
+        [real for one, loads in zip(subjects, foretold, strict=True) for real in await ask_all(one, loads)]
+        for _ in range(effort.rounds)
+    ]
+    told_of = [(one.name, load) for one, loads in zip(subjects, foretold, strict=True) for load in loads]
+    compared = [
+        Compared(f"{name}, {load.what}", load.modelled, list(real))
+        for (name, load), real in zip(told_of, zip(*rounds, strict=True), strict=True)
+    ]
+    return report_of(compared, "foretold" if frozen else "truth")
+
+
+def report_of(compared: Sequence[Compared], name: str) -> Report:
+    ratios = [one.ratios() for one in compared]
+    notes = [
+        f"{results.title}: {_refused(results)}"
+        for one in compared
+        for results in (*one.real, one.modelled)
+        if results.errors
+    ]
+    rounds = len(compared[0].real)
+    if rounds > 1:
+        counts = [
+            [_within(kind, [one.among_rounds()[at] for one in compared])[0] for kind in (MEDIANS, TAILS)]
+            for at in range(rounds)
+        ]
+        medians, tails = (fmean(column) for column in zip(*counts, strict=True))
+        notes.append(
+            f"a real round foretells the others within the same bounds in {medians:.1f} medians and "
+            f"{tails:.1f} tails, in the mean of {rounds} rounds"
+        )
     return Report(
-        name="foretold" if frozen else "truth",
-        title="Real against simulated, the same workload (real, simulated / real)",
+        name=name,
+        title=f"Real in the median of {rounds} rounds, and simulated / real, of the same workload",
         columns=["load", *(title for column in MEASURES for title in (column, "×"))],
-        rows=rows,
+        rows=[_row(one) for one in compared],
         findings=[
-            _within("medians", ratios, MEDIANS, MEDIANS_WITHIN, 0.88),
-            _within("tails", ratios, TAILS, TAILS_WITHIN, 0.83),
+            _finding(kind, *_within(kind, ratios), wanted)
+            for kind, wanted in ((MEDIANS, 0.88), (TAILS, 0.83))
         ],
-        notes=refused,
+        notes=notes,
         machine=this_machine(),
     )
 
 
-def _within(
-    what: str, ratios: dict[str, list[float]], measures: Sequence[str], bound: float, wanted: float
-) -> Finding:
-    """Returns how many cells' ratios are within the bound. wanted: the part that ought to be."""
-    cells = [ratio for column in measures for ratio in ratios[column]]
-    good = sum(abs(ratio - 1.0) <= bound for ratio in cells)
-    return Finding(
-        what=f"{what} within {bound:.0%}, of {len(cells)}", value=good, least=math.ceil(wanted * len(cells))
-    )
+def _row(one: Compared) -> list[Cell]:
+    pairs = zip(_medians(one.real), one.ratios(), strict=True)
+    return [one.what, *(cell for pair in pairs for cell in pair)]
+
+
+def _within(kind: Kind, ratios: Sequence[Sequence[float]]) -> tuple[int, int]:
+    """Returns how many of a kind's cells have ratios within its bound, and of how many."""
+    cells = [row[MEASURES.index(measure)] for row in ratios for measure in kind.measures]
+    return sum(abs(ratio - 1.0) <= kind.bound for ratio in cells), len(cells)
+
+
+def _finding(kind: Kind, good: int, cells: int, wanted: float) -> Finding:
+    """wanted: the part of the cells that ought to be within the bound."""
+    what = f"{kind.name} within {kind.bound:.0%}, of {cells}"
+    return Finding(what=what, value=good, least=math.ceil(wanted * cells))
 
 
 def told(results: Results) -> list[float]:
@@ -161,29 +241,26 @@ def _refused(results: Results) -> str:
     )
 
 
-def _cells(real: Results, modelled: Results) -> list[Cell]:
-    pairs = zip(told(real), told(modelled), strict=True)
-    return [cell for one, other in pairs for cell in (one, other / one)]
-
-
-async def compare(subject: Subject, effort: Effort) -> list[Compared]:
-    """Returns the results of each load, by a profile that is measured first."""
+async def foretell(subject: Subject, effort: Effort) -> list[Foretold]:
+    """Returns what is simulated of each load, by a profile that is measured first."""
     write_config(subject)
     quick = ["--quick"] if effort.quick else []
     await kvloom("profile", subject.config_file, "-o", subject.profile, *quick)
     most = await answered_at_most(subject, {}, effort)
-    return await play(subject, effort, [(f"{load:.0%}", load * most, {}) for load in effort.loads])
+    return await simulate_all(subject, effort, [(f"{load:.0%}", load * most, {}) for load in effort.loads])
 
 
-async def foretell(subject: Subject, effort: Effort) -> list[Compared]:
-    """Returns the results of workloads that are unlike those that a profile is measured by. The profile is
-    there already, and what is foretold is written down before anything is asked."""
+async def foretell_fresh(subject: Subject, effort: Effort) -> list[Foretold]:
+    """Returns what is simulated of workloads that are unlike those that a profile is measured by. The profile
+    is there already, and what is foretold is written down before anything is asked."""
     write_config(subject)
     fresh = [
         (what, FRESH_LOAD * await answered_at_most(subject, more, effort), more)
         for what, more in FRESH.items()
     ]
-    return await play(subject, effort, fresh, foretold=subject.folder / "foretold.yaml")
+    found = await simulate_all(subject, effort, fresh)
+    _write(subject.folder / "foretold.yaml", {one.what: told(one.modelled) for one in found})
+    return found
 
 
 def write_config(subject: Subject) -> None:
@@ -198,30 +275,26 @@ async def answered_at_most(subject: Subject, more: Settings, effort: Effort) -> 
     return (await simulated(subject, flood, subject.folder / "flood.json")).total.requests_per_second
 
 
-async def play(
-    subject: Subject,
-    effort: Effort,
-    loads: Sequence[tuple[str, float, Settings]],
-    foretold: Path | None = None,
-) -> list[Compared]:
-    """Plays each load in both worlds. loads: a name, requests a second, and what the workload has besides.
-    foretold: the file for the simulated results, if these come first."""
-    folder, made = subject.folder, list[tuple[str, float, Path]]()
-    for seed, (what, rate, more) in enumerate(loads, start=7):
+async def simulate_all(
+    subject: Subject, effort: Effort, loads: Sequence[tuple[str, float, Settings]]
+) -> list[Foretold]:
+    """Makes and simulates each load. loads: a name, requests a second, and what the workload has besides."""
+    folder, found = subject.folder, list[Foretold]()
+    for seed, (what, rate, more) in enumerate(loads, start=FIRST_SEED):
         settings = subject.workload(rate, seed, seconds=effort.seconds) | more
         spec, workload = _write(folder / f"{what}.yaml", settings), folder / f"{what}.jsonl"
         await kvloom("workload", "make", spec, "-o", workload)
-        made.append((f"{what} ({rate:.2f}/s)", rate, workload))
-    modelled = [await simulated(subject, file, file.with_suffix(".sim.json")) for _, _, file in made]
-    if foretold is not None:
-        _write(foretold, {what: told(one) for (what, _, _), one in zip(made, modelled, strict=True)})
-    found = []
-    async with served(subject.config_file) as url:
-        warm = _write(folder / "warm.yaml", subject.workload(made[0][1], 2, requests=WARM_REQUESTS))
-        await asked(url, warm, folder / "warm.json")
-        for (what, _, file), ours in zip(made, modelled, strict=True):
-            found.append((what, await asked(url, file, file.with_suffix(".real.json")), ours))
+        modelled = await simulated(subject, workload, workload.with_suffix(".sim.json"))
+        found.append(Foretold(f"{what} ({rate:.2f}/s)", workload, modelled))
     return found
+
+
+async def ask_all(subject: Subject, loads: Sequence[Foretold]) -> list[Results]:
+    """Returns the real results of each load, by a server that is new and so has no prompt of them cached."""
+    async with served(subject.config_file) as url:
+        warm = _write(subject.folder / "warm.yaml", subject.workload(WARM_RATE, 2, requests=WARM_REQUESTS))
+        await asked(url, warm, subject.folder / "warm.json")
+        return [await asked(url, load.file, load.file.with_suffix(".real.json")) for load in loads]
 
 
 async def asked(url: str, workload: Path, output: Path) -> Results:
@@ -263,12 +336,13 @@ def _write(path: Path, settings: Settings) -> Path:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--subject", nargs="+", choices=SUBJECTS, default=SUBJECTS)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each load")
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.3, 0.6, 0.85], help="of the most")
+    parser.add_argument("--seconds", type=float, default=WHOLE.seconds, help="of each load, in each round")
+    parser.add_argument("--rounds", type=int, default=WHOLE.rounds, help="of real runs")
+    parser.add_argument("--loads", type=float, nargs="+", default=WHOLE.loads, help="of the most")
     parser.add_argument("--quick", action="store_true", help="prove that it runs; its numbers are rough")
     parser.add_argument("--frozen", action="store_true", help="other workloads, by profiles that are there")
     options = parser.parse_args()
-    effort = Effort(options.seconds, tuple(options.loads), quick=options.quick)
+    effort = Effort(options.seconds, options.rounds, tuple(options.loads))
     if options.quick:
         effort = QUICK
     report = asyncio.run(measure(options.subject, effort, frozen=options.frozen))
