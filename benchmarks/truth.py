@@ -6,8 +6,8 @@ Of each subject first its profile is measured, and the simulation asked how many
 answer at most; loads are parts of that. `kvloom simulate` plays them with the client on the same machine.
 Then `kvloom serve` is asked for the same files by `kvloom bench serve`, in rounds over all subjects, because
 a machine's own pace changes within minutes: a real measure is the median of its rounds, and it is told how
-well one round foretells the others. No figure of a real run goes into a simulated one. Requests that were refused
-(429) are counted in both worlds, and told.
+well one round foretells the others. No figure of a real run goes into a simulated one. Requests that were
+refused (429) are counted in both worlds, and told.
 
 python -m benchmarks.truth --frozen [--subject demo A B] takes the profiles that are there from an earlier
 run, and workloads of other lengths and arrivals, `FRESH`, each at half of what the simulation says can be

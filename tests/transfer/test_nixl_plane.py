@@ -21,7 +21,6 @@ from kvloom.transfer.grants import (
     FromSender,
     Granted,
     Grants,
-    Message,
     WriteClaim,
     WritesDone,
 )
@@ -71,7 +70,7 @@ class Network(Agent):
         self.log.append("part")
 
     def tell(self, name: str, message: bytes) -> None:
-        said: FromSender = msgspec.msgpack.decode(message, type=Message)
+        said = msgspec.msgpack.decode(message, type=FromSender)
         self.log.append(type(said).__name__)
         answer = self._answer(said)
         if answer is None:

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty
-from typing import get_args
 
 import msgspec
 import numpy as np
@@ -216,7 +215,7 @@ class NixlPlane(TransferWorker[Order]):
         for agent, body in heard:
             with suppress(msgspec.MsgspecError):  # not one of ours
                 message = msgspec.msgpack.decode(body, type=Message)
-                if isinstance(message, get_args(FromSender)):
+                if isinstance(message, FromSender):
                     self._hear_sender(agent, message)
                 else:
                     self._hear_receiver(agent, message)
