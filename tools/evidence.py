@@ -6,8 +6,9 @@ python -m tools.evidence llumnix --figure 11 --draws 1    with less than the who
 python -m tools.evidence --changed               only those whose small run gives other numbers than it did
 python -m tools.evidence --page                  nothing is run: pages are written from data files
 
-Each figure is written as soon as it is made, and runs of the longest ones are kept as they end, so that an
-interrupted command goes on where it ended. The same command in a second terminal takes a part of those runs.
+Each figure is written as soon as it is made, and runs of Llumnix's figure 11 and section 6.5 are kept as they
+end, so that an interrupted command goes on where it ended if the code is the same. The same command in a
+second terminal takes a part of those runs.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ from kvloom.cli.reproduce import play, quiet
 from kvloom.lab.reproduce.kept_runs import KeptRuns
 from kvloom.lab.reproduce.published import FOLDER
 from kvloom.lab.reproduce.report import Experiment, Options, Report, Scale, markdown, verdicts
+from kvloom.types.files import replacing
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 DATA: Final = ROOT / "docs" / "reproduction"
 OVERVIEW: Final = ROOT / "docs" / "reproduction.md"
-KEPT: Final = ROOT / "build" / "evidence"  # runs of figures that are not over yet, by commit
+KEPT: Final = ROOT / "build" / "evidence"  # runs that are over, by the tree of `CODE`
 CODE: Final = "src/kvloom"  # what a figure is made by
 PAPERS: Final = ("microserving", "muxserve", "llumnix", "weaver", "aegaeon")  # as the page has them
 TOLERANCE: Final = 0.01
@@ -147,9 +149,12 @@ def pages() -> list[Path]:
 
 
 def write_pages() -> None:
-    """Raises ValueError if a page names a figure that was never made."""
+    """Writes each page whole, or not at all. Raises ValueError if a page names a figure that was never
+    made."""
     for page in pages():
-        page.write_text(page_text(page.read_text("utf-8")), "utf-8")
+        text = page_text(page.read_text("utf-8"))
+        with replacing(page, 0o666) as made:
+            made.write(text.encode())
 
 
 def make(
@@ -161,7 +166,8 @@ def make(
         small, seconds = _timed(paper, experiment, "small", Options(), console)
     report = small
     if scale == "full":
-        kept = KeptRuns(KEPT / commit / paper / experiment.name)
+        tree = _git("rev-parse", "--short=12", f"{commit}:{CODE}")
+        kept = KeptRuns(KEPT / tree / paper / experiment.name)
         report, seconds = _timed(paper, experiment, "full", replace(options, kept=kept), console)
         seconds = max(seconds, kept.seconds)
     evidence = Evidence(
@@ -174,7 +180,8 @@ def make(
     )
     path = data_file(paper, experiment.name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(msgspec.json.format(msgspec.json.encode(evidence)).decode() + "\n", "utf-8")
+    with replacing(path, 0o666) as made:
+        made.write(msgspec.json.format(msgspec.json.encode(evidence)) + b"\n")
     return evidence
 
 

@@ -30,7 +30,7 @@ from kvloom.config.units import ReschedulingConfig, refuse_moves
 from kvloom.journal.file import JournalFile
 from kvloom.journal.records import Record
 from kvloom.lab.faults import chaos as faults
-from kvloom.lab.sim.fleet import Rescheduling, rescheduling
+from kvloom.lab.sim.fleet import Rescheduling, rescheduling, rescheduling_of
 from kvloom.lab.sim.recording import Recording
 from kvloom.lab.sim.run import check_models, scaled
 from kvloom.lab.sim.run import simulate as play
@@ -250,8 +250,6 @@ def _configured(path: Path, profile: Path | None, policy: Policy | None, client_
     units = measured_units(config, measured)
     if policy:
         units = [replace(one, spec=msgspec.structs.replace(one.spec, policy=policy)) for one in units]
-    away = frozenset(spec.unit for spec in config.engines) - frozenset(config.first)
-    scheduler = config.scheduler
     hosting = hosting_from(measured) if len(several) <= 1 else None
     if client_here and several[1:]:
         raise ConfigError("--client-here: the config has several nodes; one machine is right")
@@ -259,7 +257,7 @@ def _configured(path: Path, profile: Path | None, policy: Policy | None, client_
         units,
         config.program,
         hosting,
-        rescheduling(scheduler, config.groups, away) if scheduler else None,
+        rescheduling_of(config),
         config.patience,
         config.nodes,
     )

@@ -221,7 +221,7 @@ def test_two_jobs_run_at_once_and_are_told_of_each_other(executor: Recorder) -> 
 
 
 def test_steps_under_the_engine(executor: Recorder, path: Path) -> None:
-    spec = spec_of({"one": path, "two": path})
+    spec = spec_of({"one": path, "two": path}, max_waiting=1)  # which does not hold here
     stepped = asyncio.run(measure_steps(executor, spec, "two", 4, 6, 1.0))
     assert stepped is not None
     assert (stepped.model, stepped.sequences) == ("two", 4)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from kvloom.lab.reproduce.kept_runs import KeptRuns
+from kvloom.lab.reproduce.llumnix.scaling import section_65
+from kvloom.lab.reproduce.llumnix.serving import figure_11
+from kvloom.lab.reproduce.report import Options, Report, Scale, Tell
 from kvloom.lab.reproduce.setup import TellPart, play_or_read
 
 
@@ -84,3 +88,14 @@ def test_a_run_that_another_process_plays_is_left_to_it(tmp_path: Path) -> None:
     thread.join()
     assert found == [Found(10)]
     assert 1 not in other.played
+
+
+@pytest.mark.parametrize("figure", [figure_11, section_65])
+def test_a_figure_out_of_kept_runs_is_the_same(
+    figure: Callable[[Scale, Tell, Options], Report], tmp_path: Path
+) -> None:
+    """Once without the folder, once into it, and once out of it."""
+    kept = [None, KeptRuns(tmp_path), KeptRuns(tmp_path)]
+    reports = [figure("small", lambda *_: None, Options(requests=30, kept=one)) for one in kept]
+    assert reports[0] == reports[1] == reports[2]
+    assert list(tmp_path.iterdir())

@@ -81,7 +81,7 @@ def test_a_job_loses_what_it_lost_of_the_loops_time() -> None:
 
 def test_served_answers_take_longer() -> None:
     found = hosting(ServedSeconds(model="one", first=0.002, row=0.001, prompt=0.0001))
-    assert (found.first_token_delay("one"), found.first_token_delay("two")) == (0.002, 0.0)
+    assert (found.admission_delay("one"), found.admission_delay("two")) == (0.002, 0.0)
     assert found.served(Work.prefill("one", 0.5, [10, 20])) == pytest.approx(0.003)
     assert found.served(Work.decode("one", 0.5, [10] * 3)) == 0.003
     assert found.served(Work.decode("two", 0.5, [10])) == 0.0

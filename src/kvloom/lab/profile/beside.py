@@ -94,7 +94,7 @@ def _doing(setting: Setting) -> JobMeasured:
 
 
 OVER: Final = (1, 2)  # threads more than there are cores
-BURST: Final = 0.001  # seconds of the loop's work at a time, at most
+LOOP_BURST: Final = 0.001  # seconds of the loop's work at a time, at most
 ENOUGH: Final = 0.3  # seconds of a job's runs, within its repeats and MOST
 MOST: Final = 300
 BUSY_PART: Final = 0.5  # the part of the time for which a busy process wants a core
@@ -130,14 +130,14 @@ async def measure_pressed(
 
     wanted = sorted(itertools.product(settings, OVER), key=busy_beside)
     for busy, group in itertools.groupby(wanted, key=busy_beside):
-        with busy_processes(busy) as crowd:
+        with busy_processes(busy) as busy_ones:
             for setting, over in group:
-                crowd.rest()
+                busy_ones.rest()
                 alone = median(await _runs(stage, setting, repeats))
-                crowd.work()
-                begun, before = time.perf_counter(), crowd.wanted_seconds
+                busy_ones.work()
+                begun, before = time.perf_counter(), busy_ones.wanted_seconds
                 beside = fmean(await _runs(stage, setting, repeats))
-                work = (crowd.wanted_seconds - before) / (time.perf_counter() - begun) / busy
+                work = (busy_ones.wanted_seconds - before) / (time.perf_counter() - begun) / busy
                 extra = max(over / MOST_SCALED, mean_over(busy, min(1.0, work), cores - setting.cores))
                 lost = max(0.0, beside - alone) * over / extra
                 found.append(Pressed(doing=_doing(setting), over=over, alone=alone, seconds=alone + lost))
@@ -193,7 +193,7 @@ async def _beside_loop(stage: Stage, setting: Setting, ids: list[int], alone: fl
     job = asyncio.ensure_future(stage.run(setting, ids))
     await asyncio.sleep(0)  # it is launched
     began, busy = time.perf_counter(), 0.0
-    burst = min(BURST, alone / 2)
+    burst = min(LOOP_BURST, alone / 2)
     while not job.done() and time.perf_counter() - began < alone / 2:
         busy += _work(burst)
         await asyncio.sleep(burst)

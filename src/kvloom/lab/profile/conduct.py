@@ -19,6 +19,7 @@ from rich.table import Table
 
 from kvloom.config.config import Config
 from kvloom.engine.queues import limit_context
+from kvloom.exec.cpu.executor import TorchExecutor
 from kvloom.exec.huggingface import hide_progress
 from kvloom.kv.memory import keep_freed_memory
 from kvloom.lab.profile.jobs import WatchedExecutor
@@ -43,12 +44,17 @@ def conduct(
     config. Raises ConfigError for models that cannot be served."""
     spec, effort = whole_machine(config), QUICK if quick else Effort()
     require_hub(spec.models)
+    for model in spec.models:
+        if Path(model.path).is_file():
+            raise ConfigError(
+                f"models.{model.name}: {model.path}: a GGUF file has several number formats, and a shape has "
+                "one; the directory of a checkpoint is right"
+            )
     hide_progress()
     console, computer = Console(highlight=False), this_computer()
     if computer.load > QUIET:
         console.print(f"this machine is busy (load {computer.load}): jobs will seem too slow", style="yellow")
-    profile, contexts = measure_jobs(spec, effort, temperature, computer, console)
-    bounds = {name: Bounds(context, spec.max_waiting) for name, context in contexts.items()}
+    profile, bounds = measure_jobs(config, spec, effort, temperature, computer, console)
     hosted, answered = asyncio.run(measure_server(config, profile, bounds, effort, arguments, console))
     profile = replace(profile, hosted=hosted)
     console.print("serving: the same requests are simulated", style="dim")
@@ -63,9 +69,9 @@ def conduct(
 
 
 def measure_jobs(
-    spec: EngineSpec, effort: Effort, temperature: float, computer: Computer, console: Console
-) -> tuple[Profile, dict[str, int]]:
-    """Measures all that needs no running server. Returns it, and the tokens of each model's longest context.
+    config: Config, spec: EngineSpec, effort: Effort, temperature: float, computer: Computer, console: Console
+) -> tuple[Profile, dict[str, Bounds]]:
+    """Measures all that needs no running server. Returns it, and what the server may be asked of each model.
     The models are unloaded afterwards."""
     executor = WatchedExecutor.load(
         list(spec.models),
@@ -94,12 +100,21 @@ def measure_jobs(
                     lambda what, done: bar.update(task, description=what, completed=done),
                 )
             )
-        return profile, {
-            name: limit_context(card, executor.geometries[name], executor.blocks).context_length
-            for name, card in executor.cards.items()
-        }
+        return profile, bounds_of(config, executor)
     finally:
         executor.close()
+
+
+def bounds_of(config: Config, executor: TorchExecutor) -> dict[str, Bounds]:
+    """Returns by model what all engines of the config that have it can take."""
+    found: dict[str, Bounds] = {}
+    for engine in config.engines:
+        for model in engine.models:
+            card, geometry = executor.cards[model.name], executor.geometries[model.name]
+            context = limit_context(card, geometry, engine.kv_bytes // engine.block_bytes).context_length
+            own = Bounds(min(context, model.max_context or context), engine.max_waiting)
+            found[model.name] = Bounds(*map(min, own, found.get(model.name, own)))
+    return found
 
 
 async def measure_server(
@@ -157,11 +172,6 @@ def whole_machine(config: Config) -> EngineSpec:
 def shape_of(executor: WatchedExecutor, model: ModelSpec) -> ModelShape:
     """Returns what the checkpoint's config says, and what attention was seen to keep."""
     geometry, folder = executor.geometries[model.name], Path(model.path)
-    if folder.is_file():
-        raise ConfigError(
-            f"models.{model.name}: {folder}: a GGUF file has several number formats, and a shape has "
-            "one; the directory of a checkpoint is right"
-        )
     card = executor.cards[model.name]
     if not folder.is_dir():
         config = try_to_load_from_cache(model.path, CONFIG, revision=model.revision)
@@ -204,13 +214,13 @@ def served_table(profile: Profile) -> Table:
     rows = [
         (
             row.model,
-            *(f"{1e3 * seconds:.3f}" for seconds in (row.first, row.row, row.prompt)),
+            *(f"{1e6 * seconds:,.1f}" for seconds in (row.first, row.row, row.prompt)),
             *(f"{factor:.2f}×" for factor in cost.factors(row.model)),
         )
         for row in profile.served
     ]
     heads = "", "first token", "a row", "a token of a prompt", "decode steps", "mixed jobs"
-    return _table("Milliseconds by which answers of a server take longer, and factors of jobs", heads, rows)
+    return _table("Microseconds by which answers of a server take longer, and factors of jobs", heads, rows)
 
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:

@@ -274,9 +274,9 @@ async def measure_steps(
     """Measures `steps` steps of that many sequences, whose callers are told of all tokens at the end: what
     sending them costs is measured under the server. Returns None if the sequences never ran all together,
     because the pool does not hold them."""
-    asks = [_Ask(model, i, PROMPT, steps, temperature, interval=steps) for i in range(sequences)]
+    requests = [_Request(model, i, PROMPT, steps, temperature, interval=steps) for i in range(sequences)]
     async with _engine(executor, spec) as engine:
-        await asyncio.gather(*[_answered(engine, ask) for ask in asks])
+        await asyncio.gather(*[_answered(engine, one) for one in requests])
     whole = [one for one in executor.seen if one.phase is Phase.DECODE and one.batch == sequences][1:]
     if not whole:
         return None
@@ -295,14 +295,14 @@ async def measure_prompted(
     """Measures what requests cost an engine besides their jobs. While one sequence decodes, so many come, one
     after every `PROMPT_EVERY` of its steps, each with `tokens` of a prompt and an answer of one. Returns None
     if no job between two steps had prompts."""
-    answer = _Ask(model, 0, PROMPT, PROMPT_EVERY * (prompts + 1), temperature)
+    request = _Request(model, 0, PROMPT, PROMPT_EVERY * (prompts + 1), temperature)
     async with _engine(executor, spec) as engine, asyncio.TaskGroup() as group:
         at = 0
-        async with aclosing(_frames(engine, answer)) as frames:
+        async with aclosing(_frames(engine, request)) as frames:
             async for frame in frames:
                 at += bool(frame)
                 if frame and at % PROMPT_EVERY == 0 and at <= PROMPT_EVERY * prompts:
-                    group.create_task(_answered(engine, _Ask(model, at, tokens, 1, temperature)))
+                    group.create_task(_answered(engine, _Request(model, at, tokens, 1, temperature)))
     seen, plain, prompted = executor.seen, list[float](), list[float]()
     for before, one, after in zip(seen, seen[1:], seen[2:], strict=False):
         if before.phase is one.phase is Phase.DECODE:
@@ -317,13 +317,14 @@ async def measure_prompted(
 @asynccontextmanager
 async def _engine(executor: WatchedExecutor, spec: EngineSpec) -> AsyncIterator[Engine]:
     """Yields an engine on the executor, which has seen no job yet. Its jobs run one after the other, each on
-    all cores: the policy is `slack`, no model has a planned share or drafts, and everything is in time."""
+    all cores: the policy is `slack`, no model has a planned share or drafts, everything is in time, and all
+    requests may wait."""
     executor.seen.clear()
     models = tuple(
         replace(model, prefill_share=None, decode_share=None, speculation="none", slo=AT_LEISURE)
         for model in spec.models
     )
-    spec = replace(spec, policy="slack", models=models)
+    spec = replace(spec, policy="slack", models=models, max_waiting=MOST_SEQUENCES)
     transport = ShmTransport(spec.unit, executor.arena)
     try:
         async with asyncio.TaskGroup() as group:
@@ -336,7 +337,7 @@ async def _engine(executor: WatchedExecutor, spec: EngineSpec) -> AsyncIterator[
 
 
 @dataclass(frozen=True, slots=True)
-class _Ask:
+class _Request:
     """A request for a model, with a prompt and an answer of so many tokens. `interval` is that of frames."""
 
     model: str
@@ -347,21 +348,23 @@ class _Ask:
     interval: int = 1
 
 
-async def _answered(engine: Engine, ask: _Ask) -> None:
-    async for _ in _frames(engine, ask):
+async def _answered(engine: Engine, request: _Request) -> None:
+    async for _ in _frames(engine, request):
         pass
 
 
-async def _frames(engine: Engine, ask: _Ask) -> AsyncGenerator[list[Event], None]:
+async def _frames(engine: Engine, request: _Request) -> AsyncGenerator[list[Event], None]:
     """Yields the frames of the answer."""
-    rng = random.Random(ask.number)
-    vocab = next(card.vocab_size for card in await engine.models() if card.name == ask.model)
+    rng = random.Random(request.number)
+    vocab = next(card.vocab_size for card in await engine.models() if card.name == request.model)
     body = StartGenerate(
-        model=ask.model,
-        request=f"profile-{ask.number}",
-        prompt=[rng.randrange(vocab) for _ in range(ask.prompt)],
-        sampling=SamplingParams(max_tokens=ask.output, seed=ask.number, temperature=ask.temperature),
-        interval=ask.interval,
+        model=request.model,
+        request=f"profile-{request.number}",
+        prompt=[rng.randrange(vocab) for _ in range(request.prompt)],
+        sampling=SamplingParams(
+            max_tokens=request.output, seed=request.number, temperature=request.temperature
+        ),
+        interval=request.interval,
     )
     async with aclosing(engine.start_generate(body)) as frames:
         async for frame in frames:

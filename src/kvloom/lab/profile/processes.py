@@ -64,7 +64,7 @@ def _command(pid: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Crowd:
+class BusyProcesses:
     """Processes that work as a gateway does under load, in bursts, and may rest."""
 
     processes: list[subprocess.Popen[bytes]]
@@ -88,7 +88,7 @@ class Crowd:
 
 
 @contextmanager
-def busy_processes(count: int) -> Iterator[Crowd]:
+def busy_processes(count: int) -> Iterator[BusyProcesses]:
     """Yields so many processes that work until the block ends. Raises ConfigError if one cannot start."""
     with ExitStack() as stack:
         running = []
@@ -103,10 +103,10 @@ def busy_processes(count: int) -> Iterator[Crowd]:
                 raise ConfigError(
                     f"a busy process beside jobs {ending(process.wait())}; more memory may be right"
                 )
-        yield Crowd(running)
+        yield BusyProcesses(running)
 
 
-BURST: Final = 0.0004  # seconds; a gateway's turn is about as long
+PROCESS_BURST: Final = 0.0004  # seconds; a gateway's turn is about as long
 _EVENTS: Final = 2000  # what they hold is more than a core's first cache
 
 
@@ -122,7 +122,7 @@ def _work_in_bursts() -> None:
     at = 0
     while True:
         begun = time.perf_counter()
-        while time.perf_counter() - begun < BURST:
+        while time.perf_counter() - begun < PROCESS_BURST:
             at = (at + 7) % _EVENTS  # the next ones lie elsewhere
             here.sendall(b"data: " + msgspec.json.encode(events[at]) + b"\n\n")
             events[at] = msgspec.json.decode(there.recv(1 << 16)[6:])

@@ -15,6 +15,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvloom.config.config import Config
+from kvloom.lab.sim.fleet import rescheduling_of
 from kvloom.lab.sim.run import simulate
 from kvloom.lab.sim.unit import hosting_from, measured_units
 from kvloom.lab.workload.arrivals import poisson
@@ -29,7 +30,7 @@ from kvloom.router.program import load_program
 FEWEST, MOST = 4, 200  # requests of each model
 CLOSE: Final = 0.01  # the part by which simulated times may differ, so that nothing is added without need
 _HALVINGS: Final = 6  # of the range in which a number is looked for
-_ROUNDS: Final = 2  # simulations, each with what the ones before have found
+_ROUNDS: Final = 2  # of searches, each with what the ones before have found
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Load:
         """Returns about so many seconds of requests, of each model as many in turn. bounds: those of each
         model."""
         context = min(bound.context for bound in bounds.values())
-        prompt = min(self.prompt, context // 2)
+        prompt = max(1, min(self.prompt, context // 2))
         output = min(self.output, context - prompt)
         jobs = [Work.decode(model, 1.0, [prompt]) for model in bounds] * (output - 1)
         jobs += [Work.prefill(model, 1.0, [prompt]) for model in bounds]
@@ -69,7 +70,7 @@ class Bounds(NamedTuple):
 USUAL: Final = Load(0.5, 24)
 """The load by which the way to the first token is found."""
 HEAVY: Final = Load(2.0, 80)
-"""That by which a job's time for a sequence is found: the one with most sequences at a time."""
+"""That by which a job's time for a row is found: the one with most sequences at a time."""
 LONG: Final = Load(1.2, 24, prompt=256)
 """That by which a job's time for a token of a prompt is found: the one with most of them."""
 LOADS: Final = (USUAL, Load(0.25, 2), Load(0.25, 80), Load(1.2, 24), HEAVY, LONG)
@@ -107,9 +108,11 @@ def with_served(config: Config, profile: Profile, answered: Mapping[Load, Answer
 
 
 def _with_jobs(config: Config, profile: Profile, heavy: Answered, long: Answered) -> Profile:
-    """Finds the seconds that a job takes longer for each sequence that it decodes and for each token of a
-    prompt, so that answers take as long a token under both loads as they did."""
-    cost, models, tokens = Measured(profile), list(heavy.first), long.requests[0].prompt
+    """Finds the seconds that a job takes longer for each row that it decodes and for each token of a prompt,
+    so that answers take as long a token under both loads as they did. If `long` has no longer prompts than
+    `heavy`, because the context is short, the two cannot be told apart, and rows have all of it."""
+    cost, models = Measured(profile), list(heavy.first)
+    tokens, fewer = (load.requests[0].prompt for load in (long, heavy))
     most_row = max(cost.seconds(Work.decode(model, 1.0, [tokens])) for model in models) / 2
     most_prompt = max(cost.seconds(Work.prefill(model, 1.0, [tokens])) for model in models) / tokens / 2
 
@@ -124,7 +127,7 @@ def _with_jobs(config: Config, profile: Profile, heavy: Answered, long: Answered
     row = prompt = 0.0
     for _ in range(_ROUNDS):
         row = _last_before(partial(late, heavy, prompt=prompt), most_row)
-        prompt = _last_before(partial(late, long, row), most_prompt)
+        prompt = _last_before(partial(late, long, row), most_prompt) if tokens > fewer else 0.0
     return with_both(row, prompt)
 
 
@@ -161,8 +164,9 @@ def _last_before(reached: Callable[[float], bool], most: float) -> float:
 
 
 def _over(ours: Mapping[str, float], real: Mapping[str, float]) -> float:
-    """Returns the logarithm of simulated seconds over real ones, in the mean over the models."""
-    return fmean(math.log(ours[model] / real[model]) for model in real)
+    """Returns the logarithm of simulated seconds over real ones, in the mean over the models; 0 if there are
+    none."""
+    return 0.0 if not real else fmean(math.log(ours[model] / real[model]) for model in real)
 
 
 def simulated_answers(config: Config, profile: Profile, load: Answered) -> Answered:
@@ -177,6 +181,7 @@ def simulated_answers(config: Config, profile: Profile, load: Answered) -> Answe
         title="",
         hosting=hosting_from(profile),
         client_here=True,
+        rescheduling=rescheduling_of(config),
         patience=config.patience,
     )
     return Answered.of(load.requests, results)

@@ -33,8 +33,8 @@ LEAST: Final = 1e-9  # seconds; a fit by ratios wants more than 0
 
 @dataclass(frozen=True, slots=True)
 class OwnWork:
-    """An engine's work between its jobs. `between` returns the seconds after a step of so many sequences, and
-    `prompted` has those that a job with prompts takes more."""
+    """An engine's work between its jobs. `between` returns the seconds after a step of so many sequences.
+    `prompted` is how many seconds more it is around a job with prompts."""
 
     between: Callable[[int], float]
     prompted: float

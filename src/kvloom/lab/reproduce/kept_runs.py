@@ -8,19 +8,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, Generic, TypeVar
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Struct
 
 P = TypeVar("P")
 
 
-class KeptRun(Struct, frozen=True):
+class KeptRun(Struct, Generic[P], frozen=True):
     """What is kept of a run that is over: the seconds of one core that it took, and its result."""
 
     seconds: float
-    result: Raw
+    result: P
 
 
 class KeptRuns:
@@ -39,9 +39,9 @@ class KeptRuns:
         with self._claimed(name, wait=wait) as file:
             if file is None:
                 return None
-            run = _read(file) or _write(file, play)
-            self.seconds += run.seconds
-            return msgspec.json.decode(run.result, type=type_)
+            found = _read(file, type_) or _write(file, play)
+            self.seconds += found.seconds
+            return found.result
 
     @contextmanager
     def _claimed(self, name: str, *, wait: bool) -> Iterator[BinaryIO | None]:
@@ -56,20 +56,20 @@ class KeptRuns:
                 yield file
 
 
-def _read(file: BinaryIO) -> KeptRun | None:
-    """Returns None if the run has not been played to its end: nothing is there, or a part of a process that
-    died."""
+def _read(file: BinaryIO, type_: type[P]) -> KeptRun[P] | None:
+    """Returns None if the run is to be played: nothing is there, or what a process wrote that died, or a
+    number that JSON does not have."""
     file.seek(0)
     try:
-        return msgspec.json.decode(file.read(), type=KeptRun)
+        return msgspec.json.decode(file.read(), type=KeptRun[type_])  # type: ignore[valid-type]
     except msgspec.DecodeError:
         return None
 
 
-def _write(file: BinaryIO, play: Callable[[], P]) -> KeptRun:
+def _write(file: BinaryIO, play: Callable[[], P]) -> KeptRun[P]:
     began = time.process_time()
     result = play()
-    run = KeptRun(time.process_time() - began, Raw(msgspec.json.encode(result)))
+    run = KeptRun(time.process_time() - began, result)
     file.truncate(0)
     file.write(msgspec.json.encode(run))
     file.flush()

@@ -148,7 +148,7 @@ def play_or_read(
     tell: Tell,
 ) -> list[P]:
     """As `play_all`, but runs that are kept are not played again, and others are kept. result: what `play`
-    returns."""
+    returns. `name` is also what a run is kept under, so it tells all by which two runs of a figure differ."""
     if kept is None:
         return play_all(runs, play, name, tell)
     found = dict[int, P]()

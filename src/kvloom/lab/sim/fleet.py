@@ -20,6 +20,7 @@ from kvloom.cluster.reconcile import TIMING, Timing
 from kvloom.cluster.scheduler import FleetControl, FleetScheduler, Measure
 from kvloom.cluster.state import FleetSpec, UnitSpec
 from kvloom.cluster.store import SpecStore
+from kvloom.config.config import Config
 from kvloom.engine.engine import Engine
 from kvloom.engine.freeness import Thresholds, freeness
 from kvloom.journal.log import Journal
@@ -78,6 +79,12 @@ def rescheduling(
 ) -> Rescheduling:
     """Returns what a config says of the fleet scheduler."""
     return Rescheduling(spec.period, Thresholds(spec.out, spec.into), groups or {}, away)
+
+
+def rescheduling_of(config: Config) -> Rescheduling | None:
+    """Returns what the config says of the fleet scheduler; None if it has none."""
+    away = frozenset(spec.unit for spec in config.engines) - frozenset(config.first)
+    return rescheduling(config.scheduler, config.groups, away) if config.scheduler else None
 
 
 @dataclass(frozen=True, slots=True)

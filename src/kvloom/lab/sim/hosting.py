@@ -206,7 +206,8 @@ class HostedUnit:
         """Returns the seconds of a job on so many cores, as things are. alone: its seconds if nothing
         but jobs wanted the cores."""
         hosting, busy = self._machine.hosting, self.loop.thread.busy
-        # as if the loop were idle, whose part comes in by `pace`
+        # Other threads that want a core. This unit's jobs count in full, and its own loop not at all, because
+        # what that loop takes from them comes in by `pace`.
         others = self._machine.cores.over + self._jobs - self._wish() - busy
         slower = hosting.slower(work, cores, others)
         if busy:
@@ -246,7 +247,7 @@ class HostedServer:
             for loop in self._hops:
                 await loop.take_request(len(body.prompt))
                 taken.append(loop)
-            await asyncio.sleep(self._hosting.first_token_delay(body.model))
+            await asyncio.sleep(self._hosting.admission_delay(body.model))
             async with aclosing(self._server.start_generate(body)) as frames:
                 async for frame in frames:
                     for loop in reversed(self._hops) if frame else ():

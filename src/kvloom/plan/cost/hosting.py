@@ -23,7 +23,7 @@ Point = tuple[int, float]
 @dataclass(frozen=True, slots=True)
 class Upkeep:
     """CPU seconds of a client, a gateway or an engine's loop: for a request, for a token of a prompt, for one
-    of an answer, for each time that these come. Each is simulated as one thread."""
+    of an answer, for each time that tokens of answers come. Each is simulated as one thread."""
 
     request: float = 0.0
     prompt: float = 0.0
@@ -32,13 +32,13 @@ class Upkeep:
 
 
 class Hosting:
-    """Tells the CPU time of clients, gateways and engines, and how much slower it makes jobs. `cores` is the
-    number of the machine's cores, and `closing` the part of a request's time that comes after its answer. A
-    job of a model that was not measured is slowed as the other models' jobs of its phase are, and its answers
-    take no longer for being served."""
+    """Tells the CPU time of clients, gateways and engines, and how much slower it makes jobs. Jobs of a model
+    that was not measured are slowed as other models' jobs of their phase, and its answers take no longer
+    for being served."""
 
     def __init__(self, profile: Profile) -> None:
         self.cores = profile.computer.cores
+        """The number of the machine's cores."""
         self._upkeep = {
             hosted.role: Upkeep(hosted.request, hosted.prompt, hosted.token, hosted.turn)
             for hosted in profile.hosted
@@ -46,6 +46,7 @@ class Hosting:
         self._slower = _Known((row.doing, (row.over, row.seconds / row.alone)) for row in profile.pressed)
         self._served = {row.model: row for row in profile.served}
         self.closing = profile.closing
+        """The part of a request's CPU time that comes after its answer."""
         self._lost = _Known((row.doing, (1, (row.seconds - row.alone) / row.busy)) for row in profile.stalled)
 
     def upkeep(self, role: Role) -> Upkeep:
@@ -62,18 +63,19 @@ class Hosting:
             return max(1.0, float(np.interp(over, threads, times)))
         return max(1.0, 1.0 + (times[-1] - 1.0) * over / threads[-1])
 
-    def first_token_delay(self, model: str) -> float:
-        """Returns the seconds by which a model's first tokens come later than by jobs and CPU time alone."""
+    def admission_delay(self, model: str) -> float:
+        """Returns the seconds by which a request for the model reaches the router later than by CPU time
+        alone."""
         return self._served[model].first if model in self._served else 0.0
 
     def served(self, work: Work) -> float:
         """Returns the seconds by which a job takes longer under a server than all else says."""
-        row = self._served.get(work.model)
-        if row is None:
+        extra = self._served.get(work.model)
+        if extra is None:
             return 0.0
         if work.phase is Phase.DECODE:
-            return row.row * work.batch
-        return row.row * work.rows + row.prompt * (work.tokens - work.rows)
+            return extra.row * work.batch
+        return extra.row * work.rows + extra.prompt * (work.tokens - work.rows)
 
     def pace(self, work: Work, cores: float) -> float:
         """Returns the part of its own pace that a job keeps while its process's loop works."""

@@ -150,8 +150,9 @@ class Measured:
         return (self.seconds(step) - self.seconds(replace(step, context=0))) / shape.layers
 
     def between(self, work: Work) -> float:
-        """Returns the seconds that an engine loses around a job: from its result to the next launch, and, if
-        it has prompts, those before its launch. 0 if that was not measured."""
+        """Returns the seconds of the engine's own work around a job: from its result to the next launch, and,
+        if it has prompts, what these cost before its launch and after its result. 0 if that was not
+        measured."""
         prompted = 0.0 if work.phase is Phase.DECODE else self._prompted.get(work.model, 0.0)
         return self.between_steps(work.batch) + prompted
 

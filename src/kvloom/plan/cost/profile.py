@@ -128,8 +128,8 @@ class ServedSeconds(Struct, frozen=True, kw_only=True):
 
     model: str
     first: _ZeroOrMore
-    """The seconds by which first tokens come later. They hold up the request alone, and no job: a large part
-    is that threads sleep until they are woken on its way."""
+    """The seconds by which a request is admitted later, and so its first token comes later. They hold up the
+    request alone, and no job: a large part is that threads sleep until they are woken on its way."""
     row: _ZeroOrMore
     """The seconds by which a job takes longer for each row that it decodes: its token wakes a thread in each
     process on its way, while the next job runs. A sequence with k drafts has k + 1 rows."""
@@ -165,8 +165,7 @@ class Computer(Struct, frozen=True, kw_only=True):
 
 class Profile(Struct, frozen=True, kw_only=True):
     """A profile. `cores` is the number that the executor had, and `temperature` that of what was drawn.
-    `shapes` are by model. `hosted` is empty if only jobs were measured. `closing` is the part
-    of the CPU seconds of a request that comes when its answer has ended."""
+    `shapes` are by model. `hosted` is empty if only jobs were measured."""
 
     version: int = PROFILE_VERSION
     computer: Computer
@@ -184,6 +183,7 @@ class Profile(Struct, frozen=True, kw_only=True):
     hosted: tuple[HostedSeconds, ...] = ()
     served: tuple[ServedSeconds, ...] = ()
     closing: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    """The part of the CPU seconds of a request that comes when its answer has ended."""
 
 
 class _Versioned(Struct):

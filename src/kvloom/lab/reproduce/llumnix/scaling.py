@@ -100,7 +100,7 @@ def section_65(scale: Scale, tell: Tell, options: Options | None = None) -> Repo
 
     def name(run: tuple[Load, System, float]) -> str:
         load, system, low = run
-        return f"{load}, {system.name}, {low:g}"
+        return f"{load}, {system.name}, {low:g}, {count} requests"
 
     points = play_or_read(options.kept, Point, plan, play, name, tell)
     return report_65(

@@ -96,7 +96,7 @@ def figure_11(scale: Scale, tell: Tell, options: Options | None = None) -> Repor
 
     def name(run: tuple[Traffic, float, System, int]) -> str:
         traffic, rate, system, draw = run
-        return f"{traffic.name}, {rate:g} req/s, {system.name}, draw {draw + 1}"
+        return f"{traffic.name}, {rate:g} req/s, {system.name}, draw {draw + 1} of {count} requests"
 
     runs = [(*one, draw) for draw in range(draws) for one in plan]
     points = play_or_read(options.kept, Point, runs, play, name, tell)
