@@ -71,7 +71,8 @@ def _tokens(found: Histogram) -> str:
 
 def results_table(results: Results) -> Table:
     """Returns what came of each model's requests, with latencies as P50 / P99."""
-    table = Table(title=results.title, title_justify="left")
+    caption = "Latencies are P50 / P99. Rates are until the last answer."
+    table = Table(title=results.title, title_justify="left", caption=caption, caption_justify="left")
     table.add_column("model")
     for head in ("requests", "errors", "req/s", "tok/s", "TTFT", "per token", "end to end"):
         table.add_column(head, justify="right")

@@ -65,6 +65,8 @@ def conduct(
     console.print(served_table(profile))
     alone, mixed, beside = (len(rows) for rows in (profile.jobs, profile.mixed, profile.crowded))
     console.print(f"{output}: {alone} jobs alone, {mixed} mixed ones, {beside} beside another")
+    if computer.load > QUIET:
+        console.print(f"this machine was busy (load {computer.load}): do not trust it", style="yellow")
     return profile
 
 

@@ -119,10 +119,12 @@ async def measure_serving(
     ConfigError if the server does not start, or leaves a request without an answer."""
     found, answered = list[Loaded](), list[Answered]()
     with tempfile.TemporaryDirectory(prefix="kvloom-") as folder:
+        tell("the server starts")
         async with _served(arguments) as server:
             client = _Client(server.url, key, Path(folder))
-            for load in (loads[0][:WARMING], *loads):
-                tell(f"{len(load)} requests at random moments, {load[0].output} tokens each")
+            for number, load in enumerate((loads[0][:WARMING], *loads)):
+                what = f"load {number} of {len(loads)}" if number else "to warm up"
+                tell(f"{what}: {len(load)} requests of {load[0].prompt} and {load[0].output} tokens")
                 loaded, results = await _loaded(server, client, load, own)
                 found.append(loaded)
                 answered.append(Answered.of(load, results))
