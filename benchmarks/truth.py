@@ -4,8 +4,8 @@ python -m benchmarks.truth [--subject demo A B] [--seconds 30] [--rounds 3] [--l
 
 Of each subject first its profile is measured, and the simulation asked how many requests a second it could
 answer at most; loads are parts of that. `kvloom simulate` plays them with the client on the same machine.
-Then `kvloom serve` is asked for the same files by `kvloom bench serve`, in rounds over all subjects, because
-a machine's own pace changes within minutes: a real measure is the median of its rounds, and it is told how
+Then `kvloom serve` is asked for the same files by `kvloom bench serve`, at once and in rounds, because a
+machine's own pace changes within minutes: a real measure is the median of its rounds, and it is told how
 well one round foretells the others. No figure of a real run goes into a simulated one. Requests that were
 refused (429) are counted in both worlds, and told.
 
@@ -153,17 +153,14 @@ def _medians(real: Sequence[Results]) -> list[float]:
 
 
 async def measure(names: Sequence[str], effort: Effort, *, frozen: bool = False) -> Report:
-    subjects = [subject(name) for name in names]
-    foretold = [await (foretell_fresh(one, effort) if frozen else foretell(one, effort)) for one in subjects]
-    rounds = [  # each subject's are minutes apart, because the machine's pace changes
-        [real for one, loads in zip(subjects, foretold, strict=True) for real in await ask_all(one, loads)]
-        for _ in range(effort.rounds)
-    ]
-    told_of = [(one.name, load) for one, loads in zip(subjects, foretold, strict=True) for load in loads]
-    compared = [
-        Compared(f"{name}, {load.what}", load.modelled, list(real))
-        for (name, load), real in zip(told_of, zip(*rounds, strict=True), strict=True)
-    ]
+    compared = list[Compared]()
+    for one in map(subject, names):
+        loads = await (foretell_fresh(one, effort) if frozen else foretell(one, effort))
+        rounds = [await ask_all(one, loads) for _ in range(effort.rounds)]
+        compared += [
+            Compared(f"{one.name}, {load.what}", load.modelled, list(real))
+            for load, real in zip(loads, zip(*rounds, strict=True), strict=True)
+        ]
     return report_of(compared, "foretold" if frozen else "truth")
 
 
