@@ -16,13 +16,23 @@ from msgspec.structs import replace
 from kvloom.cli.__main__ import main
 from kvloom.config.file import load_config
 from kvloom.config.machine import Machine
-from kvloom.lab.profile.served import HEAVY, LONG, USUAL, Answered, Bounds, simulated_answers, with_served
+from kvloom.lab.profile.served import (
+    HEAVY,
+    LONG,
+    USUAL,
+    Answered,
+    Bounds,
+    Load,
+    simulated_answers,
+    with_served,
+)
 from kvloom.plan.cost.measured import Measured
 from kvloom.plan.cost.profile import HostedSeconds, Profile, ServedSeconds, read_profile
 from kvloom.plan.cost.work import Work
 from kvloom.types.job import Phase
 from tests.checkpoints import make_checkpoint
 from tests.plan.cost.profiles import make_profile
+from tests.plan.cost.test_hosting import pressed
 
 CONFIG = """\
 kv_memory: 2MiB
@@ -142,6 +152,30 @@ def test_how_much_longer_served_answers_take_is_found_by_their_times(config: Pat
             assert max(one.row for one in found.served) < row / 2
             assert max(one.prompt for one in found.served) < prompt / 2
             assert found.closing == pytest.approx(closing, abs=0.2)
+
+
+@pytest.mark.parametrize("pressing", [0.4, 1.0])
+def test_how_much_jobs_lose_beside_a_server_is_found_by_its_answers(config: Path, pressing: float) -> None:
+    """Both units' jobs and a busy gateway want three of two cores."""
+    plain = make_profile()
+    fleet, cost = load_config(config, {}, {}, Machine.here()), Measured(plain)
+    still = replace(
+        plain,
+        computer=replace(plain.computer, cores=2),
+        hosted=(HostedSeconds(role="gateway", request=0.002, prompt=0.0, token=1e-3, turn=1e-3),),
+        pressed=tuple(
+            pressed(model, phase, 1, over, 1.0 + over)
+            for model in ("one", "two")
+            for phase in Phase.MIXED.parts
+            for over in (1, 2)
+        ),
+    )
+    bounds = dict.fromkeys(("one", "two"), Bounds(context=256, waiting=64))
+    world, real = replace(still, pressing=pressing), dict[Load, Answered]()
+    for load in (USUAL, HEAVY, LONG):
+        asked = Answered(load.requests(cost, bounds, seconds=0.5), {}, {})
+        real[load] = simulated_answers(fleet, world, asked)
+    assert with_served(fleet, still, real).pressing == pytest.approx(pressing, abs=0.15)
 
 
 def test_the_error_is_told(measured: tuple[Profile, str]) -> None:

@@ -26,7 +26,10 @@ def pressed(model: str, phase: Phase, cores: int, over: int, times: float) -> Pr
 
 
 def hosting(
-    *rows: Pressed | StalledJob | HostedSeconds | ServedSeconds, cores: int = 4, closing: float = 0.0
+    *rows: Pressed | StalledJob | HostedSeconds | ServedSeconds,
+    cores: int = 4,
+    closing: float = 0.0,
+    pressing: float = 1.0,
 ) -> Hosting:
     return Hosting(
         replace(
@@ -37,6 +40,7 @@ def hosting(
             served=tuple(row for row in rows if isinstance(row, ServedSeconds)),
             computer=replace(PROFILE.computer, cores=cores),
             closing=closing,
+            pressing=pressing,
         )
     )
 
@@ -68,6 +72,15 @@ def test_a_job_fares_as_its_likest() -> None:
     assert found.slower(Work.decode("one", 0.5, [10]), 2, 1) == 2.0
     assert found.slower(Work.decode("two", 0.25, [10]), 1, 1) == 5.0
     assert found.slower(Work.decode("three", 1.0, [10]), 4, 1) == 6.5
+
+
+def test_jobs_lose_a_part_of_what_busy_processes_cost_them() -> None:
+    rows = [pressed("one", Phase.DECODE, 2, over, times) for over, times in ((1, 2.0), (2, 5.0))]
+    work = Work.decode("one", 0.5, [10])
+    for pressing in (0.0, 0.25, 1.0):
+        found = hosting(*rows, pressing=pressing)
+        for over, lost in ((0.5, 0.5), (1.0, 1.0), (2.0, 4.0), (4.0, 8.0)):
+            assert found.slower(work, 2, over) == pytest.approx(1.0 + pressing * lost)
 
 
 def test_a_job_loses_what_it_lost_of_the_loops_time() -> None:

@@ -63,6 +63,7 @@ def conduct(
     console.print(errors_table(profile))
     console.print(upkeep_table(profile))
     console.print(served_table(profile))
+    console.print(f"beside a server jobs lose {profile.pressing:.0%} of what busy processes cost them")
     alone, mixed, beside = (len(rows) for rows in (profile.jobs, profile.mixed, profile.crowded))
     console.print(f"{output}: {alone} jobs alone, {mixed} mixed ones, {beside} beside another")
     if computer.load > QUIET:

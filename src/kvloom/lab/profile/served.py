@@ -100,11 +100,24 @@ class Answered:
 
 def with_served(config: Config, profile: Profile, answered: Mapping[Load, Answered]) -> Profile:
     """Returns the profile with what it takes for simulated answers to be as long as the real ones were, which
-    are by load. If they are later even without it, nothing is added. `profile` must already contain
-    `hosted`."""
-    profile = replace(profile, served=(), closing=0.0)
+    are by load. `profile` must already contain `hosted`."""
+    profile = replace(profile, served=(), closing=0.0, pressing=1.0)
+    profile = _with_pressing(config, profile, (answered[HEAVY], answered[LONG]))
     profile = _with_jobs(config, profile, answered[HEAVY], answered[LONG])
     return _with_first(config, _with_closing(config, profile, answered[USUAL]), answered[USUAL])
+
+
+def _with_pressing(config: Config, profile: Profile, loads: Sequence[Answered]) -> Profile:
+    """Finds the part of what jobs lose beside busy processes that they may lose for simulated answers not to
+    take longer a token than the real ones did; all of it if they do not even then."""
+
+    def late(pressing: float) -> bool:
+        tried = replace(profile, pressing=pressing)
+        ours = [simulated_answers(config, tried, load) for load in loads]
+        over = (_over(one.per_token, load.per_token) for one, load in zip(ours, loads, strict=True))
+        return fmean(over) > CLOSE
+
+    return replace(profile, pressing=_last_before(late, 1.0)) if late(1.0) else profile
 
 
 def _with_jobs(config: Config, profile: Profile, heavy: Answered, long: Answered) -> Profile:

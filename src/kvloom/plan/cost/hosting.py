@@ -43,6 +43,7 @@ class Hosting:
             hosted.role: Upkeep(hosted.request, hosted.prompt, hosted.token, hosted.turn)
             for hosted in profile.hosted
         }
+        self._pressing = profile.pressing
         self._slower = _Known((row.doing, (row.over, row.seconds / row.alone)) for row in profile.pressed)
         self._served = {row.model: row for row in profile.served}
         self.closing = profile.closing
@@ -58,10 +59,12 @@ class Hosting:
         known = self._slower.of(work, cores)
         if over <= 0.0 or not known:
             return 1.0
-        threads, times = [0.0, *(at for at, _ in known)], [1.0, *(times for _, times in known)]
+        threads, losses = [0.0, *(at for at, _ in known)], [0.0, *(times - 1.0 for _, times in known)]
         if over <= threads[-1]:
-            return max(1.0, float(np.interp(over, threads, times)))
-        return max(1.0, 1.0 + (times[-1] - 1.0) * over / threads[-1])
+            lost = float(np.interp(over, threads, losses))
+        else:
+            lost = losses[-1] * over / threads[-1]
+        return 1.0 + max(0.0, self._pressing * lost)
 
     def admission_delay(self, model: str) -> float:
         """Returns the seconds by which a request for the model reaches the router later than by CPU time

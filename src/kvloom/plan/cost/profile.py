@@ -184,6 +184,9 @@ class Profile(Struct, frozen=True, kw_only=True):
     served: tuple[ServedSeconds, ...] = ()
     closing: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     """The part of the CPU seconds of a request that comes when its answer has ended."""
+    pressing: Annotated[float, Meta(ge=0.0, le=1.0)] = 1.0
+    """The part of what jobs lose beside busy processes (`pressed`) that they lose beside a server's own work,
+    which the kernel lets in when it wakes and which soon rests again."""
 
 
 class _Versioned(Struct):
