@@ -34,9 +34,9 @@ from tests.transfer.kinds import NIXL
 SMALLER = Shape("LlamaConfig", TINY.form | {"num_hidden_layers": 1})
 SEVERAL = several.Effort(
     plays=((2.1, (0.5,)),),
-    window=0.4,
-    grace=0.4,
-    burst=(0.6, 12),
+    window=1.0,
+    grace=1.0,
+    burst=(1.8, 60),  # so long that a machine that stands still for a moment answers some of it
     longest=64,
     scales=(10.0,),
     kv_bytes=2 << 20,
