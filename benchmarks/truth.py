@@ -39,9 +39,7 @@ from kvloom.lab.workload.results import Results, read_results
 TRUTH = BENCH / "truth"
 FLOOD = 1000.0  # requests a second: more than any subject can answer
 WARM_REQUESTS, WARM_RATE = 8, 4.0
-FIRST_SEED = (
-    7  # of workloads; each load has another, or a later one finds the prompts of an earlier one cached
-)
+FIRST_SEED = 7  # each load has another, or a later one finds the prompts of an earlier one cached
 REFUSED = re.compile(r"\d+ requests wait for .* already")  # as an engine says it, through a gateway or not
 Settings = dict[str, Any]
 
@@ -174,10 +172,8 @@ def report_of(compared: Sequence[Compared], name: str) -> Report:
     ]
     rounds = len(compared[0].real)
     if rounds > 1:
-        counts = [
-            [_within(kind, [one.among_rounds()[at] for one in compared])[0] for kind in (MEDIANS, TAILS)]
-            for at in range(rounds)
-        ]
+        by_round = zip(*[one.among_rounds() for one in compared], strict=True)
+        counts = [[_within(kind, cells)[0] for kind in (MEDIANS, TAILS)] for cells in by_round]
         medians, tails = (fmean(column) for column in zip(*counts, strict=True))
         notes.append(
             f"a real round foretells the others within the same bounds in {medians:.1f} medians and "

@@ -67,7 +67,7 @@ def conduct(
     alone, mixed, beside = (len(rows) for rows in (profile.jobs, profile.mixed, profile.crowded))
     console.print(f"{output}: {alone} jobs alone, {mixed} mixed ones, {beside} beside another")
     if computer.load > QUIET:
-        console.print(f"this machine was busy (load {computer.load}): do not trust it", style="yellow")
+        console.print(f"this machine was busy (load {computer.load}): measure again", style="yellow")
     return profile
 
 
