@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from kvloom.plan.cost.hosting import SLOWEST, Hosting, Upkeep
+from kvloom.plan.cost.hosting import SLOWEST, Hosting
 from kvloom.plan.cost.profile import HostedSeconds, JobMeasured, Pressed, ServedSeconds, StalledJob
 from kvloom.plan.cost.work import Work
 from kvloom.types.job import Phase
@@ -47,11 +47,13 @@ def hosting(
 
 def test_what_was_not_measured_costs_nothing() -> None:
     nothing, work = hosting(), Work.decode("one", 0.5, [10])
-    assert nothing.upkeep("gateway") == Upkeep(0.0, 0.0, 0.0, 0.0)
+    idle = HostedSeconds(role="gateway", request=0.0, prompt=0.0, token=0.0, turn=0.0)
+    assert nothing.upkeep("gateway") == idle
     assert nothing.slower(work, 2, 3.0) == 1.0
     assert nothing.pace(work, 2) == 1.0
-    rows = hosting(HostedSeconds(role="client", request=1.0, prompt=4.0, token=2.0, turn=3.0))
-    assert (rows.upkeep("client"), rows.upkeep("engine")) == (Upkeep(1.0, 4.0, 2.0, 3.0), Upkeep())
+    client = HostedSeconds(role="client", request=1.0, prompt=4.0, token=2.0, turn=3.0)
+    rows = hosting(client)
+    assert (rows.upkeep("client"), rows.upkeep("gateway")) == (client, idle)
 
 
 def test_slower_between_what_was_measured_and_beyond() -> None:

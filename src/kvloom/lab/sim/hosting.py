@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
-from kvloom.plan.cost.hosting import Hosting, Upkeep
-from kvloom.plan.cost.profile import Role
+from kvloom.plan.cost.hosting import Hosting
+from kvloom.plan.cost.profile import HostedSeconds, Role
 from kvloom.plan.cost.work import Work
 from kvloom.types.client import Generator
 from kvloom.types.request import Event, ModelCard, StartGenerate
@@ -136,7 +136,7 @@ class HostedThread:
 class HostedLoop:
     """The event loop of one process, through which requests and tokens go."""
 
-    def __init__(self, cores: Cores, upkeep: Upkeep, closing: float) -> None:
+    def __init__(self, cores: Cores, upkeep: HostedSeconds, closing: float) -> None:
         """closing: the part of a request's work that comes after its answer."""
         self.thread: HostedThread = cores.thread()
         self._upkeep = upkeep

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
 import numpy as np
 
-from kvloom.plan.cost.profile import JobMeasured, Profile, Role
+from kvloom.plan.cost.profile import HostedSeconds, JobMeasured, Profile, Role
 from kvloom.plan.cost.work import Work
 from kvloom.types.job import Phase
 
@@ -18,17 +17,6 @@ SLOWEST: Final = 0.02  # the least part of its pace that a job keeps while its p
 
 HostedKind = tuple[str, bool, int]  # a model, whether the job is a decode step, and its cores
 Point = tuple[int, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Upkeep:
-    """CPU seconds of a client, a gateway or an engine's loop: for a request, for a token of a prompt, for one
-    of an answer, for each time that tokens of answers come. Each is simulated as one thread."""
-
-    request: float = 0.0
-    prompt: float = 0.0
-    token: float = 0.0
-    turn: float = 0.0
 
 
 class Hosting:
@@ -39,10 +27,7 @@ class Hosting:
     def __init__(self, profile: Profile) -> None:
         self.cores = profile.computer.cores
         """The number of the machine's cores."""
-        self._upkeep = {
-            hosted.role: Upkeep(hosted.request, hosted.prompt, hosted.token, hosted.turn)
-            for hosted in profile.hosted
-        }
+        self._hosted = {hosted.role: hosted for hosted in profile.hosted}
         self._pressing = profile.pressing
         self._slower = _Known((row.doing, (row.over, row.seconds / row.alone)) for row in profile.pressed)
         self._served = {row.model: row for row in profile.served}
@@ -50,8 +35,11 @@ class Hosting:
         """The part of a request's CPU time that comes after its answer."""
         self._lost = _Known((row.doing, (1, (row.seconds - row.alone) / row.busy)) for row in profile.stalled)
 
-    def upkeep(self, role: Role) -> Upkeep:
-        return self._upkeep.get(role, Upkeep())
+    def upkeep(self, role: Role) -> HostedSeconds:
+        """Returns the CPU seconds of the role, whose work is simulated as one thread; nothing if that was not
+        measured."""
+        idle = HostedSeconds(role=role, request=0.0, prompt=0.0, token=0.0, turn=0.0)
+        return self._hosted.get(role, idle)
 
     def slower(self, work: Work, cores: float, over: float) -> float:
         """Returns how many times longer a job on so many cores takes while `over` more threads want to run
