@@ -34,13 +34,13 @@ from kvloom.lab.sim.fleet import Rescheduling, rescheduling, rescheduling_of
 from kvloom.lab.sim.recording import Recording
 from kvloom.lab.sim.run import check_models, scaled
 from kvloom.lab.sim.run import simulate as play
-from kvloom.lab.sim.unit import SimulatedUnit, hosting_from, measured_units, planned_units
+from kvloom.lab.sim.unit import SimulatedUnit, cpu_costs_from, measured_units, planned_units
 from kvloom.lab.workload.make import faster, open_workload
 from kvloom.lab.workload.request import Prompts, RequestResult, WorkloadRequest
 from kvloom.lab.workload.summary import Summary, Traffic
 from kvloom.page.assembly import recorded_page
 from kvloom.plan.cluster import CPU
-from kvloom.plan.cost.hosting import Hosting
+from kvloom.plan.cost.cpu import CpuCosts
 from kvloom.plan.cost.profile import read_profile
 from kvloom.plan.plan import read_plan
 from kvloom.router.program import load_program
@@ -65,7 +65,7 @@ class _Fleet:
 
     units: list[SimulatedUnit]
     program: ProgramSpec
-    hosting: Hosting | None = None
+    cpu_costs: CpuCosts | None = None
     """The measured work of the machine besides jobs; None if it was not measured."""
     rescheduling: Rescheduling | None = None
     patience: float = PATIENCE
@@ -148,7 +148,7 @@ def simulate(
                     title=title,
                     seed=seed,
                     tell=tell,
-                    hosting=found.hosting,
+                    cpu_costs=found.cpu_costs,
                     client_here=client_here,
                     rescheduling=found.rescheduling,
                     patience=found.patience,
@@ -220,8 +220,8 @@ def _planned(path: Path, policy: Policy | None, profile: Path | None, client_her
     except ConfigError as error:
         raise error if error.message.startswith("--") else ConfigError(f"{path}: {error.message}") from error
     one_machine = all(on_cores) and len({unit.node for unit in plan.units}) == 1
-    hosting = hosting_from(measured) if measured and one_machine else None
-    if client_here and hosting is None:
+    cpu_costs = cpu_costs_from(measured) if measured and one_machine else None
+    if client_here and cpu_costs is None:
         raise ConfigError(
             "--client-here: the plan's machine was not measured; a plan for the cores of one machine, or a "
             "config, and a profile with its own work are right"
@@ -229,7 +229,7 @@ def _planned(path: Path, policy: Policy | None, profile: Path | None, client_her
     scheduler = ReschedulingConfig().scheduler([unit.spec for unit in units], {})
     moving = rescheduling(scheduler) if scheduler else None
     homes = {unit.name: unit.node for unit in plan.units if unit.node}
-    return _Fleet(units, ProgramSpec("least_loaded"), hosting, moving, homes=homes)
+    return _Fleet(units, ProgramSpec("least_loaded"), cpu_costs, moving, homes=homes)
 
 
 def _configured(path: Path, profile: Path | None, policy: Policy | None, client_here: bool) -> _Fleet:
@@ -250,13 +250,13 @@ def _configured(path: Path, profile: Path | None, policy: Policy | None, client_
     units = measured_units(config, measured)
     if policy:
         units = [replace(one, spec=msgspec.structs.replace(one.spec, policy=policy)) for one in units]
-    hosting = hosting_from(measured) if len(several) <= 1 else None
+    cpu_costs = cpu_costs_from(measured) if len(several) <= 1 else None
     if client_here and several[1:]:
         raise ConfigError("--client-here: the config has several nodes; one machine is right")
     return _Fleet(
         units,
         config.program,
-        hosting,
+        cpu_costs,
         rescheduling_of(config),
         config.patience,
         config.nodes,

@@ -16,23 +16,21 @@ from msgspec.structs import replace
 from kvloom.cli.__main__ import main
 from kvloom.config.file import load_config
 from kvloom.config.machine import Machine
-from kvloom.lab.profile.served import (
+from kvloom.lab.profile.calibration import (
     HEAVY,
     LONG,
     USUAL,
     Answered,
     Bounds,
-    Load,
+    calibrate,
     simulated_answers,
-    with_served,
 )
 from kvloom.plan.cost.measured import Measured
-from kvloom.plan.cost.profile import HostedSeconds, Profile, ServedSeconds, read_profile
+from kvloom.plan.cost.profile import Calibration, CpuOverhead, Profile, read_profile
 from kvloom.plan.cost.work import Work
 from kvloom.types.job import Phase
 from tests.checkpoints import make_checkpoint
 from tests.plan.cost.profiles import make_profile
-from tests.plan.cost.test_hosting import pressed
 
 CONFIG = """\
 kv_memory: 2MiB
@@ -78,7 +76,7 @@ def test_every_phase_is_measured_on_every_share(profile: Profile) -> None:
     assert {(mixed.step.model, mixed.step.cores) for mixed in profile.mixed} == {
         (model, cores) for model in ("one", "two") for cores in (1, 2)
     }
-    assert {(pair.doing.model, pair.beside.model) for pair in profile.crowded} == {
+    assert {(pair.doing.model, pair.beside.model) for pair in profile.colocated} == {
         (one, other) for one in ("one", "two") for other in ("one", "two")
     }
     assert {(stepped.model, stepped.sequences) for stepped in profile.steps} == {
@@ -102,18 +100,20 @@ def test_a_profile_says_how_long_jobs_take(profile: Profile) -> None:
 
 
 def test_what_else_the_machine_does_is_measured(profile: Profile) -> None:
-    assert {hosted.role for hosted in profile.hosted} == {"client", "gateway", "engine"}
-    for hosted in profile.hosted:
-        costs = hosted.request, hosted.prompt, hosted.token, hosted.turn
+    assert {overhead.role for overhead in profile.overheads} == {"client", "gateway", "engine"}
+    for overhead in profile.overheads:
+        costs = overhead.request, overhead.prompt, overhead.token, overhead.turn
         assert min(costs) >= 0.0
         assert 0.0 < sum(costs) < 60.0
     kinds = {(model, phase) for model in ("one", "two") for phase in Phase.MIXED.parts}
-    assert {(row.doing.model, row.doing.phase) for row in profile.pressed} == kinds
-    assert {(row.doing.model, row.doing.phase) for row in profile.stalled} == kinds
-    assert {row.over for row in profile.pressed} == {1, 2}
-    assert {row.model for row in profile.served} == {row.model for row in profile.prompted} == {"one", "two"}
+    assert {(row.doing.model, row.doing.phase) for row in profile.oversubscribed} == kinds
+    assert {(row.doing.model, row.doing.phase) for row in profile.beside_loop} == kinds
+    assert {row.over for row in profile.oversubscribed} == {1, 2}
+    assert (
+        {row.model for row in profile.calibrated} == {row.model for row in profile.prompted} == {"one", "two"}
+    )
     assert min(row.context for row in profile.steps) > 0
-    assert max(row.first + row.row + row.prompt for row in profile.served) < 60.0
+    assert max(row.first + row.row + row.prompt for row in profile.calibrated) < 60.0
     assert 0.0 <= profile.closing <= 1.0
 
 
@@ -121,8 +121,8 @@ def test_how_much_longer_served_answers_take_is_found_by_their_times(config: Pat
     """Loads are simulated with times that are known, and these are to be found again."""
     profile = make_profile()
     fleet, cost = load_config(config, {}, {}, Machine.here()), Measured(profile)
-    upkeep = HostedSeconds(role="gateway", request=0.002, prompt=0.0, token=1e-5, turn=1e-5)
-    still = replace(profile, hosted=(upkeep,), served=(), closing=0.0)
+    overhead = CpuOverhead(role="gateway", request=0.002, prompt=0.0, token=1e-5, turn=1e-5)
+    still = replace(profile, overheads=(overhead,), calibrated=(), closing=0.0)
     models = ["one", "two"]
     bounds = dict.fromkeys(models, Bounds(context=256, waiting=64))
     loads = {
@@ -132,50 +132,26 @@ def test_how_much_longer_served_answers_take_is_found_by_their_times(config: Pat
     row = 0.2 * cost.seconds(Work.decode("one", 1.0, [64]))
     prompt = 0.4 * cost.seconds(Work.prefill("one", 1.0, [128])) / 128
     known, prompts_alone = (
-        tuple(ServedSeconds(model=name, first=first, row=each, prompt=prompt) for name in models)
+        tuple(Calibration(model=name, first=first, row=each, prompt=prompt) for name in models)
         for each in (row, 0.0)
     )
     for wanted, closing in ((known, 0.0), (prompts_alone, 0.0), ((), 0.0), ((), 0.5)):
-        world = replace(still, served=wanted, closing=closing)
+        world = replace(still, calibrated=wanted, closing=closing)
         real = {load: simulated_answers(fleet, world, asked) for load, asked in loads.items()}
-        found = with_served(fleet, still, real)
+        found = calibrate(fleet, still, real)
         ours = {load: simulated_answers(fleet, found, asked) for load, asked in loads.items()}
         for model in models:
             assert ours[USUAL].first[model] == pytest.approx(real[USUAL].first[model], rel=0.1)
             for load in (HEAVY, LONG):
                 assert ours[load].per_token[model] == pytest.approx(real[load].per_token[model], rel=0.1)
         if wanted:
-            assert [one.model for one in found.served] == models
-            assert found.served[0].row == pytest.approx(wanted[0].row, abs=0.35 * row)
-            assert prompt / 2 < found.served[0].prompt < 2 * prompt
+            assert [one.model for one in found.calibrated] == models
+            assert found.calibrated[0].row == pytest.approx(wanted[0].row, abs=0.35 * row)
+            assert prompt / 2 < found.calibrated[0].prompt < 2 * prompt
         else:
-            assert max(one.row for one in found.served) < row / 2
-            assert max(one.prompt for one in found.served) < prompt / 2
+            assert max(one.row for one in found.calibrated) < row / 2
+            assert max(one.prompt for one in found.calibrated) < prompt / 2
             assert found.closing == pytest.approx(closing, abs=0.2)
-
-
-@pytest.mark.parametrize("pressing", [0.4, 1.0])
-def test_how_much_jobs_lose_beside_a_server_is_found_by_its_answers(config: Path, pressing: float) -> None:
-    """Both units' jobs and a busy gateway want three of two cores."""
-    plain = make_profile()
-    fleet, cost = load_config(config, {}, {}, Machine.here()), Measured(plain)
-    still = replace(
-        plain,
-        computer=replace(plain.computer, cores=2),
-        hosted=(HostedSeconds(role="gateway", request=0.002, prompt=0.0, token=1e-3, turn=1e-3),),
-        pressed=tuple(
-            pressed(model, phase, 1, over, 1.0 + over)
-            for model in ("one", "two")
-            for phase in Phase.MIXED.parts
-            for over in (1, 2)
-        ),
-    )
-    bounds = dict.fromkeys(("one", "two"), Bounds(context=256, waiting=64))
-    world, real = replace(still, pressing=pressing), dict[Load, Answered]()
-    for load in (USUAL, HEAVY, LONG):
-        asked = Answered(load.requests(cost, bounds, seconds=0.5), {}, {})
-        real[load] = simulated_answers(fleet, world, asked)
-    assert with_served(fleet, still, real).pressing == pytest.approx(pressing, abs=0.15)
 
 
 def test_the_error_is_told(measured: tuple[Profile, str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from kvloom.plan.cost.profile import HostedSeconds, write_profile
+from kvloom.plan.cost.profile import CpuOverhead, write_profile
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.plan import PlacementPlan, PlannedModel, PlannedUnit, write_plan
 from tests.plan.cost.profiles import make_profile
@@ -58,9 +58,9 @@ def make_plan(
     )
 
 
-HOSTED = (
-    HostedSeconds(role="client", request=0.004, prompt=0.0, token=0.0, turn=0.0),
-    HostedSeconds(role="gateway", request=0.002, prompt=0.0, token=0.001, turn=0.0),
+OVERHEADS = (
+    CpuOverhead(role="client", request=0.004, prompt=0.0, token=0.0, turn=0.0),
+    CpuOverhead(role="gateway", request=0.002, prompt=0.0, token=0.001, turn=0.0),
 )
 
 SPEC = """\
@@ -137,7 +137,7 @@ def write_files(folder: Path) -> None:
     (folder / "apart.yaml").write_text(WOVEN.replace("0.5", "0"))
     (folder / "several.yaml").write_text(SEVERAL)
     write_profile(make_profile(), folder / "profile.json")
-    write_profile(replace(make_profile(), hosted=HOSTED), folder / "hosted.json")
+    write_profile(replace(make_profile(), overheads=OVERHEADS), folder / "with_overheads.json")
     (folder / "small.yaml").write_text(SPEC)
     (folder / "others.yaml").write_text(SPEC.replace("[a, b]", "[a, c]"))
     (folder / "measured.yaml").write_text(SPEC.replace("[a, b]", "[one, two]").replace("400", "20"))

@@ -40,7 +40,7 @@ def profile_of(*names: str) -> Profile:
         made,
         shapes=dict.fromkeys(names, SHAPE),
         jobs=tuple(replace(job, doing=replace(job.doing, model=name)) for name in names for job in jobs),
-        crowded=(),
+        colocated=(),
         steps=tuple(replace(step, model=name) for name in names for step in made.steps),
     )
 

@@ -25,9 +25,9 @@ from kvloom.router.program import load_program
 from kvloom.types.request import SamplingParams, StartGenerate, TokenEvent
 from kvloom.types.service import GroupSpec, Scale
 from tests.lab.sim.fleets import asks, check_whole, prompt_of, unit
-from tests.lab.sim.test_hosting import upkeep
+from tests.lab.sim.test_cpu import overhead
 from tests.modelled_units import ManualClock
-from tests.plan.cost.test_hosting import hosting
+from tests.plan.cost.test_cpu import cpu_costs
 
 START = 0.05  # seconds
 MOST = 3
@@ -187,11 +187,11 @@ def test_requests_that_wait_for_longer_than_their_patience_are_told() -> None:
 
 
 def test_engines_that_come_and_go_on_a_machine_that_was_measured() -> None:
-    found = hosting(upkeep("gateway", request=1e-4), upkeep("engine", request=1e-3, token=1e-5))
+    found = cpu_costs(overhead("gateway", request=1e-4), overhead("engine", request=1e-3, token=1e-5))
     results = simulated_results(
         units(),
         crowd(),
-        hosting=found,
+        cpu_costs=found,
         rescheduling=rescheduling(),
     )
     assert (results.total.errors, results.total.output_tokens) == (0, sum(ask.output for ask in crowd()))

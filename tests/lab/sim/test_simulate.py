@@ -48,7 +48,7 @@ BAD = [
     (("three.yaml", "--profile", "profile.json"), ["the profile has no three, but one, two"]),
     (("sharded.json", "--program", "disaggregate"), ["unit-0: 2 ranks on GPUs", "neither sent nor received"]),
     (
-        ("several.yaml", "--profile", "hosted.json", "--client-here"),
+        ("several.yaml", "--profile", "with_overheads.json", "--client-here"),
         ["--client-here: the config has several nodes"],
     ),
     (("ranks.yaml", "--profile", "profile.json"), ["unit-0: tensor_parallel 2", "cannot be simulated; 1"]),
@@ -107,8 +107,10 @@ def test_units_of_a_plan_that_have_ranks_answer_and_move_nothing() -> None:
 
 def test_a_plan_for_cores_is_played_by_what_was_measured() -> None:
     bare = simulated("cores.json", "--profile", "profile.json", workload="measured.yaml")
-    hosted = simulated("cores.json", "--profile", "hosted.json", workload="measured.yaml")
-    beside = simulated("cores.json", "--profile", "hosted.json", "--client-here", workload="measured.yaml")
+    hosted = simulated("cores.json", "--profile", "with_overheads.json", workload="measured.yaml")
+    beside = simulated(
+        "cores.json", "--profile", "with_overheads.json", "--client-here", workload="measured.yaml"
+    )
     means = []
     for results in (bare, hosted, beside):
         check_all(results, "measured.yaml")
@@ -144,7 +146,7 @@ def test_no_scheduler_runs_where_the_config_says_so_or_where_there_is_one_unit()
 
 def test_a_machine_that_was_measured() -> None:
     """Each request costs 2 ms of a gateway, and 4 ms of a client where that is on the same machine."""
-    ways = [("profile.json",), ("hosted.json",), ("hosted.json", "--client-here")]
+    ways = [("profile.json",), ("with_overheads.json",), ("with_overheads.json", "--client-here")]
     all_results = [simulated("config.yaml", "--profile", *way, workload="measured.yaml") for way in ways]
     means = []
     for results in all_results:
@@ -160,7 +162,7 @@ def test_a_config_of_several_nodes_is_simulated_on_machines_like_the_one_that_wa
     """What the one machine does besides jobs is in no node's way."""
     runs = [
         simulated("several.yaml", "--profile", profile, workload="measured.yaml")
-        for profile in ("profile.json", "hosted.json")
+        for profile in ("profile.json", "with_overheads.json")
     ]
     check_all(runs[0], "measured.yaml")
     assert runs[0].total == runs[1].total

@@ -339,7 +339,7 @@ def test_a_config_weaves_on_a_machine_that_was_measured(
     monkeypatch.chdir(tmp_path)
     found = []
     for config in ("woven.yaml", "apart.yaml"):
-        words = ["--profile", "hosted.json", "--workload", "measured.yaml", "--json", "out.json"]
+        words = ["--profile", "with_overheads.json", "--workload", "measured.yaml", "--json", "out.json"]
         assert main(["simulate", config, *words]) == 0
         found.append(read_results(Path("out.json")))
         assert (found[-1].total.requests, found[-1].total.errors) == (40, 0)

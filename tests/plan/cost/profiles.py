@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvloom.plan.cost.profile import Computer, Crowded, JobMeasured, Profile, Stepped, Timed
+from kvloom.plan.cost.profile import Colocated, Computer, JobMeasured, Profile, Stepped, Timed
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import Work
 from kvloom.types.job import Phase
@@ -36,7 +36,7 @@ def works(model: str, share: float) -> list[Work]:
 
 
 def make_profile() -> Profile:
-    jobs, crowded = [], []
+    jobs, colocated = [], []
     for model in MODELS:
         for cores in (1, 2, 4):
             for work in works(model, cores / CORES):
@@ -45,8 +45,8 @@ def make_profile() -> Profile:
         work, other = Work.prefill(model, 0.5, [256]), Work.decode("one", 0.5, [100] * 8)
         for doing, beside in ((work, other), (other, work)):
             alone = true_seconds(doing)
-            crowded.append(
-                Crowded(
+            colocated.append(
+                Colocated(
                     doing=JobMeasured.of(doing, 2),
                     beside=JobMeasured.of(beside, 2),
                     alone=alone,
@@ -60,7 +60,7 @@ def make_profile() -> Profile:
         temperature=0.0,
         shapes=dict.fromkeys(MODELS, SHAPE),
         jobs=tuple(jobs),
-        crowded=tuple(crowded),
+        colocated=tuple(colocated),
         steps=tuple(
             Stepped(model="one", sequences=n, between=1e-4 + 1e-5 * n, step=step, context=16 * n)
             for n in (1, 8, 64)

@@ -227,7 +227,7 @@ def damaged(profile: Profile) -> dict[str, bytes]:
     return {
         "cut": text[: len(text) // 2],
         "empty": b"",
-        "other version": text.replace(b'"version":6', b'"version":7', 1),
+        "other version": text.replace(b'"version":7', b'"version":8', 1),
         "no version": b"{}",
         "text": b"\xff\xfe",
         "negative": text.replace(b'"batch":4', b'"batch":-4', 1),
@@ -240,7 +240,7 @@ def damaged(profile: Profile) -> dict[str, bytes]:
     [
         ("cut", "no profile"),
         ("empty", "no profile"),
-        ("other version", "version 7, and this kvloom reads 6"),
+        ("other version", "version 8, and this kvloom reads 7"),
         ("no version", "version"),
         ("text", "no profile"),
         ("negative", "batch"),

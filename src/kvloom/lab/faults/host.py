@@ -15,9 +15,9 @@ from kvloom.lab.faults.guides import guided_card
 from kvloom.lab.faults.invariants import InvariantChecker, LentArena, split_job
 from kvloom.lab.faults.journal import Journal
 from kvloom.lab.sim.content import Content, JobFailed
+from kvloom.lab.sim.cpu import EngineCpu
 from kvloom.lab.sim.evenly import EvenlyOperated
 from kvloom.lab.sim.executor import ModelledExecutor
-from kvloom.lab.sim.hosting import HostedUnit
 from kvloom.lab.sim.processes import (
     GATEWAY_NAME,
     ModelledLauncher,
@@ -176,8 +176,8 @@ class FaultyHost(UnitHost):
         width = max((shape.geometry(block).tokens_per_block for shape in others), default=0)
         return InvariantChecker(geometries, unit.spec.kv_bytes // block, vocab, width=width)
 
-    def _executor(self, hosted: HostedUnit | None) -> ModelledExecutor:
-        executor = modelled_executor(self.unit, self.device(self.checkers[-1]), hosted)
+    def _executor(self, cpu: EngineCpu | None) -> ModelledExecutor:
+        executor = modelled_executor(self.unit, self.device(self.checkers[-1]), cpu)
         executor.cards = {name: guided_card(card) for name, card in executor.cards.items()}
         if executor.weights is not None:
             executor.weights.on_loss = self.checkers[-1].forget

@@ -8,23 +8,30 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from statistics import fmean, median
-from typing import Final
+from typing import Final, TypeVar
 
 from kvloom.lab.profile.jobs import Limits, Setting, Stage, decode, prefill
 from kvloom.lab.profile.processes import busy_processes
-from kvloom.plan.cost.profile import Crowded, JobMeasured, Pressed, StalledJob
+from kvloom.plan.cost.profile import BesideLoop, Colocated, JobMeasured, Oversubscribed
+
+T = TypeVar("T")
 
 PROMPT_TOKENS, SHORT_PROMPT_TOKENS, CONTEXT = 256, 32, 128
 FEW, MANY = 4, 32  # sequences of a decode step
 MOST_PAIRS = 24
+MOST_CONTENDED = 24  # jobs beside busy processes, of which a profile has the median
 
 
-def pairs(models: Sequence[str], cores: int, limits: dict[str, Limits]) -> list[tuple[Setting, Setting]]:
+def pairs(models: Sequence[str], cores: int, limits: dict[str, Limits]) -> Sequence[tuple[Setting, Setting]]:
     """Returns pairs of jobs on half of the cores each: prefills beside decodes, and decodes beside decodes of
     another model. Of many models not all are paired with each other."""
     found = [pair for pair in _pairs(models, cores, limits) if _fit(pair, limits)]
-    every = -(-len(found) // MOST_PAIRS) if found else 1
-    return found[::every]
+    return _some_of(found, MOST_PAIRS)
+
+
+def _some_of(all_: Sequence[T], most: int) -> Sequence[T]:
+    """Returns at most so many of them, at equal distances."""
+    return all_[:: max(1, -(-len(all_) // most))]
 
 
 def _pairs(models: Sequence[str], cores: int, limits: dict[str, Limits]) -> Iterator[tuple[Setting, Setting]]:
@@ -50,7 +57,7 @@ def _fit(pair: tuple[Setting, Setting], limits: dict[str, Limits]) -> bool:
     )
 
 
-async def measure_pair(stage: Stage, pair: tuple[Setting, Setting], repeats: int) -> list[Crowded]:
+async def measure_pair(stage: Stage, pair: tuple[Setting, Setting], repeats: int) -> list[Colocated]:
     """Measures both of them, each beside the other."""
     first, second = pair
     with stage.placed(first) as these, stage.placed(second) as those:
@@ -74,7 +81,7 @@ async def measure_pair(stage: Stage, pair: tuple[Setting, Setting], repeats: int
     found = []
     for i, (setting, beside) in enumerate(((first, second), (second, first))):
         found.append(
-            Crowded(
+            Colocated(
                 doing=_doing(setting),
                 beside=_doing(beside),
                 alone=alone[i],
@@ -101,7 +108,7 @@ BUSY_PART: Final = 0.5  # the part of the time for which a busy process wants a 
 MOST_SCALED: Final = 4  # what was lost is multiplied by this at most
 
 
-def pressed_settings(model: str, cores: int, limits: Limits, *, quick: bool = False) -> list[Setting]:
+def contended_settings(model: str, cores: int, limits: Limits, *, quick: bool = False) -> list[Setting]:
     """Returns two prefills and two decode steps on one core, on half of the cores and on all; if `quick`, one
     of each on all cores."""
     context = min(CONTEXT, limits.context // 2)
@@ -113,11 +120,11 @@ def pressed_settings(model: str, cores: int, limits: Limits, *, quick: bool = Fa
     return [setting for setting in found if setting.fits(limits)]
 
 
-async def measure_pressed(
+async def measure_oversubscribed(
     stage: Stage, settings: Sequence[Setting], cores: int, repeats: int
-) -> list[Pressed]:
-    """Measures each of them beside so many busy processes that on average `OVER` threads more want to run
-    than the machine has cores, and alone just before, because the machine's own pace changes.
+) -> list[Oversubscribed]:
+    """Measures `MOST_CONTENDED` of them beside so many busy processes that on average `OVER` threads more
+    want to run than the machine has cores, and alone just before, because the machine's own pace changes.
 
     The processes work in bursts, as a server's do: endless loops would hold a job's thread up for a slice of
     the scheduler's each time, and leave its caches as they are. From the part of the time for which they
@@ -128,7 +135,7 @@ async def measure_pressed(
     def busy_beside(pair: tuple[Setting, int]) -> int:
         return processes_for(pair[1], cores - pair[0].cores)
 
-    wanted = sorted(itertools.product(settings, OVER), key=busy_beside)
+    wanted = sorted(itertools.product(_some_of(settings, MOST_CONTENDED), OVER), key=busy_beside)
     for busy, group in itertools.groupby(wanted, key=busy_beside):
         with busy_processes(busy) as busy_ones:
             for setting, over in group:
@@ -140,7 +147,9 @@ async def measure_pressed(
                 work = (busy_ones.wanted_seconds - before) / (time.perf_counter() - begun) / busy
                 extra = max(over / MOST_SCALED, mean_over(busy, min(1.0, work), cores - setting.cores))
                 lost = max(0.0, beside - alone) * over / extra
-                found.append(Pressed(doing=_doing(setting), over=over, alone=alone, seconds=alone + lost))
+                found.append(
+                    Oversubscribed(doing=_doing(setting), over=over, alone=alone, seconds=alone + lost)
+                )
     return found
 
 
@@ -159,20 +168,20 @@ def mean_over(processes: int, work: float, free: int) -> float:
     )
 
 
-async def measure_stalled(stage: Stage, settings: Sequence[Setting], repeats: int) -> list[StalledJob]:
+async def measure_beside_loop(stage: Stage, settings: Sequence[Setting], repeats: int) -> list[BesideLoop]:
     """Measures each of them while this process's loop works by turns in the first half of the job's time, as
     an engine does that sends what the job before has drawn."""
     found = []
     for setting in settings:
         alone = median(await _runs(stage, setting, repeats))
         with stage.placed(setting) as ids:
-            stalled = [await _beside_loop(stage, setting, ids, alone) for _ in range(_count(alone, repeats))]
+            runs = [await _beside_loop(stage, setting, ids, alone) for _ in range(_count(alone, repeats))]
         found.append(
-            StalledJob(
+            BesideLoop(
                 doing=_doing(setting),
-                busy=median(busy for busy, _ in stalled),
+                busy=median(busy for busy, _ in runs),
                 alone=alone,
-                seconds=median(seconds for _, seconds in stalled),
+                seconds=median(seconds for _, seconds in runs),
             )
         )
     return found

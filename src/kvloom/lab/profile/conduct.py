@@ -22,12 +22,12 @@ from kvloom.engine.queues import limit_context
 from kvloom.exec.cpu.executor import TorchExecutor
 from kvloom.exec.huggingface import hide_progress
 from kvloom.kv.memory import keep_freed_memory
+from kvloom.lab.profile.calibration import LOADS, Answered, Bounds, Load, calibrate
 from kvloom.lab.profile.jobs import WatchedExecutor
-from kvloom.lab.profile.served import LOADS, Answered, Bounds, Load, with_served
 from kvloom.lab.profile.serving import OwnWork, measure_serving
 from kvloom.lab.profile.session import QUICK, Effort, measure, this_computer
 from kvloom.plan.cost.measured import Measured, cross_validate
-from kvloom.plan.cost.profile import Computer, HostedSeconds, Profile, write_profile
+from kvloom.plan.cost.profile import Computer, CpuOverhead, Profile, write_profile
 from kvloom.plan.cost.shapes import CONFIG, ModelShape, itemsize_of, read_shape
 from kvloom.serve.engine import require_hub
 from kvloom.types.errors import ConfigError
@@ -55,16 +55,15 @@ def conduct(
     if computer.load > QUIET:
         console.print(f"this machine is busy (load {computer.load}): jobs will seem too slow", style="yellow")
     profile, bounds = measure_jobs(config, spec, effort, temperature, computer, console)
-    hosted, answered = asyncio.run(measure_server(config, profile, bounds, effort, arguments, console))
-    profile = replace(profile, hosted=hosted)
+    overheads, answered = asyncio.run(measure_server(config, profile, bounds, effort, arguments, console))
+    profile = replace(profile, overheads=overheads)
     console.print("serving: the same requests are simulated", style="dim")
-    profile = with_served(config, profile, answered)
+    profile = calibrate(config, profile, answered)
     write_profile(profile, output)
     console.print(errors_table(profile))
-    console.print(upkeep_table(profile))
-    console.print(served_table(profile))
-    console.print(f"beside a server jobs lose {profile.pressing:.0%} of what busy processes cost them")
-    alone, mixed, beside = (len(rows) for rows in (profile.jobs, profile.mixed, profile.crowded))
+    console.print(overhead_table(profile))
+    console.print(calibration_table(profile))
+    alone, mixed, beside = (len(rows) for rows in (profile.jobs, profile.mixed, profile.colocated))
     console.print(f"{output}: {alone} jobs alone, {mixed} mixed ones, {beside} beside another")
     if computer.load > QUIET:
         console.print(f"this machine was busy (load {computer.load}): measure again", style="yellow")
@@ -127,12 +126,12 @@ async def measure_server(
     effort: Effort,
     arguments: Sequence[str],
     console: Console,
-) -> tuple[tuple[HostedSeconds, ...], dict[Load, Answered]]:
+) -> tuple[tuple[CpuOverhead, ...], dict[Load, Answered]]:
     """Starts `kvloom serve` and measures it. Returns what it does besides jobs, and how long the answers of
     each load took. Raises ConfigError if it does not answer."""
     cost = Measured(profile)
     with _with_key(config, arguments) as (key, given):
-        hosted, answered = await measure_serving(
+        overheads, answered = await measure_serving(
             given,
             key,
             OwnWork(
@@ -142,7 +141,7 @@ async def measure_server(
             [load.requests(cost, bounds, effort.load_seconds) for load in LOADS],
             lambda text: console.print(f"serving: {text}", style="dim"),
         )
-    return hosted, dict(zip(LOADS, answered, strict=True))
+    return overheads, dict(zip(LOADS, answered, strict=True))
 
 
 @contextmanager
@@ -197,21 +196,21 @@ def errors_table(profile: Profile) -> Table:
     return _table("Error on jobs that a fit has not seen", ("", "jobs", "median", "P90", "bias"), rows)
 
 
-def upkeep_table(profile: Profile) -> Table:
+def overhead_table(profile: Profile) -> Table:
     """Returns a table of the CPU time that each role spends besides jobs."""
     rows = [
         (
             one.role,
             *(f"{1e6 * seconds:,.1f}" for seconds in (one.request, one.prompt, one.token, one.turn)),
         )
-        for one in profile.hosted
+        for one in profile.overheads
     ]
     heads = ("", "a request", "a token of a prompt", "a token", "each time tokens come")
     title = f"Microseconds of CPU besides jobs; {profile.closing:.0%} of a request's after its answer"
     return _table(title, heads, rows)
 
 
-def served_table(profile: Profile) -> Table:
+def calibration_table(profile: Profile) -> Table:
     """Returns a table of how much longer answers take under the server, and jobs in it."""
     cost = Measured(profile)
     rows = [
@@ -220,7 +219,7 @@ def served_table(profile: Profile) -> Table:
             *(f"{1e6 * seconds:,.1f}" for seconds in (row.first, row.row, row.prompt)),
             *(f"{factor:.2f}×" for factor in cost.factors(row.model)),
         )
-        for row in profile.served
+        for row in profile.calibrated
     ]
     heads = "", "first token", "a row", "a token of a prompt", "decode steps", "mixed jobs"
     return _table("Microseconds by which answers of a server take longer, and factors of jobs", heads, rows)

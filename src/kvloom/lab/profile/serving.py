@@ -18,13 +18,13 @@ import aiohttp
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvloom.lab.profile.calibration import Answered
 from kvloom.lab.profile.processes import all_threads_seconds, descendants, main_thread_seconds
-from kvloom.lab.profile.served import Answered
 from kvloom.lab.workload.request import WorkloadRequest
 from kvloom.lab.workload.results import Results, read_results
 from kvloom.lab.workload.traces import VERSION, Header, write_workload
 from kvloom.plan.cost.fit import fit_positive
-from kvloom.plan.cost.profile import HostedSeconds, Role
+from kvloom.plan.cost.profile import CpuOverhead, Role
 from kvloom.serve.local import ENGINE_MODULE, GATEWAY_MODULE
 from kvloom.types.errors import ConfigError
 
@@ -66,17 +66,17 @@ class Loaded:
     """The CPU seconds of each role; the engines' are without their own work between jobs."""
 
 
-def split_cpu_time(loads: Sequence[Loaded]) -> tuple[HostedSeconds, ...]:
+def split_cpu_time(loads: Sequence[Loaded]) -> tuple[CpuOverhead, ...]:
     """Splits each role's CPU seconds into costs per request, per token of prompts and of answers, and per
     turn, by least squares."""
     return tuple(_role_costs(role, loads) for role in ("client", "gateway", "engine"))
 
 
-def _role_costs(role: Role, loads: Sequence[Loaded]) -> HostedSeconds:
+def _role_costs(role: Role, loads: Sequence[Loaded]) -> CpuOverhead:
     features = np.array([[load.requests, load.prompts, load.tokens, load.turns] for load in loads], float)
     seconds = np.array([max(load.cpu[role], LEAST) for load in loads])
     request, prompt, token, turn = fit_positive(features, seconds).tolist()
-    return HostedSeconds(role=role, request=request, prompt=prompt, token=token, turn=turn)
+    return CpuOverhead(role=role, request=request, prompt=prompt, token=token, turn=turn)
 
 
 KEY_VARIABLE: Final = "KVLOOM_API_KEY"  # that `kvloom bench serve` reads
@@ -109,7 +109,7 @@ async def measure_serving(
     own: OwnWork,
     loads: Sequence[Sequence[WorkloadRequest]],
     tell: Callable[[str], None],
-) -> tuple[tuple[HostedSeconds, ...], list[Answered]]:
+) -> tuple[tuple[CpuOverhead, ...], list[Answered]]:
     """Returns what the server's threads and the client do besides jobs, by `loads`, and how long the answers
     of each load took.
 

@@ -16,11 +16,11 @@ from typing import Final
 from kvloom.config.machine import Machine
 from kvloom.lab.profile.beside import (
     SHORT_PROMPT_TOKENS,
+    contended_settings,
+    measure_beside_loop,
+    measure_oversubscribed,
     measure_pair,
-    measure_pressed,
-    measure_stalled,
     pairs,
-    pressed_settings,
 )
 from kvloom.lab.profile.jobs import (
     PROMPT,
@@ -95,8 +95,8 @@ async def measure(
     temperature: float,
     tell: Tell,
 ) -> Profile:
-    """Measures jobs alone, in pairs and under pressure, and steps and prompts under the engine. `executor`
-    has the models of `spec` loaded."""
+    """Measures jobs alone, in pairs and beside other threads, and steps and prompts under the engine.
+    `executor` has the models of `spec` loaded."""
     stage, cores = Stage(executor, temperature=temperature), executor.compute
     limits = {name: stage.limits(name, spec.chunk_tokens, spec.max_running) for name in shapes}
     settings = [
@@ -109,18 +109,18 @@ async def measure(
     beside = [
         setting
         for name in shapes
-        for setting in pressed_settings(name, cores, limits[name], quick=effort.quick)
+        for setting in contended_settings(name, cores, limits[name], quick=effort.quick)
     ]
     done = _Done(effort.rounds * len(settings) + 4 * len(both) + 10 * len(beside) + 8 * len(shapes), tell)
     jobs, mixed = await _jobs(stage, settings, cores, effort, done)
-    crowded = []
+    colocated = []
     for pair in both:
         done.tell(f"{Stage.told(pair[0])} beside {pair[1].model} {pair[1].phase.value}", 4)
-        crowded += await measure_pair(stage, pair, effort.repeats)
+        colocated += await measure_pair(stage, pair, effort.repeats)
     done.tell("jobs beside busy processes", 6 * len(beside))
-    pressed = await measure_pressed(stage, beside, computer.cores, effort.repeats)
+    oversubscribed = await measure_oversubscribed(stage, beside, computer.cores, effort.repeats)
     done.tell("jobs beside the loop's work", 4 * len(beside))
-    stalled = await measure_stalled(stage, beside, effort.repeats)
+    beside_loop = await measure_beside_loop(stage, beside, effort.repeats)
     steps, prompted = list[Stepped](), list[PromptedSeconds]()
     for name in shapes:
         done.tell(f"{name} under the engine", 8)
@@ -135,12 +135,12 @@ async def measure(
         temperature=temperature,
         shapes=dict(shapes),
         jobs=jobs,
-        crowded=tuple(crowded),
+        colocated=tuple(colocated),
         steps=tuple(steps),
         prompted=tuple(prompted),
         mixed=mixed,
-        pressed=tuple(pressed),
-        stalled=tuple(stalled),
+        oversubscribed=tuple(oversubscribed),
+        beside_loop=tuple(beside_loop),
     )
 
 

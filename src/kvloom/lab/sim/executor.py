@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvloom.lab.sim.content import Content, JobFailed, NoContent
-from kvloom.lab.sim.hosting import HostedUnit
+from kvloom.lab.sim.cpu import EngineCpu
 from kvloom.lab.workload.summary import Histogram
 from kvloom.plan.cost.loading import wake_seconds
 from kvloom.plan.cost.work import CostModel, Work
@@ -172,7 +172,7 @@ class ModelledExecutor:
     each for as long as they do. A job whose plan has sends puts each layer when it is computed.
 
     compute: units to share out. blocks: in the arena. overhead: seconds of the engine's own work around
-    a job. max_steps: steps that a decode job may take. host: what slows jobs, and comes
+    a job. max_steps: steps that a decode job may take. cpu: what slows jobs, and comes
     between a job's end and its result. acceptance: the probability that a draft is right, by model.
     """
 
@@ -187,7 +187,7 @@ class ModelledExecutor:
         content: Content | None = None,
         overhead: Callable[[Work], float] | None = None,
         max_steps: int = 4096,
-        host: HostedUnit | None = None,
+        cpu: EngineCpu | None = None,
         weights: ModelledWeights | None = None,
         acceptance: Mapping[str, float] | None = None,
     ) -> None:
@@ -200,14 +200,14 @@ class ModelledExecutor:
         self._overhead = overhead or (lambda _: 0.0)
         self._text = NoContent({name: card.vocab_size for name, card in cards.items()}, acceptance)
         self._content = content or self._text
-        self._foresees = content is None and host is None  # nobody looks at each step
+        self._foresees = content is None and cpu is None  # nobody looks at each step
         self._running: list[_Running] = []
-        self._host = host
+        self._cpu = cpu
         self.loans: Loans | None = None
         self.weights = weights
         self.adapters = None
-        if host is not None:
-            host.join(self.pace)
+        if cpu is not None:
+            cpu.join(self.pace)
 
     @property
     def works(self) -> list[Work]:
@@ -284,9 +284,9 @@ class ModelledExecutor:
 
     def _changed(self) -> None:
         """Tells all whom it concerns that other jobs run than before."""
-        if self._host is not None:
-            self._host.running([(running.work, running.job.share) for running in self._running])
-        if self._host is None:
+        if self._cpu is not None:
+            self._cpu.running([(running.work, running.job.share) for running in self._running])
+        if self._cpu is None:
             self.pace()
 
     def pace(self) -> None:
@@ -300,8 +300,8 @@ class ModelledExecutor:
             beside = [other.work for other in self._running if other is not running]
             running.seconds = self._cost.seconds(running.work, beside) + self._overhead(running.work)
             running.seconds += sum(self._cost.seconds(work, beside) for work in running.draft_work)
-            if self._host is not None:
-                running.seconds = self._host.seconds(running.work, running.job.share, running.seconds)
+            if self._cpu is not None:
+                running.seconds = self._cpu.seconds(running.work, running.job.share, running.seconds)
             if self.loans is not None:
                 running.seconds = self.loans.seconds(running.job, running.work, running.seconds)
                 running.exchanges = self.loans.exchanges(running.job)
@@ -388,11 +388,11 @@ class ModelledExecutor:
             running.lost = self.loans.over(running.job)
 
     def _land(self, running: _Running, result: JobResult) -> None:
-        if self._host is None:
+        if self._cpu is None:
             running.future.set_result(result)
         else:
             drawn = len(running.job.samples)
-            self._host.landed(running.work, drawn, lambda: running.future.set_result(result))
+            self._cpu.landed(running.work, drawn, lambda: running.future.set_result(result))
 
     def _write(self, running: _Running, layer: int) -> None:
         """Writes the layers up to `layer`, and sends them to peers that wait for them."""

@@ -24,7 +24,7 @@ from kvloom.config.config import Config
 from kvloom.engine.engine import Engine
 from kvloom.engine.freeness import Thresholds, freeness
 from kvloom.journal.log import Journal
-from kvloom.lab.sim.hosting import HostedMachine, HostedServer
+from kvloom.lab.sim.cpu import ServerBehindLoops, SimulatedCpu
 from kvloom.lab.sim.links import Link
 from kvloom.lab.sim.nodes import NodesLauncher, NodesWire, SimulatedNode, between
 from kvloom.lab.sim.offload import OffloadingUnits
@@ -118,7 +118,7 @@ async def simulated(
     *,
     delay: float = 0.0003,
     link: Callable[[SimulatedUnit], Link] = timed_link,
-    machine: HostedMachine | None = None,
+    cpu: SimulatedCpu | None = None,
     rescheduling: Rescheduling | None = None,
     patience: float = PATIENCE,
     nodes: Sequence[SimulatedNode] = (),
@@ -127,10 +127,10 @@ async def simulated(
 ) -> AsyncIterator[SimulatedFleet]:
     """Yields the fleet while it runs, on a virtual loop.
 
-    delay: of the wire, in seconds, one way. link: returns a unit's way out. machine: what all units run on,
-    if its own work counts. rescheduling: of the fleet scheduler; None if there is none. patience: the
-    router's. nodes: the machines on which the units are placed as they start; none if all have a process from
-    the beginning, each on the machine that `homes` names, or all on one. journal: takes what
+    delay: of the wire, in seconds, one way. link: returns a unit's way out. cpu: that of the one machine, if
+    what is not a job counts. rescheduling: of the fleet scheduler; None if there is none. patience: the
+    router's. nodes: the machines on which the units are placed as they start; none if all have
+    a process from the beginning, each on the machine that `homes` names, or all on one. journal: takes what
     happens; None for one that nobody else has."""
     clock = LoopClock(asyncio.get_running_loop())
     async with asyncio.TaskGroup() as group, AsyncExitStack() as stack:
@@ -140,7 +140,7 @@ async def simulated(
 
         offloading = OffloadingUnits(unit.spec for unit in units)
         journal = journal or Journal(clock)
-        around = Surroundings(clock, offloading, crashed, delay, link, machine, journal=journal)
+        around = Surroundings(clock, offloading, crashed, delay, link, cpu, journal=journal)
         around.plane.between = between(homes)
         around.hosts.update((unit.spec.unit, UnitHost(unit, around)) for unit in units)
         machines = NodesLauncher(around.hosts, clock, ProcessTasks(crashed), nodes) if nodes else None
@@ -158,7 +158,7 @@ async def simulated(
         def client(unit: str) -> EngineClient:
             if nodes:
                 return NodesWire(around.hosts[unit], clock, delay)
-            return ModelledWire(around.hosts[unit], clock, delay, hosted=machine is not None)
+            return ModelledWire(around.hosts[unit], clock, delay, overhead=cpu is not None)
 
         record = partial(journal.add, GATEWAY_NAME)
         router = Router(FleetLink(mirror, client), program, clock, patience=patience, record=record)
@@ -169,7 +169,7 @@ async def simulated(
             rescheduler = await stack.enter_async_context(Rescheduler(router, clock, orders, record))
             scheduling = group.create_task(rescheduling.scheduler(rescheduler, clock).run())
             stack.callback(scheduling.cancel)
-        server = HostedServer(router, machine) if machine else router
+        server = ServerBehindLoops(router, cpu) if cpu else router
         yield SimulatedFleet(router, processes, server, controller, journal, rescheduler, machines)
 
 

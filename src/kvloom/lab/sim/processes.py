@@ -16,8 +16,8 @@ from kvloom.engine.engine import Engine
 from kvloom.engine.freeness import freeness
 from kvloom.journal.log import Journal
 from kvloom.journal.records import nobody
+from kvloom.lab.sim.cpu import EngineCpu, SimulatedCpu
 from kvloom.lab.sim.executor import ModelledExecutor, ModelledWeights
-from kvloom.lab.sim.hosting import HostedMachine, HostedUnit
 from kvloom.lab.sim.links import Link, ModelledPlane, ModelledTransport
 from kvloom.lab.sim.offload import OffloadingUnits, SimulatedOffloadBackend
 from kvloom.lab.sim.unit import SimulatedUnit, modelled_executor
@@ -78,7 +78,7 @@ class EngineProcess:
     transport: ModelledTransport
     backend: SimulatedOffloadBackend | None
     """None if the unit neither lends nor borrows."""
-    hosted: HostedUnit | None
+    cpu: EngineCpu | None
     """The engine's own work, if that counts."""
     tasks: ProcessTasks
     running: asyncio.Task[None]
@@ -91,8 +91,8 @@ class EngineProcess:
         self.executor.halt()
         if self.backend is not None:
             self.backend.die()
-        if self.hosted is not None:
-            self.hosted.leave()
+        if self.cpu is not None:
+            self.cpu.leave()
         self.tasks.cancel()
 
 
@@ -108,7 +108,7 @@ class Surroundings:
     """Seconds that a call from one unit to another takes one way."""
     link: Callable[[SimulatedUnit], Link]
     """Returns a unit's way out."""
-    machine: HostedMachine | None = None
+    cpu: SimulatedCpu | None = None
     """What all units run on, if its own work counts."""
     plane: ModelledPlane = field(default_factory=ModelledPlane)
     journal: Journal | None = None
@@ -139,8 +139,8 @@ class UnitHost:
     def start(self) -> None:
         """Gives the unit a process at once."""
         unit, spec, around = self.unit, self.unit.spec, self._around
-        hosted = HostedUnit(around.machine, unit.overhead) if around.machine else None
-        executor = self._executor(hosted)
+        cpu = EngineCpu(around.cpu, unit.overhead) if around.cpu else None
+        executor = self._executor(cpu)
         if executor.weights is not None:
             self.weights.append(executor.weights)
         transport = around.plane.join(self.name, executor.blocks, around.link(unit))
@@ -150,12 +150,12 @@ class UnitHost:
         engine = Engine(executor, plane, spec, around.clock, backend, record=record)
         tasks, over = ProcessTasks(around.crashed), asyncio.get_running_loop().create_future()
         running = tasks.spawn(engine.run())
-        self.process = EngineProcess(engine, executor, transport, backend, hosted, tasks, running, over)
+        self.process = EngineProcess(engine, executor, transport, backend, cpu, tasks, running, over)
         if spec.weave is not None:
             tasks.spawn(self._borrow(engine, spec.models[0].name, spec.weave))
 
-    def _executor(self, hosted: HostedUnit | None) -> ModelledExecutor:
-        return modelled_executor(self.unit, self.unit.content, hosted)
+    def _executor(self, cpu: EngineCpu | None) -> ModelledExecutor:
+        return modelled_executor(self.unit, self.unit.content, cpu)
 
     async def _borrow(self, engine: Engine, model: str, weave: WeaveSpec) -> None:
         """Keeps the unit's model in a loan for as long as the process lives."""
@@ -189,14 +189,14 @@ class ModelledWire(RemoteEngine):
     they arrive. A stream's frames take no time, so that they keep their distances; its first one has both
     ways behind it."""
 
-    def __init__(self, host: UnitHost, clock: Clock, delay: float, *, hosted: bool = False) -> None:
-        """delay: seconds of one way. hosted: whether the engine's own work counts. Then a request and its
+    def __init__(self, host: UnitHost, clock: Clock, delay: float, *, overhead: bool = False) -> None:
+        """delay: seconds of one way. overhead: whether the engine's own work counts. Then a request and its
         frames wait for the engine's loop, and the wire takes no time, because that is in what both ends were
         measured to do."""
         self._host = host
         self._clock = clock
         self._delay = delay
-        self._hosted = hosted
+        self._overhead = overhead
 
     async def call(self, verb: Verb[Body, Answer], body: Body) -> Answer:
         await self._clock.sleep(self._delay)
@@ -211,22 +211,22 @@ class ModelledWire(RemoteEngine):
         await self.call(TAKE_BACK, body)
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
-        hosted = self._host.reached.hosted if self._hosted else None
-        if hosted is None:
+        cpu = self._host.reached.cpu if self._overhead else None
+        if cpu is None:
             await self._clock.sleep(2 * self._delay)
             async with aclosing(self._frames(body)) as frames:
                 async for frame in frames:
                     yield frame
             return
-        await hosted.loop.take_request(len(body.prompt))
+        await cpu.loop.take_request(len(body.prompt))
         try:
             async with aclosing(self._frames(body)) as frames:
                 async for frame in frames:
                     if frame:
-                        await hosted.loop.passed()
+                        await cpu.loop.passed()
                     yield frame
         finally:
-            hosted.loop.close_request()
+            cpu.loop.close_request()
 
     def _frames(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
         """Returns the stream of the process that the unit has now. Raises Unavailable if there is none."""

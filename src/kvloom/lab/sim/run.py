@@ -13,15 +13,15 @@ from msgspec.structs import replace
 from kvloom.journal.log import Journal
 from kvloom.journal.records import Record
 from kvloom.journal.samples import ModelTotals, Sample
+from kvloom.lab.sim.cpu import SimulatedCpu
 from kvloom.lab.sim.fleet import Rescheduling, SimulatedFleet, simulated
-from kvloom.lab.sim.hosting import HostedMachine
 from kvloom.lab.sim.recording import Recording, fleet_sample
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.lab.workload.request import RequestResult, Scaled, WorkloadRequest
 from kvloom.lab.workload.results import Results, Slept, Upheaval
 from kvloom.lab.workload.summary import Histogram, Summary
-from kvloom.plan.cost.hosting import Hosting
+from kvloom.plan.cost.cpu import CpuCosts
 from kvloom.plan.cost.work import Work
 from kvloom.router.program import Program
 from kvloom.types.client import Generator
@@ -104,7 +104,7 @@ def simulate(
     title: str,
     seed: int | None = None,
     tell: Callable[[RequestResult], None] = lambda _: None,
-    hosting: Hosting | None = None,
+    cpu_costs: CpuCosts | None = None,
     client_here: bool = False,
     rescheduling: Rescheduling | None = None,
     patience: float = PATIENCE,
@@ -114,7 +114,7 @@ def simulate(
 ) -> Results:
     """Adds all results to `summary`, and tells each.
 
-    seed: of the order of what happens at one moment. hosting: the work besides jobs of the one machine that
+    seed: of the order of what happens at one moment. cpu_costs: of what is not a job, on the one machine that
     all units are on. client_here: whether the client is there too. rescheduling: of the fleet scheduler; None
     if there is none. patience: the router's. homes: the machine of each unit, if there are several. keep:
     takes the records of the fleet's journal. recording: looks on, for a page."""
@@ -129,12 +129,12 @@ def simulate(
         clock = LoopClock(asyncio.get_running_loop())
         journal = Journal(clock)
         journal.follow(keep)
-        machine = HostedMachine(hosting, client_here=client_here) if hosting else None
+        cpu = SimulatedCpu(cpu_costs, client_here=client_here) if cpu_costs else None
         frames = MOVING_FRAMES if rescheduling else FEW_FRAMES
         async with simulated(
             units,
             program,
-            machine=machine,
+            cpu=cpu,
             rescheduling=rescheduling,
             patience=patience,
             homes=homes or {},

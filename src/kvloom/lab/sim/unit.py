@@ -12,12 +12,12 @@ from msgspec import structs
 
 from kvloom.config.config import Config
 from kvloom.lab.sim.content import Content
+from kvloom.lab.sim.cpu import EngineCpu
 from kvloom.lab.sim.executor import ModelledExecutor, ModelledWeights
-from kvloom.lab.sim.hosting import HostedUnit
 from kvloom.lab.sim.links import Link, TimedLink
 from kvloom.plan.cluster import CPU, Abilities
+from kvloom.plan.cost.cpu import CpuCosts
 from kvloom.plan.cost.devices import find_device
-from kvloom.plan.cost.hosting import Hosting
 from kvloom.plan.cost.loading import MAPPED, load_bandwidth
 from kvloom.plan.cost.measured import Measured
 from kvloom.plan.cost.profile import Profile
@@ -88,9 +88,9 @@ def timed_link(unit: SimulatedUnit) -> Link:
 
 
 def modelled_executor(
-    unit: SimulatedUnit, content: Content | None = None, host: HostedUnit | None = None
+    unit: SimulatedUnit, content: Content | None = None, cpu: EngineCpu | None = None
 ) -> ModelledExecutor:
-    """Returns the unit's devices. content: what their pages hold; None for nothing. host: what sees to the
+    """Returns the unit's devices. content: what their pages hold; None for nothing. cpu: what sees to the
     engine's own work, step by step."""
     spec = unit.spec
     contexts = {model.name: _context(model) for model in spec.models}
@@ -101,9 +101,9 @@ def modelled_executor(
         compute=unit.compute,
         cost=unit.cost,
         content=content,
-        overhead=None if host else unit.overhead,
-        max_steps=1 if host else unit.max_steps,
-        host=host,
+        overhead=None if cpu else unit.overhead,
+        max_steps=1 if cpu else unit.max_steps,
+        cpu=cpu,
         weights=_weights(unit) if spec.sleep_dir else None,
         acceptance={model.name: model.acceptance for model in spec.models if model.speculation != "none"},
     )
@@ -216,9 +216,9 @@ def measured_units(config: Config, profile: Profile) -> list[SimulatedUnit]:
     return [_measured(spec, profile) for spec in config.engines]
 
 
-def hosting_from(profile: Profile) -> Hosting | None:
+def cpu_costs_from(profile: Profile) -> CpuCosts | None:
     """Returns what the machine does besides jobs; None if that was not measured."""
-    return Hosting(profile) if profile.hosted else None
+    return CpuCosts(profile) if profile.overheads else None
 
 
 def _measured(spec: EngineSpec, profile: Profile) -> SimulatedUnit:

@@ -14,7 +14,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from kvloom.plan.cost.fit import Curve, Spread
-from kvloom.plan.cost.profile import Crowded, Profile, Stepped, Timed, TimedMixed
+from kvloom.plan.cost.profile import Colocated, Profile, Stepped, Timed, TimedMixed
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import MOST_PARTS, Operator, Work, layer_parts
 from kvloom.types.errors import ConfigError
@@ -69,7 +69,7 @@ class Measured:
     def __init__(self, profile: Profile, cores: int | None = None) -> None:
         self._cores = cores or profile.cores
         self._curves_of = _fit_all(profile)
-        self._crowding = _crowding(profile.crowded, profile.cores, profile.shapes)
+        self._crowding = _crowding(profile.colocated, profile.cores, profile.shapes)
         self._between = _between(profile)
         self._prompted = {row.model: row.between for row in profile.prompted}
         self._shapes = profile.shapes
@@ -209,13 +209,13 @@ def _curves(kind: Kind, groups: Mapping[int, Sequence[Timed]]) -> dict[int, Curv
 
 
 def _crowding(
-    crowded: Iterable[Crowded], cores: int, models: Iterable[str]
+    colocated: Iterable[Colocated], cores: int, models: Iterable[str]
 ) -> dict[tuple[Kind, Kind], float]:
     """Returns how many times longer, less one, a job takes beside another with all of the cores: by both
     kinds, and for models that were not measured together as others were on average."""
     seen: dict[tuple[Kind, Kind], list[float]] = defaultdict(list)
     phases: dict[tuple[bool, bool], list[float]] = defaultdict(list)
-    for pair in crowded:
+    for pair in colocated:
         one, other = [(doing.model, doing.phase is Phase.DECODE) for doing in (pair.doing, pair.beside)]
         rate = max(0.0, pair.seconds / pair.alone - 1.0) * cores / pair.beside.cores
         seen[one, other].append(rate)

@@ -14,7 +14,7 @@ from kvloom.types.errors import ConfigError
 from kvloom.types.files import replacing
 from kvloom.types.job import Phase
 
-PROFILE_VERSION: Final = 6
+PROFILE_VERSION: Final = 7
 
 _Count = Annotated[int, Meta(ge=0, lt=2**53)]
 _Some = Annotated[int, Meta(ge=1, lt=2**31)]
@@ -72,7 +72,7 @@ class TimedMixed(Struct, frozen=True, kw_only=True):
     seconds: Annotated[tuple[_Seconds, ...], Meta(min_length=1)]
 
 
-class Crowded(Struct, frozen=True, kw_only=True):
+class Colocated(Struct, frozen=True, kw_only=True):
     """The median times of a job alone, and with `beside` running all the while."""
 
     doing: JobMeasured
@@ -102,7 +102,7 @@ class PromptedSeconds(Struct, frozen=True, kw_only=True):
     between: _ZeroOrMore
 
 
-class Pressed(Struct, frozen=True, kw_only=True):
+class Oversubscribed(Struct, frozen=True, kw_only=True):
     """The median time of a job alone, and with what it loses in the mean while `over` more threads of other
     processes want to run than there are cores, scaled from processes that work for a part of the time."""
 
@@ -112,7 +112,7 @@ class Pressed(Struct, frozen=True, kw_only=True):
     seconds: _Seconds
 
 
-class StalledJob(Struct, frozen=True, kw_only=True):
+class BesideLoop(Struct, frozen=True, kw_only=True):
     """The median times of a job alone, and while the loop's thread of its own process worked for `busy`
     seconds."""
 
@@ -122,7 +122,7 @@ class StalledJob(Struct, frozen=True, kw_only=True):
     seconds: _Seconds
 
 
-class ServedSeconds(Struct, frozen=True, kw_only=True):
+class Calibration(Struct, frozen=True, kw_only=True):
     """The time by which a model's answers take longer under the real server than all else in a profile
     says."""
 
@@ -138,7 +138,7 @@ class ServedSeconds(Struct, frozen=True, kw_only=True):
     in the caches are part of it."""
 
 
-class HostedSeconds(Struct, frozen=True, kw_only=True):
+class CpuOverhead(Struct, frozen=True, kw_only=True):
     """CPU seconds of a role's work besides jobs: for each request, for each token of its prompt, for each
     token of the answer, and for each time that such tokens come, however many. The role `engine` is that of
     its loop's thread, without what `Stepped` and `PromptedSeconds` have as `between`."""
@@ -165,7 +165,7 @@ class Computer(Struct, frozen=True, kw_only=True):
 
 class Profile(Struct, frozen=True, kw_only=True):
     """A profile. `cores` is the number that the executor had, and `temperature` that of what was drawn.
-    `shapes` are by model. `hosted` is empty if only jobs were measured."""
+    `shapes` are by model. `overheads` is empty if only jobs were measured."""
 
     version: int = PROFILE_VERSION
     computer: Computer
@@ -174,19 +174,16 @@ class Profile(Struct, frozen=True, kw_only=True):
     temperature: float
     shapes: Annotated[dict[str, ModelShape], Meta(min_length=1)]
     jobs: tuple[Timed, ...]
-    crowded: tuple[Crowded, ...]
+    colocated: tuple[Colocated, ...]
     steps: tuple[Stepped, ...]
     prompted: tuple[PromptedSeconds, ...] = ()
     mixed: tuple[TimedMixed, ...] = ()
-    pressed: tuple[Pressed, ...] = ()
-    stalled: tuple[StalledJob, ...] = ()
-    hosted: tuple[HostedSeconds, ...] = ()
-    served: tuple[ServedSeconds, ...] = ()
+    oversubscribed: tuple[Oversubscribed, ...] = ()
+    beside_loop: tuple[BesideLoop, ...] = ()
+    overheads: tuple[CpuOverhead, ...] = ()
+    calibrated: tuple[Calibration, ...] = ()
     closing: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     """The part of the CPU seconds of a request that comes when its answer has ended."""
-    pressing: Annotated[float, Meta(ge=0.0, le=1.0)] = 1.0
-    """The part of what jobs lose beside busy processes (`pressed`) that they lose beside a server's own work,
-    which the kernel lets in when it wakes and which soon rests again."""
 
 
 class _Versioned(Struct):

@@ -12,14 +12,14 @@ import time
 import pytest
 
 from kvloom.lab.profile.beside import BUSY_PART, mean_over, processes_for
+from kvloom.lab.profile.calibration import FEWEST, MOST, USUAL, Bounds, Load
+from kvloom.lab.profile.calibration import LOADS as LOADS_SERVED
 from kvloom.lab.profile.processes import (
     all_threads_seconds,
     busy_processes,
     descendants,
     main_thread_seconds,
 )
-from kvloom.lab.profile.served import FEWEST, MOST, USUAL, Bounds, Load
-from kvloom.lab.profile.served import LOADS as LOADS_SERVED
 from kvloom.lab.profile.serving import Jobs, Loaded, count_jobs, split_cpu_time
 from kvloom.plan.cost.measured import Measured
 from kvloom.plan.cost.profile import Role

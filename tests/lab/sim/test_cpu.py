@@ -9,19 +9,19 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from kvloom.lab.sim.cpu import Cores, SimulatedCpu
 from kvloom.lab.sim.fleet import simulated
-from kvloom.lab.sim.hosting import Cores, HostedMachine
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.sim.virtual_time import run_virtual
 from kvloom.lab.workload.request import RequestResult, WorkloadRequest
-from kvloom.plan.cost.hosting import Hosting
-from kvloom.plan.cost.profile import HostedSeconds, Role, ServedSeconds, StalledJob
+from kvloom.plan.cost.cpu import CpuCosts
+from kvloom.plan.cost.profile import BesideLoop, Calibration, CpuOverhead, Role
 from kvloom.plan.cost.work import Work
 from kvloom.router.program import load_program
 from kvloom.types.job import Phase
 from kvloom.types.request import SamplingParams, StartGenerate
 from tests.lab.sim.fleets import asks, now, outcomes, results, unit, virtually
-from tests.plan.cost.test_hosting import doing, hosting, pressed
+from tests.plan.cost.test_cpu import cpu_costs, doing, oversubscribed
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Fixed:
         return self.each
 
 
-def upkeep(
+def overhead(
     role: Role, *, request: float = 0.0, prompt: float = 0.0, token: float = 0.0, turn: float = 0.0
-) -> HostedSeconds:
-    return HostedSeconds(role=role, request=request, prompt=prompt, token=token, turn=turn)
+) -> CpuOverhead:
+    return CpuOverhead(role=role, request=request, prompt=prompt, token=token, turn=turn)
 
 
 def fixed(cost: Fixed, between: float = 0.0) -> SimulatedUnit:
@@ -46,13 +46,13 @@ def fixed(cost: Fixed, between: float = 0.0) -> SimulatedUnit:
 
 
 def played(
-    found: Hosting, given: Sequence[WorkloadRequest], one: SimulatedUnit, *, client_here: bool = False
+    found: CpuCosts, given: Sequence[WorkloadRequest], one: SimulatedUnit, *, client_here: bool = False
 ) -> list[RequestResult]:
     """Returns the results in the order of the requests."""
 
     async def main() -> list[RequestResult]:
-        machine = HostedMachine(found, client_here=client_here)
-        async with simulated([one], load_program("data_parallel"), machine=machine) as fleet:
+        cpu = SimulatedCpu(found, client_here=client_here)
+        async with simulated([one], load_program("data_parallel"), cpu=cpu) as fleet:
             by_request = await results(fleet.server, given)
         return [by_request[request] for request in given]
 
@@ -64,10 +64,10 @@ def one_ask(at: float = 0.0, output: int = 1) -> WorkloadRequest:
 
 
 def test_a_request_and_its_tokens_pass_all_who_work_on_them() -> None:
-    found = hosting(
-        upkeep("client", request=1.0, token=0.1, turn=0.01),
-        upkeep("gateway", request=2.0, token=0.2, turn=0.02),
-        upkeep("engine", request=4.0, token=0.4, turn=0.04),
+    found = cpu_costs(
+        overhead("client", request=1.0, token=0.1, turn=0.01),
+        overhead("gateway", request=2.0, token=0.2, turn=0.02),
+        overhead("engine", request=4.0, token=0.4, turn=0.04),
     )
     (lone,) = played(found, [one_ask()], fixed(Fixed(0.001), 0.5))
     assert lone.first == pytest.approx(2.0 + 4.0 + 0.001 + 0.5 + 0.44 + 0.22, abs=1e-9)  # one after the other
@@ -81,7 +81,7 @@ def test_a_first_token_that_is_served_later_holds_up_no_job() -> None:
     given = [one_ask(output=101), one_ask(at=0.05, output=1)]
     plain, late = (
         played(found, given, fixed(Fixed(0.001)))
-        for found in (hosting(), hosting(ServedSeconds(model="small", first=0.2, row=0.0, prompt=0.0)))
+        for found in (cpu_costs(), cpu_costs(Calibration(model="small", first=0.2, row=0.0, prompt=0.0)))
     )
     assert [after.first for after in late] == pytest.approx(
         [one.first + 0.2 for one in plain if one.first], abs=0.0011
@@ -93,7 +93,7 @@ def test_a_gateway_of_a_millisecond_a_token_bounds_the_throughput() -> None:
     given = [one_ask(at=i * 1e-9, output=100) for i in range(16)]
     free, bound = (
         played(found, given, fixed(Fixed(0.001)))
-        for found in (hosting(), hosting(upkeep("gateway", token=0.001)))
+        for found in (cpu_costs(), cpu_costs(overhead("gateway", token=0.001)))
     )
     tokens = sum(ask.output for ask in given)
     seconds = [max(outcome.end or 0.0 for outcome in outcomes) for outcomes in (free, bound)]
@@ -105,39 +105,41 @@ def test_requests_and_tokens_queue_for_a_gateway() -> None:
     """10 ms of its work each. The first one's token comes behind the second one's request, which it has until
     20 ms; the second one's and the third find nobody there."""
     given = [one_ask(at=at) for at in (0.0, 0.005, 0.100)]
-    found = played(hosting(upkeep("gateway", request=0.010)), given, fixed(Fixed(0.0)))
+    found = played(cpu_costs(overhead("gateway", request=0.010)), given, fixed(Fixed(0.0)))
     assert [outcome.first for outcome in found] == pytest.approx([0.020, 0.015, 0.010])
 
 
 def test_the_next_launch_waits_for_the_loop() -> None:
     """A step takes 1 ms and the engine's own work 2 ms; sending its token takes 5 ms more, while the next
     step runs, and so each token takes 7 ms."""
-    (alone,) = played(hosting(), [one_ask(output=51)], fixed(Fixed(0.001), 0.002))
-    (busy,) = played(hosting(upkeep("engine", token=0.005)), [one_ask(output=51)], fixed(Fixed(0.001), 0.002))
+    (alone,) = played(cpu_costs(), [one_ask(output=51)], fixed(Fixed(0.001), 0.002))
+    (busy,) = played(
+        cpu_costs(overhead("engine", token=0.005)), [one_ask(output=51)], fixed(Fixed(0.001), 0.002)
+    )
     assert alone.per_token == pytest.approx(0.003)
     assert busy.per_token == pytest.approx(0.007)
 
 
 def test_a_job_stands_still_while_its_loop_works_where_it_was_measured_to() -> None:
     stalls = [
-        StalledJob(doing=doing("one", phase, 1), busy=0.01, alone=0.04, seconds=0.0475)
+        BesideLoop(doing=doing("one", phase, 1), busy=0.01, alone=0.04, seconds=0.0475)
         for phase in Phase.MIXED.parts
     ]
-    busy = upkeep("engine", token=0.004)
-    (free,) = played(hosting(busy), [one_ask(output=51)], fixed(Fixed(0.010)))
-    (held,) = played(hosting(busy, *stalls), [one_ask(output=51)], fixed(Fixed(0.010)))
+    busy = overhead("engine", token=0.004)
+    (free,) = played(cpu_costs(busy), [one_ask(output=51)], fixed(Fixed(0.010)))
+    (held,) = played(cpu_costs(busy, *stalls), [one_ask(output=51)], fixed(Fixed(0.010)))
     assert free.per_token == pytest.approx(0.010)
     assert held.per_token == pytest.approx(0.004 + 0.010 - 0.25 * 0.004)  # a quarter of its pace for 4 ms
 
 
 def test_a_job_that_its_loop_holds_up_wants_no_core() -> None:
     """A step takes the only core when the loop has sent a token, and not before: so nobody is slowed."""
-    rows = [pressed("one", phase, 1, over, 1.0 + over) for phase in Phase.MIXED.parts for over in (1, 2)]
+    rows = [oversubscribed(over, 1.0 + over) for over in (1, 2)]
     stalls = [
-        StalledJob(doing=doing("one", phase, 1), busy=0.01, alone=0.04, seconds=0.05)
+        BesideLoop(doing=doing("one", phase, 1), busy=0.01, alone=0.04, seconds=0.05)
         for phase in Phase.MIXED.parts
     ]
-    found = hosting(upkeep("engine", token=0.004), *rows, *stalls, cores=1)
+    found = cpu_costs(overhead("engine", token=0.004), *rows, *stalls, cores=1)
     (held,) = played(found, [one_ask(output=51)], fixed(Fixed(0.010)))
     assert held.per_token == pytest.approx(0.004 + 0.010, rel=0.03)
 
@@ -146,7 +148,7 @@ def test_a_part_of_a_request_comes_after_its_answer() -> None:
     """It holds up nobody but the next one."""
     given = [one_ask(), one_ask(at=0.015)]
     whole, split = (
-        played(hosting(upkeep("gateway", request=0.010), closing=closing), given, fixed(Fixed(0.008)))
+        played(cpu_costs(overhead("gateway", request=0.010), closing=closing), given, fixed(Fixed(0.008)))
         for closing in (0.0, 0.4)
     )
     assert [one.first for one in whole] == pytest.approx([0.025, 0.018])  # the token comes behind a request
@@ -156,15 +158,15 @@ def test_a_part_of_a_request_comes_after_its_answer() -> None:
 @pytest.mark.parametrize("role", ["gateway", "engine"])
 def test_a_request_whose_client_leaves_is_closed_too(role: Role) -> None:
     """The next one finds that work before it, in the gateway and in the engine."""
-    found = hosting(upkeep(role, request=0.010), closing=0.5)
+    found = cpu_costs(overhead(role, request=0.010), closing=0.5)
     body = StartGenerate(
         model="small", request="leaves", prompt=[1] * 10, sampling=SamplingParams(max_tokens=100, seed=0)
     )
 
     async def main() -> RequestResult:
-        machine = HostedMachine(found, client_here=False)
+        cpu = SimulatedCpu(found, client_here=False)
         one = fixed(Fixed(0.001))
-        async with simulated([one], load_program("data_parallel"), machine=machine) as fleet:
+        async with simulated([one], load_program("data_parallel"), cpu=cpu) as fleet:
             async with aclosing(fleet.server.start_generate(body)) as frames:
                 async for frame in frames:
                     if frame:
@@ -176,21 +178,21 @@ def test_a_request_whose_client_leaves_is_closed_too(role: Role) -> None:
 
 
 def test_a_prompt_takes_loops_longer_by_its_tokens() -> None:
-    (lone,) = played(hosting(upkeep("gateway", prompt=0.01)), [one_ask()], fixed(Fixed(0.001)))
+    (lone,) = played(cpu_costs(overhead("gateway", prompt=0.01)), [one_ask()], fixed(Fixed(0.001)))
     assert lone.first == pytest.approx(10 * 0.01 + 0.001)
 
 
 def test_threads_beyond_the_cores_slow_jobs_as_they_did() -> None:
     """A gateway and a client that have more to do than they can, and a job: three threads on four cores,
     three, two and one."""
-    rows = [pressed("one", phase, 1, over, 1.0 + over) for phase in Phase.MIXED.parts for over in (1, 2)]
-    found = hosting(*rows, upkeep("gateway", turn=0.05), upkeep("client", turn=1.0))
+    rows = [oversubscribed(over, 1.0 + over) for over in (1, 2)]
+    found = cpu_costs(*rows, overhead("gateway", turn=0.05), overhead("client", turn=1.0))
     for cores, times in ((4, 1.0), (3, 1.0), (2, 2.0), (1, 3.0)):
         found.cores = cores
         assert step_seconds(found) == pytest.approx(0.010 * times)
 
 
-def step_seconds(found: Hosting) -> float:
+def step_seconds(found: CpuCosts) -> float:
     """Of the engine, late in one answer; its frames are told of much later."""
     ends: list[float] = []
 
@@ -208,9 +210,9 @@ def test_where_nothing_costs_anything_all_is_as_without() -> None:
     given = asks(40, seed=3, rate=40.0)
     plain, _ = outcomes([unit()], given)
 
-    for hosted in played(hosting(), given, unit(), client_here=True):
-        outcome = plain[hosted.request]
-        for one, other in ((hosted.first, outcome.first), (hosted.end, outcome.end)):
+    for found in played(cpu_costs(), given, unit(), client_here=True):
+        outcome = plain[found.request]
+        for one, other in ((found.first, outcome.first), (found.end, outcome.end)):
             assert other is not None
             assert one == pytest.approx(other - 2 * 0.0003)  # a wire's way, there and back
 

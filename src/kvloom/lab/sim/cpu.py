@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
-from kvloom.plan.cost.hosting import Hosting
-from kvloom.plan.cost.profile import HostedSeconds, Role
+from kvloom.plan.cost.cpu import CpuCosts
+from kvloom.plan.cost.profile import CpuOverhead, Role
 from kvloom.plan.cost.work import Work
 from kvloom.types.client import Generator
 from kvloom.types.request import Event, ModelCard, StartGenerate
@@ -22,12 +22,12 @@ class Cores:
 
     def __init__(self, count: float) -> None:
         self._count = count
-        self._threads: list[HostedThread] = []
+        self._threads: list[CpuThread] = []
         self._devices: list[tuple[Wish, Callable[[], None]]] = []
 
-    def thread(self) -> HostedThread:
+    def thread(self) -> CpuThread:
         """Returns one more thread, which is idle."""
-        thread = HostedThread(self)
+        thread = CpuThread(self)
         self._threads.append(thread)
         return thread
 
@@ -36,7 +36,7 @@ class Cores:
         can have has changed."""
         self._devices.append((wish, changed))
 
-    def leave(self, thread: HostedThread, wish: Wish) -> None:
+    def leave(self, thread: CpuThread, wish: Wish) -> None:
         """Takes a thread and a device out, which want no cores any more."""
         self._threads.remove(thread)
         self._devices = [one for one in self._devices if one[0] != wish]
@@ -57,7 +57,7 @@ class Cores:
             changed()
 
 
-class HostedThread:
+class CpuThread:
     """A modelled thread: CPU work in a queue. Its time is the running loop's."""
 
     def __init__(self, cores: Cores) -> None:
@@ -133,64 +133,64 @@ class HostedThread:
             call()
 
 
-class HostedLoop:
+class ProcessLoop:
     """The event loop of one process, through which requests and tokens go."""
 
-    def __init__(self, cores: Cores, upkeep: HostedSeconds, closing: float) -> None:
+    def __init__(self, cores: Cores, overhead: CpuOverhead, closing: float) -> None:
         """closing: the part of a request's work that comes after its answer."""
-        self.thread: HostedThread = cores.thread()
-        self._upkeep = upkeep
+        self.thread: CpuThread = cores.thread()
+        self._overhead = overhead
         self._closing = closing
 
     def tokens(self, count: int, then: Callable[[], None]) -> None:
         """Takes in so many tokens that come at once, each in a frame of its own, and calls `then` when they
         have been sent on."""
-        self.thread.after(self._upkeep.turn + count * self._upkeep.token, then)
+        self.thread.after(self._overhead.turn + count * self._overhead.token, then)
 
     async def take_request(self, prompt: int) -> None:
         """prompt: its tokens."""
-        upkeep = self._upkeep
-        await self.thread.passed((1.0 - self._closing) * upkeep.request + prompt * upkeep.prompt)
+        overhead = self._overhead
+        await self.thread.passed((1.0 - self._closing) * overhead.request + prompt * overhead.prompt)
 
     def close_request(self) -> None:
         """Queues what a request costs after its answer. Nobody waits for it."""
-        self.thread.charge(self._closing * self._upkeep.request)
+        self.thread.charge(self._closing * self._overhead.request)
 
     async def passed(self) -> None:
         """Waits until what is there has been sent on."""
         await self.thread.passed()
 
 
-class HostedMachine:
-    """The one machine that all units run on."""
+class SimulatedCpu:
+    """The CPU of the one machine that all units run on."""
 
-    def __init__(self, hosting: Hosting, *, client_here: bool) -> None:
+    def __init__(self, costs: CpuCosts, *, client_here: bool) -> None:
         """client_here: whether the client is on the same machine."""
-        self.hosting = hosting
-        self.cores = Cores(hosting.cores)
+        self.costs = costs
+        self.cores = Cores(costs.cores)
         roles: list[Role] = ["client", "gateway"] if client_here else ["gateway"]
-        self.hops = [HostedLoop(self.cores, hosting.upkeep(role), hosting.closing) for role in roles]
+        self.hops = [ProcessLoop(self.cores, costs.overhead(role), costs.closing) for role in roles]
         """The loops that a request passes, one after the other, before an engine has it."""
 
 
-class HostedUnit:
+class EngineCpu:
     """An engine's loop beside its jobs."""
 
-    def __init__(self, machine: HostedMachine, between: Callable[[Work], float] | None) -> None:
+    def __init__(self, cpu: SimulatedCpu, between: Callable[[Work], float] | None) -> None:
         """between: returns the seconds of the engine's own work after a job, before it can launch the next;
         None for no work."""
-        self.loop = HostedLoop(machine.cores, machine.hosting.upkeep("engine"), machine.hosting.closing)
-        self._machine = machine
+        self.loop = ProcessLoop(cpu.cores, cpu.costs.overhead("engine"), cpu.costs.closing)
+        self._cpu = cpu
         self._between = between or (lambda _: 0.0)
         self._jobs = self._held = 0.0
 
     def join(self, changed: Callable[[], None]) -> None:
         """changed: called when jobs may have become slower or faster."""
-        self._machine.cores.join(self._wish, changed)
+        self._cpu.cores.join(self._wish, changed)
 
     def leave(self) -> None:
         """Takes the engine out, which has ended."""
-        self._machine.cores.leave(self.loop.thread, self._wish)
+        self._cpu.cores.leave(self.loop.thread, self._wish)
 
     def _wish(self) -> float:
         """Returns the cores that jobs want now: fewer while the loop's work holds them up."""
@@ -199,55 +199,55 @@ class HostedUnit:
     def running(self, jobs: Sequence[tuple[Work, float]]) -> None:
         """Takes in which jobs run from now on, each with its cores."""
         self._jobs = sum(cores for _, cores in jobs)
-        self._held = sum(cores * self._machine.hosting.pace(work, cores) for work, cores in jobs)
-        self._machine.cores.changed()
+        self._held = sum(cores * self._cpu.costs.pace(work, cores) for work, cores in jobs)
+        self._cpu.cores.changed()
 
     def seconds(self, work: Work, cores: float, alone: float) -> float:
         """Returns the seconds of a job on so many cores, as things are. alone: its seconds if nothing
         but jobs wanted the cores."""
-        hosting, busy = self._machine.hosting, self.loop.thread.busy
+        costs, busy = self._cpu.costs, self.loop.thread.busy
         # Other threads that want a core. This unit's jobs count in full, and its own loop not at all, because
         # what that loop takes from them comes in by `pace`.
-        others = self._machine.cores.over + self._jobs - self._wish() - busy
-        slower = hosting.slower(work, cores, others)
+        others = self._cpu.cores.over + self._jobs - self._wish() - busy
+        slower = costs.slower(others)
         if busy:
-            slower /= hosting.pace(work, cores)
-        return slower * alone + hosting.served(work)
+            slower /= costs.pace(work, cores)
+        return slower * alone + costs.calibration(work)
 
     def landed(self, work: Work, tokens: int, call: Callable[[], None]) -> None:
         """Calls `call` when the engine has seen to the end of a job. Then each of so many tokens is a frame
         on its way to the client."""
 
         def seen() -> None:
-            self._send(tokens, (self.loop, *(reversed(self._machine.hops) if tokens else ())))
+            self._send(tokens, (self.loop, *(reversed(self._cpu.hops) if tokens else ())))
             call()
 
         self.loop.thread.after(self._between(work), seen)
 
-    def _send(self, tokens: int, way: tuple[HostedLoop, ...]) -> None:
+    def _send(self, tokens: int, way: tuple[ProcessLoop, ...]) -> None:
         """Takes the tokens through one loop after the other."""
         if way:
             way[0].tokens(tokens, lambda: self._send(tokens, way[1:]))
 
 
-class HostedServer:
+class ServerBehindLoops:
     """Satisfies `Generator`: a server behind the loops of a machine, which requests and frames pass."""
 
-    def __init__(self, server: Generator, machine: HostedMachine) -> None:
+    def __init__(self, server: Generator, cpu: SimulatedCpu) -> None:
         self._server = server
-        self._hosting = machine.hosting
-        self._hops = machine.hops
+        self._costs = cpu.costs
+        self._hops = cpu.hops
 
     async def models(self) -> list[ModelCard]:
         return await self._server.models()
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
-        taken = list[HostedLoop]()
+        taken = list[ProcessLoop]()
         try:
             for loop in self._hops:
                 await loop.take_request(len(body.prompt))
                 taken.append(loop)
-            await asyncio.sleep(self._hosting.admission_delay(body.model))
+            await asyncio.sleep(self._costs.admission_delay(body.model))
             async with aclosing(self._server.start_generate(body)) as frames:
                 async for frame in frames:
                     for loop in reversed(self._hops) if frame else ():

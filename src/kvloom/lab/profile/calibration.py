@@ -17,13 +17,13 @@ from msgspec.structs import replace
 from kvloom.config.config import Config
 from kvloom.lab.sim.fleet import rescheduling_of
 from kvloom.lab.sim.run import simulate
-from kvloom.lab.sim.unit import hosting_from, measured_units
+from kvloom.lab.sim.unit import cpu_costs_from, measured_units
 from kvloom.lab.workload.arrivals import poisson
 from kvloom.lab.workload.request import Prompts, WorkloadRequest
 from kvloom.lab.workload.results import Results
 from kvloom.lab.workload.summary import Summary
 from kvloom.plan.cost.measured import Measured
-from kvloom.plan.cost.profile import Profile, ServedSeconds
+from kvloom.plan.cost.profile import Calibration, Profile
 from kvloom.plan.cost.work import Work
 from kvloom.router.program import load_program
 
@@ -98,26 +98,12 @@ class Answered:
         )
 
 
-def with_served(config: Config, profile: Profile, answered: Mapping[Load, Answered]) -> Profile:
+def calibrate(config: Config, profile: Profile, answered: Mapping[Load, Answered]) -> Profile:
     """Returns the profile with what it takes for simulated answers to be as long as the real ones were, which
-    are by load. `profile` must already contain `hosted`."""
-    profile = replace(profile, served=(), closing=0.0, pressing=1.0)
-    profile = _with_pressing(config, profile, (answered[HEAVY], answered[LONG]))
+    are by load. `profile` must already contain `overheads`."""
+    profile = replace(profile, calibrated=(), closing=0.0)
     profile = _with_jobs(config, profile, answered[HEAVY], answered[LONG])
     return _with_first(config, _with_closing(config, profile, answered[USUAL]), answered[USUAL])
-
-
-def _with_pressing(config: Config, profile: Profile, loads: Sequence[Answered]) -> Profile:
-    """Finds the part of what jobs lose beside busy processes that they may lose for simulated answers not to
-    take longer a token than the real ones did; all of it if they do not even then."""
-
-    def late(pressing: float) -> bool:
-        tried = replace(profile, pressing=pressing)
-        ours = [simulated_answers(config, tried, load) for load in loads]
-        over = (_over(one.per_token, load.per_token) for one, load in zip(ours, loads, strict=True))
-        return fmean(over) > CLOSE
-
-    return replace(profile, pressing=_last_before(late, 1.0)) if late(1.0) else profile
 
 
 def _with_jobs(config: Config, profile: Profile, heavy: Answered, long: Answered) -> Profile:
@@ -130,8 +116,8 @@ def _with_jobs(config: Config, profile: Profile, heavy: Answered, long: Answered
     most_prompt = max(cost.seconds(Work.prefill(model, 1.0, [tokens])) for model in models) / tokens / 2
 
     def with_both(row: float, prompt: float) -> Profile:
-        served = (ServedSeconds(model=model, first=0.0, row=row, prompt=prompt) for model in models)
-        return replace(profile, served=tuple(served))
+        rows = (Calibration(model=model, first=0.0, row=row, prompt=prompt) for model in models)
+        return replace(profile, calibrated=tuple(rows))
 
     def late(load: Answered, row: float, prompt: float) -> bool:
         ours = simulated_answers(config, with_both(row, prompt), load)
@@ -159,11 +145,11 @@ def _with_first(config: Config, profile: Profile, usual: Answered) -> Profile:
     """Finds the seconds by which first tokens come still later under this load than simulated."""
     for _ in range(_ROUNDS):
         ours = simulated_answers(config, profile, usual)
-        served = (
+        rows = (
             replace(row, first=max(0.0, row.first + usual.first[row.model] - ours.first[row.model]))
-            for row in profile.served
+            for row in profile.calibrated
         )
-        profile = replace(profile, served=tuple(served))
+        profile = replace(profile, calibrated=tuple(rows))
     return profile
 
 
@@ -192,7 +178,7 @@ def simulated_answers(config: Config, profile: Profile, load: Answered) -> Answe
         Prompts(min(shape.vocab for unit in units for shape in unit.shapes.values())),
         Summary({}),
         title="",
-        hosting=hosting_from(profile),
+        cpu_costs=cpu_costs_from(profile),
         client_here=True,
         rescheduling=rescheduling_of(config),
         patience=config.patience,

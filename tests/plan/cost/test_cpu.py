@@ -1,0 +1,101 @@
+"""The CPU time that a machine spends besides jobs, and how it slows jobs, out of a profile's rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from kvloom.plan.cost.cpu import SLOWEST, CpuCosts
+from kvloom.plan.cost.profile import BesideLoop, Calibration, CpuOverhead, JobMeasured, Oversubscribed
+from kvloom.plan.cost.work import Work
+from kvloom.types.job import Phase
+from tests.plan.cost.profiles import make_profile
+
+PROFILE = make_profile()
+
+
+def doing(model: str, phase: Phase, cores: int) -> JobMeasured:
+    return JobMeasured(
+        model=model, phase=phase, cores=cores, batch=4, tokens=4, drawn=4, pairs=400, context=396
+    )
+
+
+def oversubscribed(over: int, times: float, model: str = "one") -> Oversubscribed:
+    what = doing(model, Phase.DECODE, 2)
+    return Oversubscribed(doing=what, over=over, alone=0.01, seconds=0.01 * times)
+
+
+def cpu_costs(
+    *rows: Oversubscribed | BesideLoop | CpuOverhead | Calibration, cores: int = 4, closing: float = 0.0
+) -> CpuCosts:
+    return CpuCosts(
+        replace(
+            PROFILE,
+            oversubscribed=tuple(row for row in rows if isinstance(row, Oversubscribed)),
+            beside_loop=tuple(row for row in rows if isinstance(row, BesideLoop)),
+            overheads=tuple(row for row in rows if isinstance(row, CpuOverhead)),
+            calibrated=tuple(row for row in rows if isinstance(row, Calibration)),
+            computer=replace(PROFILE.computer, cores=cores),
+            closing=closing,
+        )
+    )
+
+
+def test_what_was_not_measured_costs_nothing() -> None:
+    nothing, work = cpu_costs(), Work.decode("one", 0.5, [10])
+    idle = CpuOverhead(role="gateway", request=0.0, prompt=0.0, token=0.0, turn=0.0)
+    assert nothing.overhead("gateway") == idle
+    assert nothing.slower(3.0) == 1.0
+    assert nothing.pace(work, 2) == 1.0
+    client = CpuOverhead(role="client", request=1.0, prompt=4.0, token=2.0, turn=3.0)
+    rows = cpu_costs(client)
+    assert (rows.overhead("client"), rows.overhead("gateway")) == (client, idle)
+
+
+def test_slower_between_what_was_measured_and_beyond() -> None:
+    found = cpu_costs(*(oversubscribed(over, times) for over, times in ((1, 2.0), (1, 3.0), (2, 4.0))))
+    for over, times in ((-1, 1.0), (0, 1.0), (0.5, 1.75), (1, 2.5), (1.5, 3.25), (2, 4.0), (4, 7.0)):
+        assert found.slower(over) == pytest.approx(times)
+
+
+def test_jobs_are_slowed_as_most_jobs_are() -> None:
+    found = cpu_costs(
+        oversubscribed(1, 2.0), oversubscribed(1, 8.0, "two"), oversubscribed(1, 3.0), oversubscribed(2, 0.9)
+    )
+    assert found.slower(1) == 3.0
+    assert found.slower(2) == 1.0  # faster than alone is noise
+
+
+def test_a_job_loses_what_it_lost_of_the_loops_time() -> None:
+    def beside_loop(seconds: float) -> BesideLoop:
+        return BesideLoop(doing=doing("one", Phase.PREFILL, 2), busy=0.01, alone=0.04, seconds=seconds)
+
+    work = Work.prefill("one", 0.5, [10])
+    for seconds, pace in ((0.04, 1.0), (0.03, 1.0), (0.0475, 0.25), (0.05, SLOWEST), (0.09, SLOWEST)):
+        assert cpu_costs(beside_loop(seconds)).pace(work, 2) == pytest.approx(pace)
+
+
+def test_a_job_keeps_the_pace_of_its_likest() -> None:
+    def lost(model: str, phase: Phase, cores: int, part: float) -> BesideLoop:
+        return BesideLoop(doing=doing(model, phase, cores), busy=0.01, alone=0.04, seconds=0.04 + 0.01 * part)
+
+    found = cpu_costs(
+        lost("one", Phase.DECODE, 1, 0.2),
+        lost("one", Phase.DECODE, 4, 0.8),
+        lost("two", Phase.DECODE, 4, 0.5),
+        lost("one", Phase.PREFILL, 4, 0.1),
+    )
+    for model, cores, part in (("one", 4, 0.8), ("one", 2, 0.2), ("two", 1, 0.5), ("three", 4, 0.65)):
+        assert found.pace(Work.decode(model, 1.0, [10]), cores) == pytest.approx(1.0 - part)
+    assert found.pace(Work.prefill("two", 1.0, [10]), 4) == pytest.approx(0.9)
+
+
+def test_served_answers_take_longer() -> None:
+    found = cpu_costs(Calibration(model="one", first=0.002, row=0.001, prompt=0.0001))
+    assert (found.admission_delay("one"), found.admission_delay("two")) == (0.002, 0.0)
+    assert found.calibration(Work.prefill("one", 0.5, [10, 20])) == pytest.approx(0.003)
+    assert found.calibration(Work.decode("one", 0.5, [10] * 3)) == 0.003
+    assert found.calibration(Work.decode("two", 0.5, [10])) == 0.0
+    mixed = Work.of("one", Phase.MIXED, 0.5, np.array([1, 1, 20]), np.array([5, 5, 0]), 3, 2)
+    assert found.calibration(mixed) == pytest.approx(2 * 0.001 + 20 * 0.0001)
