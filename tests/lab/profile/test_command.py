@@ -11,26 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from kvloom.cli.__main__ import main
-from kvloom.config.file import load_config
-from kvloom.config.machine import Machine
-from kvloom.lab.profile.calibration import (
-    HEAVY,
-    LONG,
-    USUAL,
-    Answered,
-    Bounds,
-    calibrate,
-    simulated_answers,
-)
 from kvloom.plan.cost.measured import Measured
-from kvloom.plan.cost.profile import Calibration, CpuOverhead, Profile, read_profile
+from kvloom.plan.cost.profile import Profile, read_profile
 from kvloom.plan.cost.work import Work
 from kvloom.types.job import Phase
+from tests.authorities import Authority
 from tests.checkpoints import make_checkpoint
-from tests.plan.cost.profiles import make_profile
 
 CONFIG = """\
 kv_memory: 2MiB
@@ -109,49 +97,8 @@ def test_what_else_the_machine_does_is_measured(profile: Profile) -> None:
     assert {(row.doing.model, row.doing.phase) for row in profile.oversubscribed} == kinds
     assert {(row.doing.model, row.doing.phase) for row in profile.beside_loop} == kinds
     assert {row.over for row in profile.oversubscribed} == {1, 2}
-    assert (
-        {row.model for row in profile.calibrated} == {row.model for row in profile.prompted} == {"one", "two"}
-    )
+    assert {row.model for row in profile.prompted} == {"one", "two"}
     assert min(row.context for row in profile.steps) > 0
-    assert max(row.first + row.row + row.prompt for row in profile.calibrated) < 60.0
-    assert 0.0 <= profile.closing <= 1.0
-
-
-def test_how_much_longer_served_answers_take_is_found_by_their_times(config: Path) -> None:
-    """Loads are simulated with times that are known, and these are to be found again."""
-    profile = make_profile()
-    fleet, cost = load_config(config, {}, {}, Machine.here()), Measured(profile)
-    overhead = CpuOverhead(role="gateway", request=0.002, prompt=0.0, token=1e-5, turn=1e-5)
-    still = replace(profile, overheads=(overhead,), calibrated=(), closing=0.0)
-    models = ["one", "two"]
-    bounds = dict.fromkeys(models, Bounds(context=256, waiting=64))
-    loads = {
-        load: Answered(load.requests(cost, bounds, seconds=1.0), {}, {}) for load in (USUAL, HEAVY, LONG)
-    }
-    first = cost.seconds(Work.prefill("one", 1.0, [64]))
-    row = 0.2 * cost.seconds(Work.decode("one", 1.0, [64]))
-    prompt = 0.4 * cost.seconds(Work.prefill("one", 1.0, [128])) / 128
-    known, prompts_alone = (
-        tuple(Calibration(model=name, first=first, row=each, prompt=prompt) for name in models)
-        for each in (row, 0.0)
-    )
-    for wanted, closing in ((known, 0.0), (prompts_alone, 0.0), ((), 0.0), ((), 0.5)):
-        world = replace(still, calibrated=wanted, closing=closing)
-        real = {load: simulated_answers(fleet, world, asked) for load, asked in loads.items()}
-        found = calibrate(fleet, still, real)
-        ours = {load: simulated_answers(fleet, found, asked) for load, asked in loads.items()}
-        for model in models:
-            assert ours[USUAL].first[model] == pytest.approx(real[USUAL].first[model], rel=0.1)
-            for load in (HEAVY, LONG):
-                assert ours[load].per_token[model] == pytest.approx(real[load].per_token[model], rel=0.1)
-        if wanted:
-            assert [one.model for one in found.calibrated] == models
-            assert found.calibrated[0].row == pytest.approx(wanted[0].row, abs=0.35 * row)
-            assert prompt / 2 < found.calibrated[0].prompt < 2 * prompt
-        else:
-            assert max(one.row for one in found.calibrated) < row / 2
-            assert max(one.prompt for one in found.calibrated) < prompt / 2
-            assert found.closing == pytest.approx(closing, abs=0.2)
 
 
 def test_the_error_is_told(measured: tuple[Profile, str]) -> None:
@@ -162,7 +109,7 @@ def test_the_error_is_told(measured: tuple[Profile, str]) -> None:
         "two, decode",
         "median",
         "CPU besides jobs",
-        "first token",
+        "decode steps",
     ):
         assert part in told
     assert "profile.json" in told.replace("\n", "")
@@ -194,6 +141,23 @@ def test_what_cannot_be_is_one_line(
     for part in ("kvloom: ", *parts):
         assert part in told.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_config_with_tls_is_one_line(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Authority(tmp_path).sign("cert")
+    secure = tmp_path / "fleet.yaml"
+    secure.write_text(
+        config.read_text().replace("./llama", str(config.parent / "llama"))
+        + "tls: {certificate: cert.pem, key: cert.key}\n"
+    )
+    assert main(["profile", str(secure), "-o", str(tmp_path / "p.json")]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "tls: " in told
+    assert "without `tls` is right" in told
+    assert not (tmp_path / "p.json").exists()
 
 
 def test_a_file_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:

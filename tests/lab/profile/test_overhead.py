@@ -1,4 +1,4 @@
-"""Costs out of calibrating loads, and what the kernel says of processes."""
+"""Costs out of what loads took, and what the kernel says of processes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,23 @@ import time
 import pytest
 
 from kvloom.lab.profile.beside import BUSY_PART, mean_over, processes_for
-from kvloom.lab.profile.calibration import FEWEST, MOST, USUAL, Bounds, Load
-from kvloom.lab.profile.calibration import LOADS as LOADS_SERVED
 from kvloom.lab.profile.processes import (
     all_threads_seconds,
     busy_processes,
     descendants,
     main_thread_seconds,
 )
-from kvloom.lab.profile.serving import Jobs, Loaded, count_jobs, split_cpu_time
+from kvloom.lab.profile.serving import (
+    FEWEST,
+    LOADS,
+    MOST,
+    Bounds,
+    Jobs,
+    Load,
+    Loaded,
+    count_jobs,
+    split_cpu_time,
+)
 from kvloom.plan.cost.measured import Measured
 from kvloom.plan.cost.profile import Role
 from kvloom.plan.cost.work import Work
@@ -32,7 +40,7 @@ COSTS: dict[Role, tuple[float, float, float, float]] = {
     "gateway": (7e-4, 4e-6, 7e-5, 5e-5),
     "engine": (3e-4, 0.0, 2e-5, 0.0),
 }
-LOADS = [
+MEASURED = [
     (3, 192, 288, 288),
     (12, 768, 1152, 288),
     (48, 12288, 4608, 288),
@@ -51,11 +59,11 @@ def loaded(requests: int, prompts: int, tokens: int, turns: int) -> Loaded:
 
 
 def test_costs_are_found() -> None:
-    found = split_cpu_time([loaded(*load) for load in LOADS])
-    assert [hosted.role for hosted in found] == ["client", "gateway", "engine"]
-    for hosted in found:
-        costs = [hosted.request, hosted.prompt, hosted.token, hosted.turn]
-        assert costs == pytest.approx(COSTS[hosted.role], rel=0.01, abs=1e-7)
+    found = split_cpu_time([loaded(*load) for load in MEASURED])
+    assert [overhead.role for overhead in found] == ["client", "gateway", "engine"]
+    for overhead in found:
+        costs = [overhead.request, overhead.prompt, overhead.token, overhead.turn]
+        assert costs == pytest.approx(COSTS[overhead.role], rel=0.01, abs=1e-7)
 
 
 def test_a_mixed_job_is_one_job() -> None:
@@ -69,8 +77,8 @@ def test_a_mixed_job_is_one_job() -> None:
 
 def test_nothing_is_found_where_nothing_was_used() -> None:
     nothing = [Loaded(4, 400, 100, 30, {"client": 0.0, "gateway": 0.0, "engine": -0.1})] * 3
-    for hosted in split_cpu_time(nothing):
-        assert hosted.request + hosted.prompt + hosted.token + hosted.turn < 1e-8
+    for overhead in split_cpu_time(nothing):
+        assert overhead.request + overhead.prompt + overhead.token + overhead.turn < 1e-8
 
 
 @pytest.mark.parametrize("load", [Load(0.25, 24), Load(2.0, 8)])
@@ -88,14 +96,14 @@ def test_loads_keep_jobs_as_busy_as_they_shall(load: Load) -> None:
 def test_a_load_has_enough_requests_and_not_too_many() -> None:
     cost, bounds = Measured(make_profile()), {"one": AMPLE, "two": AMPLE}
     for seconds, each in ((1e-3, FEWEST), (1e6, MOST)):
-        assert len(USUAL.requests(cost, bounds, seconds)) == 2 * each
+        assert len(Load(0.5, 24).requests(cost, bounds, seconds)) == 2 * each
 
 
 def test_a_load_asks_no_more_than_every_model_can_take() -> None:
     """No request is longer than a context, and all of one model may wait at the same time."""
     cost = Measured(make_profile())
     for bounds in (Bounds(context=32, waiting=3), Bounds(context=200, waiting=1), Bounds(2, 8)):
-        for load in LOADS_SERVED:
+        for load in LOADS:
             requests = load.requests(cost, {"one": AMPLE, "two": bounds}, seconds=1e6)
             assert max(request.prompt + request.output for request in requests) <= bounds.context
             assert len(requests) == 2 * min(bounds.waiting, MOST)

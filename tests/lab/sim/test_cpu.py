@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 import pytest
@@ -15,11 +14,10 @@ from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.sim.virtual_time import run_virtual
 from kvloom.lab.workload.request import RequestResult, WorkloadRequest
 from kvloom.plan.cost.cpu import CpuCosts
-from kvloom.plan.cost.profile import BesideLoop, Calibration, CpuOverhead, Role
+from kvloom.plan.cost.profile import BesideLoop, CpuOverhead, Role
 from kvloom.plan.cost.work import Work
 from kvloom.router.program import load_program
 from kvloom.types.job import Phase
-from kvloom.types.request import SamplingParams, StartGenerate
 from tests.lab.sim.fleets import asks, now, outcomes, results, unit, virtually
 from tests.plan.cost.test_cpu import cpu_costs, doing, oversubscribed
 
@@ -75,20 +73,6 @@ def test_a_request_and_its_tokens_pass_all_who_work_on_them() -> None:
     assert lone.first == pytest.approx(1.0 + 2.0 + 4.0 + 0.001 + 0.5 + 0.44 + 0.22 + 0.11, abs=1e-9)
 
 
-def test_a_first_token_that_is_served_later_holds_up_no_job() -> None:
-    """Two requests come one after the other. The first is in the middle of its answer when the second would
-    come to the engine, and does not take longer for that."""
-    given = [one_ask(output=101), one_ask(at=0.05, output=1)]
-    plain, late = (
-        played(found, given, fixed(Fixed(0.001)))
-        for found in (cpu_costs(), cpu_costs(Calibration(model="small", first=0.2, row=0.0, prompt=0.0)))
-    )
-    assert [after.first for after in late] == pytest.approx(
-        [one.first + 0.2 for one in plain if one.first], abs=0.0011
-    )
-    assert late[0].per_token == pytest.approx(plain[0].per_token, abs=1e-9)
-
-
 def test_a_gateway_of_a_millisecond_a_token_bounds_the_throughput() -> None:
     given = [one_ask(at=i * 1e-9, output=100) for i in range(16)]
     free, bound = (
@@ -142,39 +126,6 @@ def test_a_job_that_its_loop_holds_up_wants_no_core() -> None:
     found = cpu_costs(overhead("engine", token=0.004), *rows, *stalls, cores=1)
     (held,) = played(found, [one_ask(output=51)], fixed(Fixed(0.010)))
     assert held.per_token == pytest.approx(0.004 + 0.010, rel=0.03)
-
-
-def test_a_part_of_a_request_comes_after_its_answer() -> None:
-    """It holds up nobody but the next one."""
-    given = [one_ask(), one_ask(at=0.015)]
-    whole, split = (
-        played(cpu_costs(overhead("gateway", request=0.010), closing=closing), given, fixed(Fixed(0.008)))
-        for closing in (0.0, 0.4)
-    )
-    assert [one.first for one in whole] == pytest.approx([0.025, 0.018])  # the token comes behind a request
-    assert [one.first for one in split] == pytest.approx([0.014, 0.003 + 0.006 + 0.008])
-
-
-@pytest.mark.parametrize("role", ["gateway", "engine"])
-def test_a_request_whose_client_leaves_is_closed_too(role: Role) -> None:
-    """The next one finds that work before it, in the gateway and in the engine."""
-    found = cpu_costs(overhead(role, request=0.010), closing=0.5)
-    body = StartGenerate(
-        model="small", request="leaves", prompt=[1] * 10, sampling=SamplingParams(max_tokens=100, seed=0)
-    )
-
-    async def main() -> RequestResult:
-        cpu = SimulatedCpu(found, client_here=False)
-        one = fixed(Fixed(0.001))
-        async with simulated([one], load_program("data_parallel"), cpu=cpu) as fleet:
-            async with aclosing(fleet.server.start_generate(body)) as frames:
-                async for frame in frames:
-                    if frame:
-                        break
-            ((_, result),) = (await results(fleet.server, [one_ask(output=2)])).items()
-        return result
-
-    assert run_virtual(main()).first == pytest.approx(0.005 + 0.005 + 0.001, abs=0.0015)
 
 
 def test_a_prompt_takes_loops_longer_by_its_tokens() -> None:

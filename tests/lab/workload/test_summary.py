@@ -79,8 +79,19 @@ def test_errors_are_counted_and_nothing_else_of_them() -> None:
     assert results.models["b"].tokens_per_second == 0
 
 
+def test_errors_that_differ_in_numbers_are_one_kind() -> None:
+    told = [
+        "7 requests wait for a already",
+        "no",
+        "12 requests wait for a already",
+        *("7 requests wait for m2", "7 requests wait for m3"),
+    ]
+    results = summed([outcome(error=error) for error in told])
+    assert results.errors == {told[0]: 2, told[1]: 1, told[3]: 1, told[4]: 1}
+
+
 def test_kinds_of_errors_are_bounded() -> None:
-    results = summed([outcome(error=f"no {i}") for i in range(MOST_ERRORS + 5)])
+    results = summed([outcome(error="no " + "x" * i) for i in range(MOST_ERRORS + 5)])
     assert len(results.errors) == MOST_ERRORS + 1
     assert results.errors[OTHER_ERRORS] == 5
 

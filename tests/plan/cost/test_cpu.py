@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from kvloom.plan.cost.cpu import SLOWEST, CpuCosts
-from kvloom.plan.cost.profile import BesideLoop, Calibration, CpuOverhead, JobMeasured, Oversubscribed
+from kvloom.plan.cost.profile import BesideLoop, CpuOverhead, JobMeasured, Oversubscribed
 from kvloom.plan.cost.work import Work
 from kvloom.types.job import Phase
 from tests.plan.cost.profiles import make_profile
@@ -26,18 +25,14 @@ def oversubscribed(over: int, times: float, model: str = "one") -> Oversubscribe
     return Oversubscribed(doing=what, over=over, alone=0.01, seconds=0.01 * times)
 
 
-def cpu_costs(
-    *rows: Oversubscribed | BesideLoop | CpuOverhead | Calibration, cores: int = 4, closing: float = 0.0
-) -> CpuCosts:
+def cpu_costs(*rows: Oversubscribed | BesideLoop | CpuOverhead, cores: int = 4) -> CpuCosts:
     return CpuCosts(
         replace(
             PROFILE,
             oversubscribed=tuple(row for row in rows if isinstance(row, Oversubscribed)),
             beside_loop=tuple(row for row in rows if isinstance(row, BesideLoop)),
             overheads=tuple(row for row in rows if isinstance(row, CpuOverhead)),
-            calibrated=tuple(row for row in rows if isinstance(row, Calibration)),
             computer=replace(PROFILE.computer, cores=cores),
-            closing=closing,
         )
     )
 
@@ -46,8 +41,8 @@ def test_what_was_not_measured_costs_nothing() -> None:
     nothing, work = cpu_costs(), Work.decode("one", 0.5, [10])
     idle = CpuOverhead(role="gateway", request=0.0, prompt=0.0, token=0.0, turn=0.0)
     assert nothing.overhead("gateway") == idle
-    assert nothing.slower(3.0) == 1.0
-    assert nothing.pace(work, 2) == 1.0
+    assert nothing.slowdown(3.0) == 1.0
+    assert nothing.speed_beside_loop(work, 2) == 1.0
     client = CpuOverhead(role="client", request=1.0, prompt=4.0, token=2.0, turn=3.0)
     rows = cpu_costs(client)
     assert (rows.overhead("client"), rows.overhead("gateway")) == (client, idle)
@@ -56,15 +51,15 @@ def test_what_was_not_measured_costs_nothing() -> None:
 def test_slower_between_what_was_measured_and_beyond() -> None:
     found = cpu_costs(*(oversubscribed(over, times) for over, times in ((1, 2.0), (1, 3.0), (2, 4.0))))
     for over, times in ((-1, 1.0), (0, 1.0), (0.5, 1.75), (1, 2.5), (1.5, 3.25), (2, 4.0), (4, 7.0)):
-        assert found.slower(over) == pytest.approx(times)
+        assert found.slowdown(over) == pytest.approx(times)
 
 
 def test_jobs_are_slowed_as_most_jobs_are() -> None:
     found = cpu_costs(
         oversubscribed(1, 2.0), oversubscribed(1, 8.0, "two"), oversubscribed(1, 3.0), oversubscribed(2, 0.9)
     )
-    assert found.slower(1) == 3.0
-    assert found.slower(2) == 1.0  # faster than alone is noise
+    assert found.slowdown(1) == 3.0
+    assert found.slowdown(2) == 1.0  # faster than alone is noise
 
 
 def test_a_job_loses_what_it_lost_of_the_loops_time() -> None:
@@ -73,7 +68,7 @@ def test_a_job_loses_what_it_lost_of_the_loops_time() -> None:
 
     work = Work.prefill("one", 0.5, [10])
     for seconds, pace in ((0.04, 1.0), (0.03, 1.0), (0.0475, 0.25), (0.05, SLOWEST), (0.09, SLOWEST)):
-        assert cpu_costs(beside_loop(seconds)).pace(work, 2) == pytest.approx(pace)
+        assert cpu_costs(beside_loop(seconds)).speed_beside_loop(work, 2) == pytest.approx(pace)
 
 
 def test_a_job_keeps_the_pace_of_its_likest() -> None:
@@ -87,15 +82,5 @@ def test_a_job_keeps_the_pace_of_its_likest() -> None:
         lost("one", Phase.PREFILL, 4, 0.1),
     )
     for model, cores, part in (("one", 4, 0.8), ("one", 2, 0.2), ("two", 1, 0.5), ("three", 4, 0.65)):
-        assert found.pace(Work.decode(model, 1.0, [10]), cores) == pytest.approx(1.0 - part)
-    assert found.pace(Work.prefill("two", 1.0, [10]), 4) == pytest.approx(0.9)
-
-
-def test_served_answers_take_longer() -> None:
-    found = cpu_costs(Calibration(model="one", first=0.002, row=0.001, prompt=0.0001))
-    assert (found.admission_delay("one"), found.admission_delay("two")) == (0.002, 0.0)
-    assert found.calibration(Work.prefill("one", 0.5, [10, 20])) == pytest.approx(0.003)
-    assert found.calibration(Work.decode("one", 0.5, [10] * 3)) == 0.003
-    assert found.calibration(Work.decode("two", 0.5, [10])) == 0.0
-    mixed = Work.of("one", Phase.MIXED, 0.5, np.array([1, 1, 20]), np.array([5, 5, 0]), 3, 2)
-    assert found.calibration(mixed) == pytest.approx(2 * 0.001 + 20 * 0.0001)
+        assert found.speed_beside_loop(Work.decode(model, 1.0, [10]), cores) == pytest.approx(1.0 - part)
+    assert found.speed_beside_loop(Work.prefill("two", 1.0, [10]), 4) == pytest.approx(0.9)

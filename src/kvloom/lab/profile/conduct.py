@@ -22,9 +22,8 @@ from kvloom.engine.queues import limit_context
 from kvloom.exec.cpu.executor import TorchExecutor
 from kvloom.exec.huggingface import hide_progress
 from kvloom.kv.memory import keep_freed_memory
-from kvloom.lab.profile.calibration import LOADS, Answered, Bounds, Load, calibrate
 from kvloom.lab.profile.jobs import WatchedExecutor
-from kvloom.lab.profile.serving import OwnWork, measure_serving
+from kvloom.lab.profile.serving import LOADS, Bounds, OwnWork, measure_serving
 from kvloom.lab.profile.session import QUICK, Effort, measure, this_computer
 from kvloom.plan.cost.measured import Measured, cross_validate
 from kvloom.plan.cost.profile import Computer, CpuOverhead, Profile, write_profile
@@ -42,6 +41,11 @@ def conduct(
 ) -> Profile:
     """Profiles the config's machine and writes the file. `arguments` are those of `kvloom serve` for this
     config. Raises ConfigError for models that cannot be served."""
+    if config.tls is not None:
+        raise ConfigError(
+            "tls: the server is asked over plain HTTP for a profile; the same config without `tls` is right, "
+            "and its profile holds for both"
+        )
     spec, effort = whole_machine(config), QUICK if quick else Effort()
     require_hub(spec.models)
     for model in spec.models:
@@ -55,14 +59,12 @@ def conduct(
     if computer.load > QUIET:
         console.print(f"this machine is busy (load {computer.load}): jobs will seem too slow", style="yellow")
     profile, bounds = measure_jobs(config, spec, effort, temperature, computer, console)
-    overheads, answered = asyncio.run(measure_server(config, profile, bounds, effort, arguments, console))
+    overheads = asyncio.run(measure_server(config, profile, bounds, effort, arguments, console))
     profile = replace(profile, overheads=overheads)
-    console.print("serving: the same requests are simulated", style="dim")
-    profile = calibrate(config, profile, answered)
     write_profile(profile, output)
     console.print(errors_table(profile))
     console.print(overhead_table(profile))
-    console.print(calibration_table(profile))
+    console.print(factors_table(profile))
     alone, mixed, beside = (len(rows) for rows in (profile.jobs, profile.mixed, profile.colocated))
     console.print(f"{output}: {alone} jobs alone, {mixed} mixed ones, {beside} beside another")
     if computer.load > QUIET:
@@ -126,12 +128,12 @@ async def measure_server(
     effort: Effort,
     arguments: Sequence[str],
     console: Console,
-) -> tuple[tuple[CpuOverhead, ...], dict[Load, Answered]]:
-    """Starts `kvloom serve` and measures it. Returns what it does besides jobs, and how long the answers of
-    each load took. Raises ConfigError if it does not answer."""
+) -> tuple[CpuOverhead, ...]:
+    """Starts `kvloom serve` and measures it. Returns what it does besides jobs. Raises ConfigError if it does
+    not answer."""
     cost = Measured(profile)
     with _with_key(config, arguments) as (key, given):
-        overheads, answered = await measure_serving(
+        return await measure_serving(
             given,
             key,
             OwnWork(
@@ -141,7 +143,6 @@ async def measure_server(
             [load.requests(cost, bounds, effort.load_seconds) for load in LOADS],
             lambda text: console.print(f"serving: {text}", style="dim"),
         )
-    return overheads, dict(zip(LOADS, answered, strict=True))
 
 
 @contextmanager
@@ -206,23 +207,14 @@ def overhead_table(profile: Profile) -> Table:
         for one in profile.overheads
     ]
     heads = ("", "a request", "a token of a prompt", "a token", "each time tokens come")
-    title = f"Microseconds of CPU besides jobs; {profile.closing:.0%} of a request's after its answer"
-    return _table(title, heads, rows)
+    return _table("Microseconds of CPU besides jobs", heads, rows)
 
 
-def calibration_table(profile: Profile) -> Table:
-    """Returns a table of how much longer answers take under the server, and jobs in it."""
+def factors_table(profile: Profile) -> Table:
+    """Returns a table of how many times longer a model's jobs take under an engine than the fit says."""
     cost = Measured(profile)
-    rows = [
-        (
-            row.model,
-            *(f"{1e6 * seconds:,.1f}" for seconds in (row.first, row.row, row.prompt)),
-            *(f"{factor:.2f}×" for factor in cost.factors(row.model)),
-        )
-        for row in profile.calibrated
-    ]
-    heads = "", "first token", "a row", "a token of a prompt", "decode steps", "mixed jobs"
-    return _table("Microseconds by which answers of a server take longer, and factors of jobs", heads, rows)
+    rows = [(name, *(f"{factor:.2f}×" for factor in cost.factors(name))) for name in profile.shapes]
+    return _table("Factors of jobs under an engine", ("", "decode steps", "mixed jobs"), rows)
 
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:

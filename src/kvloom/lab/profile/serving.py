@@ -1,8 +1,9 @@
-"""The real server under calibrating loads: what its processes do besides jobs."""
+"""The real server under load: what its processes do besides jobs."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import re
 import sys
@@ -12,21 +13,71 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import aiohttp
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvloom.lab.profile.calibration import Answered
 from kvloom.lab.profile.processes import all_threads_seconds, descendants, main_thread_seconds
+from kvloom.lab.workload.arrivals import poisson
 from kvloom.lab.workload.request import WorkloadRequest
 from kvloom.lab.workload.results import Results, read_results
 from kvloom.lab.workload.traces import VERSION, Header, write_workload
 from kvloom.plan.cost.fit import fit_positive
+from kvloom.plan.cost.measured import Measured
 from kvloom.plan.cost.profile import CpuOverhead, Role
+from kvloom.plan.cost.work import Work
 from kvloom.serve.local import ENGINE_MODULE, GATEWAY_MODULE
 from kvloom.types.errors import ConfigError
+
+FEWEST, MOST = 4, 200  # requests of each model in a load
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests that come at random moments, with prompts and answers of so many tokens. busy: the part of the
+    time for which jobs would run if each had one sequence; more than 1 if they are to run together."""
+
+    busy: float
+    output: int
+    prompt: int = 64
+
+    def requests(self, cost: Measured, bounds: Mapping[str, Bounds], seconds: float) -> list[WorkloadRequest]:
+        """Returns about so many seconds of requests, of each model as many in turn. bounds: those of each
+        model."""
+        context = min(bound.context for bound in bounds.values())
+        prompt = max(1, min(self.prompt, context // 2))
+        output = min(self.output, context - prompt)
+        jobs = [Work.decode(model, 1.0, [prompt]) for model in bounds] * (output - 1)
+        jobs += [Work.prefill(model, 1.0, [prompt]) for model in bounds]
+        gap = sum(cost.seconds(job) + cost.between(job) for job in jobs) / len(bounds) / self.busy
+        most = min(bound.waiting for bound in bounds.values())
+        each = min(most, MOST, max(FEWEST, round(seconds / gap / len(bounds))))
+        moments = (gap * np.cumsum(poisson(np.random.default_rng(0), each * len(bounds)))).tolist()
+        return [
+            WorkloadRequest(at=at, model=model, prompt=prompt, output=output)
+            for at, model in zip(moments, itertools.cycle(bounds), strict=False)
+        ]
+
+
+class Bounds(NamedTuple):
+    """What a load may ask of a model at most: the tokens of one request, and the requests that may wait."""
+
+    context: int
+    waiting: int
+
+
+LOADS: Final = (
+    Load(0.5, 24),
+    Load(0.25, 2),
+    Load(0.25, 80),
+    Load(1.2, 24),
+    Load(2.0, 80),
+    Load(1.2, 24, prompt=256),
+)
+"""Loads by which the costs of a request, of tokens of prompts and answers, and of a turn can be told apart:
+few sequences at a time, and many."""
 
 LEAST: Final = 1e-9  # seconds; a fit by ratios wants more than 0
 
@@ -109,15 +160,14 @@ async def measure_serving(
     own: OwnWork,
     loads: Sequence[Sequence[WorkloadRequest]],
     tell: Callable[[str], None],
-) -> tuple[tuple[CpuOverhead, ...], list[Answered]]:
-    """Returns what the server's threads and the client do besides jobs, by `loads`, and how long the answers
-    of each load took.
+) -> tuple[CpuOverhead, ...]:
+    """Returns what the server's threads and the client do besides jobs, by `loads`.
 
     `arguments` are those with which `kvloom serve` serves these models. `own` is an engine's work between
     jobs, which is left out. Each load is sent by `kvloom bench serve` in a process of its own. The first
     requests are sent once more before all others, so that what is done only once is not measured. Raises
     ConfigError if the server does not start, or leaves a request without an answer."""
-    found, answered = list[Loaded](), list[Answered]()
+    found = list[Loaded]()
     with tempfile.TemporaryDirectory(prefix="kvloom-") as folder:
         tell("the server starts")
         async with _served(arguments) as server:
@@ -125,16 +175,14 @@ async def measure_serving(
             for number, load in enumerate((loads[0][:WARMING], *loads)):
                 what = f"load {number} of {len(loads)}" if number else "to warm up"
                 tell(f"{what}: {len(load)} requests of {load[0].prompt} and {load[0].output} tokens")
-                loaded, results = await _loaded(server, client, load, own)
-                found.append(loaded)
-                answered.append(Answered.of(load, results))
-    return split_cpu_time(found[1:]), answered[1:]
+                found.append(await _loaded(server, client, load, own))
+    return split_cpu_time(found[1:])
 
 
 async def _loaded(
     server: Server, client: _Client, requests: Sequence[WorkloadRequest], own: OwnWork
-) -> tuple[Loaded, Results]:
-    """Returns what a load was measured to take, and what came of its requests."""
+) -> Loaded:
+    """Returns what a load was measured to take."""
     before, spent = await client.jobs(), server.cpu()
     results = await client.ask(requests)
     cpu = {role: after - spent[role] for role, after in server.cpu().items()}
@@ -145,7 +193,7 @@ async def _loaded(
     cpu["engine"] -= min(between, MOST_OWN * cpu["engine"])
     cpu["client"] = results.client_cpu
     prompts = sum(request.prompt for request in requests)
-    return Loaded(total.requests, prompts, total.output_tokens, jobs.all, cpu), results
+    return Loaded(total.requests, prompts, total.output_tokens, jobs.all, cpu)
 
 
 def count_jobs(metrics: str) -> Jobs:

@@ -136,11 +136,9 @@ class CpuThread:
 class ProcessLoop:
     """The event loop of one process, through which requests and tokens go."""
 
-    def __init__(self, cores: Cores, overhead: CpuOverhead, closing: float) -> None:
-        """closing: the part of a request's work that comes after its answer."""
+    def __init__(self, cores: Cores, overhead: CpuOverhead) -> None:
         self.thread: CpuThread = cores.thread()
         self._overhead = overhead
-        self._closing = closing
 
     def tokens(self, count: int, then: Callable[[], None]) -> None:
         """Takes in so many tokens that come at once, each in a frame of its own, and calls `then` when they
@@ -150,11 +148,7 @@ class ProcessLoop:
     async def take_request(self, prompt: int) -> None:
         """prompt: its tokens."""
         overhead = self._overhead
-        await self.thread.passed((1.0 - self._closing) * overhead.request + prompt * overhead.prompt)
-
-    def close_request(self) -> None:
-        """Queues what a request costs after its answer. Nobody waits for it."""
-        self.thread.charge(self._closing * self._overhead.request)
+        await self.thread.passed(overhead.request + prompt * overhead.prompt)
 
     async def passed(self) -> None:
         """Waits until what is there has been sent on."""
@@ -169,7 +163,7 @@ class SimulatedCpu:
         self.costs = costs
         self.cores = Cores(costs.cores)
         roles: list[Role] = ["client", "gateway"] if client_here else ["gateway"]
-        self.hops = [ProcessLoop(self.cores, costs.overhead(role), costs.closing) for role in roles]
+        self.hops = [ProcessLoop(self.cores, costs.overhead(role)) for role in roles]
         """The loops that a request passes, one after the other, before an engine has it."""
 
 
@@ -179,7 +173,7 @@ class EngineCpu:
     def __init__(self, cpu: SimulatedCpu, between: Callable[[Work], float] | None) -> None:
         """between: returns the seconds of the engine's own work after a job, before it can launch the next;
         None for no work."""
-        self.loop = ProcessLoop(cpu.cores, cpu.costs.overhead("engine"), cpu.costs.closing)
+        self.loop = ProcessLoop(cpu.cores, cpu.costs.overhead("engine"))
         self._cpu = cpu
         self._between = between or (lambda _: 0.0)
         self._jobs = self._held = 0.0
@@ -199,7 +193,7 @@ class EngineCpu:
     def running(self, jobs: Sequence[tuple[Work, float]]) -> None:
         """Takes in which jobs run from now on, each with its cores."""
         self._jobs = sum(cores for _, cores in jobs)
-        self._held = sum(cores * self._cpu.costs.pace(work, cores) for work, cores in jobs)
+        self._held = sum(cores * self._cpu.costs.speed_beside_loop(work, cores) for work, cores in jobs)
         self._cpu.cores.changed()
 
     def seconds(self, work: Work, cores: float, alone: float) -> float:
@@ -207,12 +201,12 @@ class EngineCpu:
         but jobs wanted the cores."""
         costs, busy = self._cpu.costs, self.loop.thread.busy
         # Other threads that want a core. This unit's jobs count in full, and its own loop not at all, because
-        # what that loop takes from them comes in by `pace`.
+        # what that loop takes from them comes in by `speed_beside_loop`.
         others = self._cpu.cores.over + self._jobs - self._wish() - busy
-        slower = costs.slower(others)
+        slowdown = costs.slowdown(others)
         if busy:
-            slower /= costs.pace(work, cores)
-        return slower * alone + costs.calibration(work)
+            slowdown /= costs.speed_beside_loop(work, cores)
+        return slowdown * alone
 
     def landed(self, work: Work, tokens: int, call: Callable[[], None]) -> None:
         """Calls `call` when the engine has seen to the end of a job. Then each of so many tokens is a frame
@@ -235,27 +229,19 @@ class ServerBehindLoops:
 
     def __init__(self, server: Generator, cpu: SimulatedCpu) -> None:
         self._server = server
-        self._costs = cpu.costs
         self._hops = cpu.hops
 
     async def models(self) -> list[ModelCard]:
         return await self._server.models()
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
-        taken = list[ProcessLoop]()
-        try:
-            for loop in self._hops:
-                await loop.take_request(len(body.prompt))
-                taken.append(loop)
-            await asyncio.sleep(self._costs.admission_delay(body.model))
-            async with aclosing(self._server.start_generate(body)) as frames:
-                async for frame in frames:
-                    for loop in reversed(self._hops) if frame else ():
-                        await loop.passed()
-                    yield frame
-        finally:
-            for loop in taken:
-                loop.close_request()
+        for loop in self._hops:
+            await loop.take_request(len(body.prompt))
+        async with aclosing(self._server.start_generate(body)) as frames:
+            async for frame in frames:
+                for loop in reversed(self._hops) if frame else ():
+                    await loop.passed()
+                yield frame
 
     async def abort(self, request: str, choice: int | None = None) -> None:
         await self._server.abort(request, choice)

@@ -219,14 +219,11 @@ class ModelledWire(RemoteEngine):
                     yield frame
             return
         await cpu.loop.take_request(len(body.prompt))
-        try:
-            async with aclosing(self._frames(body)) as frames:
-                async for frame in frames:
-                    if frame:
-                        await cpu.loop.passed()
-                    yield frame
-        finally:
-            cpu.loop.close_request()
+        async with aclosing(self._frames(body)) as frames:
+            async for frame in frames:
+                if frame:
+                    await cpu.loop.passed()
+                yield frame
 
     def _frames(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
         """Returns the stream of the process that the unit has now. Raises Unavailable if there is none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Literal
@@ -13,6 +14,7 @@ from kvloom.lab.workload.results import CURVE, Course, Latency, Results, Tally
 MOST_ERRORS: Final = 64  # kinds; further ones are counted together
 OTHER_ERRORS: Final = "other errors"
 NO_TOKEN: Final = "not one token came"
+NUMBERS: Final = re.compile(r"\b\d[\d.,]*(?!\w)")  # by which errors of one kind may differ
 ERROR: Final = 0.004  # relative, of a quantile
 LEAST: Final = 1e-9  # a smaller value counts as 0
 MOST_STRETCHES: Final = 256  # of a series; past that, two become one
@@ -132,7 +134,8 @@ class Summary:
         """`objectives` are by the names under which their attainment is told."""
         self._objectives = dict(objectives or {})
         self._models: dict[str, _Sums] = {}
-        self._errors: dict[str, int] = {}
+        self._errors: Counter[str] = Counter()
+        self._kinds: dict[str, str] = {}  # the first error of each kind, by its text without numbers
         self._seconds = 0.0
 
     def add(self, result: RequestResult) -> None:
@@ -143,10 +146,14 @@ class Summary:
         self._seconds = max(self._seconds, request.at + (result.end or 0.0))
         sums.add(result)
         if not _answered(result):
-            kind = result.error or NO_TOKEN
-            if kind not in self._errors and len(self._errors) >= MOST_ERRORS:
-                kind = OTHER_ERRORS
-            self._errors[kind] = self._errors.get(kind, 0) + 1
+            self._errors[self._kind(result.error or NO_TOKEN)] += 1
+
+    def _kind(self, error: str) -> str:
+        """Returns the first error that differs from this one only in its numbers."""
+        kind = NUMBERS.sub("#", error)
+        if kind not in self._kinds and len(self._kinds) >= MOST_ERRORS:
+            return OTHER_ERRORS
+        return self._kinds.setdefault(kind, error)
 
     def results(
         self,

@@ -122,22 +122,6 @@ class BesideLoop(Struct, frozen=True, kw_only=True):
     seconds: _Seconds
 
 
-class Calibration(Struct, frozen=True, kw_only=True):
-    """The time by which a model's answers take longer under the real server than all else in a profile
-    says."""
-
-    model: str
-    first: _ZeroOrMore
-    """The seconds by which a request is admitted later, and so its first token comes later. They hold up the
-    request alone, and no job: a large part is that threads sleep until they are woken on its way."""
-    row: _ZeroOrMore
-    """The seconds by which a job takes longer for each row that it decodes: its token wakes a thread in each
-    process on its way, while the next job runs. A sequence with k drafts has k + 1 rows."""
-    prompt: _ZeroOrMore
-    """The seconds by which a job takes longer for each token of a prompt. Jobs after it that find other data
-    in the caches are part of it."""
-
-
 class CpuOverhead(Struct, frozen=True, kw_only=True):
     """CPU seconds of a role's work besides jobs: for each request, for each token of its prompt, for each
     token of the answer, and for each time that such tokens come, however many. The role `engine` is that of
@@ -181,9 +165,6 @@ class Profile(Struct, frozen=True, kw_only=True):
     oversubscribed: tuple[Oversubscribed, ...] = ()
     beside_loop: tuple[BesideLoop, ...] = ()
     overheads: tuple[CpuOverhead, ...] = ()
-    calibrated: tuple[Calibration, ...] = ()
-    closing: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
-    """The part of the CPU seconds of a request that comes when its answer has ended."""
 
 
 class _Versioned(Struct):
