@@ -43,8 +43,7 @@ def conduct(
     config. Raises ConfigError for models that cannot be served."""
     if config.tls is not None:
         raise ConfigError(
-            "tls: the server is asked over plain HTTP for a profile; the same config without `tls` is right, "
-            "and its profile holds for both"
+            "tls: the server is asked over plain HTTP for a profile; the same config without `tls` is right"
         )
     spec, effort = whole_machine(config), QUICK if quick else Effort()
     require_hub(spec.models)

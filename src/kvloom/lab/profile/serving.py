@@ -34,6 +34,13 @@ from kvloom.types.errors import ConfigError
 FEWEST, MOST = 4, 200  # requests of each model in a load
 
 
+class Bounds(NamedTuple):
+    """What a load may ask of a model at most: the tokens of one request, and the requests that may wait."""
+
+    context: int
+    waiting: int
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """Requests that come at random moments, with prompts and answers of so many tokens. busy: the part of the
@@ -59,13 +66,6 @@ class Load:
             WorkloadRequest(at=at, model=model, prompt=prompt, output=output)
             for at, model in zip(moments, itertools.cycle(bounds), strict=False)
         ]
-
-
-class Bounds(NamedTuple):
-    """What a load may ask of a model at most: the tokens of one request, and the requests that may wait."""
-
-    context: int
-    waiting: int
 
 
 LOADS: Final = (
