@@ -19,9 +19,9 @@ from kvloom.lab.profile.processes import (
     main_thread_seconds,
 )
 from kvloom.lab.profile.serving import (
-    FEWEST,
+    FEWEST_REQUESTS,
     LOADS,
-    MOST,
+    MOST_REQUESTS,
     Bounds,
     Jobs,
     Load,
@@ -40,7 +40,7 @@ COSTS: dict[Role, tuple[float, float, float, float]] = {
     "gateway": (7e-4, 4e-6, 7e-5, 5e-5),
     "engine": (3e-4, 0.0, 2e-5, 0.0),
 }
-MEASURED = [
+COUNTS = [
     (3, 192, 288, 288),
     (12, 768, 1152, 288),
     (48, 12288, 4608, 288),
@@ -59,7 +59,7 @@ def loaded(requests: int, prompts: int, tokens: int, turns: int) -> Loaded:
 
 
 def test_costs_are_found() -> None:
-    found = split_cpu_time([loaded(*load) for load in MEASURED])
+    found = split_cpu_time([loaded(*load) for load in COUNTS])
     assert [overhead.role for overhead in found] == ["client", "gateway", "engine"]
     for overhead in found:
         costs = [overhead.request, overhead.prompt, overhead.token, overhead.turn]
@@ -95,7 +95,7 @@ def test_loads_keep_jobs_as_busy_as_they_shall(load: Load) -> None:
 
 def test_a_load_has_enough_requests_and_not_too_many() -> None:
     cost, bounds = Measured(make_profile()), {"one": AMPLE, "two": AMPLE}
-    for seconds, each in ((1e-3, FEWEST), (1e6, MOST)):
+    for seconds, each in ((1e-3, FEWEST_REQUESTS), (1e6, MOST_REQUESTS)):
         assert len(Load(0.5, 24).requests(cost, bounds, seconds)) == 2 * each
 
 
@@ -106,7 +106,7 @@ def test_a_load_asks_no_more_than_every_model_can_take() -> None:
         for load in LOADS:
             requests = load.requests(cost, {"one": AMPLE, "two": bounds}, seconds=1e6)
             assert max(request.prompt + request.output for request in requests) <= bounds.context
-            assert len(requests) == 2 * min(bounds.waiting, MOST)
+            assert len(requests) == 2 * min(bounds.waiting, MOST_REQUESTS)
 
 
 def test_threads_and_children_are_known_by_their_pids() -> None:

@@ -14,7 +14,14 @@ from msgspec.structs import replace
 
 from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import Arena
-from kvloom.lab.profile.beside import MOST_PAIRS, measure_pair, pairs
+from kvloom.lab.profile.beside import (
+    MOST_OVERSUBSCRIBED,
+    MOST_PAIRS,
+    measure_pair,
+    pairs,
+    settings_beside_others,
+    some_of,
+)
 from kvloom.lab.profile.jobs import (
     PROMPT,
     Limits,
@@ -114,6 +121,20 @@ def test_one_core_has_no_pairs_and_many_models_not_all() -> None:
     found = pairs(names, 2, dict.fromkeys(names, ROOMY))
     assert len(found) <= MOST_PAIRS
     assert len({kinds(pair) for pair in found}) == len(found)
+
+
+@pytest.mark.parametrize("cores", [2, 4])
+@pytest.mark.parametrize("models", range(1, 14))
+def test_of_many_models_jobs_of_all_kinds_are_measured_beside_others(models: int, cores: int) -> None:
+    each = [settings_beside_others(f"m{i}", cores, ROOMY) for i in range(models)]
+    found = some_of([setting for some in each for setting in some], MOST_OVERSUBSCRIBED)
+    assert len(found) == min(MOST_OVERSUBSCRIBED, sum(map(len, each)))
+
+    def kinds(settings: list[Setting]) -> set[tuple[Phase, int, int]]:
+        return {(one.phase, len(one.appends), sum(one.appends)) for one in settings}
+
+    assert kinds(found) == kinds(each[0])
+    assert {one.cores for one in found} == {one.cores for one in each[0]}
 
 
 @given(limits)

@@ -107,12 +107,12 @@ def test_units_of_a_plan_that_have_ranks_answer_and_move_nothing() -> None:
 
 def test_a_plan_for_cores_is_played_by_what_was_measured() -> None:
     bare = simulated("cores.json", "--profile", "profile.json", workload="measured.yaml")
-    hosted = simulated("cores.json", "--profile", "with_overheads.json", workload="measured.yaml")
+    with_overheads = simulated("cores.json", "--profile", "with_overheads.json", workload="measured.yaml")
     beside = simulated(
         "cores.json", "--profile", "with_overheads.json", "--client-here", workload="measured.yaml"
     )
     means = []
-    for results in (bare, hosted, beside):
+    for results in (bare, with_overheads, beside):
         check_all(results, "measured.yaml")
         assert results.total.first is not None
         means.append(results.total.first.mean)

@@ -67,11 +67,11 @@ def test_a_job_loses_what_it_lost_of_the_loops_time() -> None:
         return BesideLoop(doing=doing("one", Phase.PREFILL, 2), busy=0.01, alone=0.04, seconds=seconds)
 
     work = Work.prefill("one", 0.5, [10])
-    for seconds, pace in ((0.04, 1.0), (0.03, 1.0), (0.0475, 0.25), (0.05, SLOWEST), (0.09, SLOWEST)):
-        assert cpu_costs(beside_loop(seconds)).speed_beside_loop(work, 2) == pytest.approx(pace)
+    for seconds, speed in ((0.04, 1.0), (0.03, 1.0), (0.0475, 0.25), (0.05, SLOWEST), (0.09, SLOWEST)):
+        assert cpu_costs(beside_loop(seconds)).speed_beside_loop(work, 2) == pytest.approx(speed)
 
 
-def test_a_job_keeps_the_pace_of_its_likest() -> None:
+def test_a_job_keeps_the_speed_of_the_most_similar_job() -> None:
     def lost(model: str, phase: Phase, cores: int, part: float) -> BesideLoop:
         return BesideLoop(doing=doing(model, phase, cores), busy=0.01, alone=0.04, seconds=0.04 + 0.01 * part)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import random
 import time
 from collections.abc import Iterator, Sequence
 from statistics import fmean, median
@@ -19,19 +20,20 @@ T = TypeVar("T")
 PROMPT_TOKENS, SHORT_PROMPT_TOKENS, CONTEXT = 256, 32, 128
 FEW, MANY = 4, 32  # sequences of a decode step
 MOST_PAIRS = 24
-MOST_CONTENDED = 24  # jobs beside busy processes, of which a profile has the median
+MOST_OVERSUBSCRIBED = 24  # jobs of all models that are measured beside busy processes
 
 
-def pairs(models: Sequence[str], cores: int, limits: dict[str, Limits]) -> Sequence[tuple[Setting, Setting]]:
+def pairs(models: Sequence[str], cores: int, limits: dict[str, Limits]) -> list[tuple[Setting, Setting]]:
     """Returns pairs of jobs on half of the cores each: prefills beside decodes, and decodes beside decodes of
     another model. Of many models not all are paired with each other."""
     found = [pair for pair in _pairs(models, cores, limits) if _fit(pair, limits)]
-    return _some_of(found, MOST_PAIRS)
+    return some_of(found, MOST_PAIRS)
 
 
-def _some_of(all_: Sequence[T], most: int) -> Sequence[T]:
-    """Returns at most so many of them, at equal distances."""
-    return all_[:: max(1, -(-len(all_) // most))]
+def some_of(all_: Sequence[T], most: int) -> list[T]:
+    """Returns at most so many of them, drawn at random, in their order."""
+    drawn = random.Random(0).sample(range(len(all_)), min(most, len(all_)))
+    return [all_[at] for at in sorted(drawn)]
 
 
 def _pairs(models: Sequence[str], cores: int, limits: dict[str, Limits]) -> Iterator[tuple[Setting, Setting]]:
@@ -108,7 +110,7 @@ BUSY_PART: Final = 0.5  # the part of the time for which a busy process wants a 
 MOST_SCALED: Final = 4  # what was lost is multiplied by this at most
 
 
-def contended_settings(model: str, cores: int, limits: Limits, *, quick: bool = False) -> list[Setting]:
+def settings_beside_others(model: str, cores: int, limits: Limits, *, quick: bool = False) -> list[Setting]:
     """Returns two prefills and two decode steps on one core, on half of the cores and on all; if `quick`, one
     of each on all cores."""
     context = min(CONTEXT, limits.context // 2)
@@ -123,8 +125,8 @@ def contended_settings(model: str, cores: int, limits: Limits, *, quick: bool = 
 async def measure_oversubscribed(
     stage: Stage, settings: Sequence[Setting], cores: int, repeats: int
 ) -> list[Oversubscribed]:
-    """Measures `MOST_CONTENDED` of them beside so many busy processes that on average `OVER` threads more
-    want to run than the machine has cores, and alone just before, because the machine's own pace changes.
+    """Measures each of them beside so many busy processes that on average `OVER` threads more want to run
+    than the machine has cores, and alone just before, because the machine's own pace changes.
 
     The processes work in bursts, as a server's do: endless loops would hold a job's thread up for a slice of
     the scheduler's each time, and leave its caches as they are. From the part of the time for which they
@@ -135,7 +137,7 @@ async def measure_oversubscribed(
     def busy_beside(pair: tuple[Setting, int]) -> int:
         return processes_for(pair[1], cores - pair[0].cores)
 
-    wanted = sorted(itertools.product(_some_of(settings, MOST_CONTENDED), OVER), key=busy_beside)
+    wanted = sorted(itertools.product(settings, OVER), key=busy_beside)
     for busy, group in itertools.groupby(wanted, key=busy_beside):
         with busy_processes(busy) as busy_ones:
             for setting, over in group:

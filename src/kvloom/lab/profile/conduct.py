@@ -40,7 +40,7 @@ def conduct(
     config: Config, output: Path, *, temperature: float, quick: bool, arguments: Sequence[str]
 ) -> Profile:
     """Profiles the config's machine and writes the file. `arguments` are those of `kvloom serve` for this
-    config. Raises ConfigError for models that cannot be served."""
+    config. Raises ConfigError for a config with `tls`, and for models that cannot be served or profiled."""
     if config.tls is not None:
         raise ConfigError(
             "tls: the server is asked over plain HTTP for a profile; the same config without `tls` is right"
@@ -210,10 +210,11 @@ def overhead_table(profile: Profile) -> Table:
 
 
 def factors_table(profile: Profile) -> Table:
-    """Returns a table of how many times longer a model's jobs take under an engine than the fit says."""
+    """Returns a table of how many times longer than the fit says decode steps under an engine take, and mixed
+    jobs."""
     cost = Measured(profile)
     rows = [(name, *(f"{factor:.2f}×" for factor in cost.factors(name))) for name in profile.shapes]
-    return _table("Factors of jobs under an engine", ("", "decode steps", "mixed jobs"), rows)
+    return _table("Factors of jobs over the fit", ("", "decode steps", "mixed jobs"), rows)
 
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:

@@ -31,7 +31,7 @@ from kvloom.plan.cost.work import Work
 from kvloom.serve.local import ENGINE_MODULE, GATEWAY_MODULE
 from kvloom.types.errors import ConfigError
 
-FEWEST, MOST = 4, 200  # requests of each model in a load
+FEWEST_REQUESTS, MOST_REQUESTS = 4, 200  # requests of each model in a load
 
 
 class Bounds(NamedTuple):
@@ -60,7 +60,7 @@ class Load:
         jobs += [Work.prefill(model, 1.0, [prompt]) for model in bounds]
         gap = sum(cost.seconds(job) + cost.between(job) for job in jobs) / len(bounds) / self.busy
         most = min(bound.waiting for bound in bounds.values())
-        each = min(most, MOST, max(FEWEST, round(seconds / gap / len(bounds))))
+        each = min(most, MOST_REQUESTS, max(FEWEST_REQUESTS, round(seconds / gap / len(bounds))))
         moments = (gap * np.cumsum(poisson(np.random.default_rng(0), each * len(bounds)))).tolist()
         return [
             WorkloadRequest(at=at, model=model, prompt=prompt, output=output)

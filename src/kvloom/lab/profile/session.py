@@ -15,12 +15,14 @@ from typing import Final
 
 from kvloom.config.machine import Machine
 from kvloom.lab.profile.beside import (
+    MOST_OVERSUBSCRIBED,
     SHORT_PROMPT_TOKENS,
-    contended_settings,
     measure_beside_loop,
     measure_oversubscribed,
     measure_pair,
     pairs,
+    settings_beside_others,
+    some_of,
 )
 from kvloom.lab.profile.jobs import (
     PROMPT,
@@ -109,16 +111,18 @@ async def measure(
     beside = [
         setting
         for name in shapes
-        for setting in contended_settings(name, cores, limits[name], quick=effort.quick)
+        for setting in settings_beside_others(name, cores, limits[name], quick=effort.quick)
     ]
-    done = _Done(effort.rounds * len(settings) + 4 * len(both) + 10 * len(beside) + 8 * len(shapes), tell)
+    among = some_of(beside, MOST_OVERSUBSCRIBED)
+    work = effort.rounds * len(settings) + 4 * len(both) + 6 * len(among) + 4 * len(beside) + 8 * len(shapes)
+    done = _Done(work, tell)
     jobs, mixed = await _jobs(stage, settings, cores, effort, done)
     colocated = []
     for pair in both:
         done.tell(f"{Stage.told(pair[0])} beside {pair[1].model} {pair[1].phase.value}", 4)
         colocated += await measure_pair(stage, pair, effort.repeats)
-    done.tell("jobs beside busy processes", 6 * len(beside))
-    oversubscribed = await measure_oversubscribed(stage, beside, computer.cores, effort.repeats)
+    done.tell("jobs beside busy processes", 6 * len(among))
+    oversubscribed = await measure_oversubscribed(stage, among, computer.cores, effort.repeats)
     done.tell("jobs beside the loop's work", 4 * len(beside))
     beside_loop = await measure_beside_loop(stage, beside, effort.repeats)
     steps, prompted = list[Stepped](), list[PromptedSeconds]()

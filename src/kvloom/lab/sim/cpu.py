@@ -146,7 +146,7 @@ class ProcessLoop:
         self.thread.after(self._overhead.turn + count * self._overhead.token, then)
 
     async def take_request(self, prompt: int) -> None:
-        """prompt: its tokens."""
+        """Waits until the loop has done the work of a request. prompt: the number of its tokens."""
         overhead = self._overhead
         await self.thread.passed(overhead.request + prompt * overhead.prompt)
 

@@ -127,11 +127,11 @@ async def simulated(
 ) -> AsyncIterator[SimulatedFleet]:
     """Yields the fleet while it runs, on a virtual loop.
 
-    delay: of the wire, in seconds, one way. link: returns a unit's way out. cpu: that of the one machine, if
-    what is not a job counts. rescheduling: of the fleet scheduler; None if there is none. patience: the
-    router's. nodes: the machines on which the units are placed as they start; none if all have
-    a process from the beginning, each on the machine that `homes` names, or all on one. journal: takes what
-    happens; None for one that nobody else has."""
+    delay: of the wire, in seconds, one way. link: returns a unit's way out. cpu: the one that all units
+    share; None if only jobs take time. rescheduling: of the fleet scheduler; None if there is none. patience:
+    the router's. nodes: the machines on which the units are placed as they start; none if all have a process
+    from the beginning, each on the machine that `homes` names, or all on one. journal: takes what happens;
+    None for one that nobody else has."""
     clock = LoopClock(asyncio.get_running_loop())
     async with asyncio.TaskGroup() as group, AsyncExitStack() as stack:
 

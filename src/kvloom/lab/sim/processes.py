@@ -79,7 +79,7 @@ class EngineProcess:
     backend: SimulatedOffloadBackend | None
     """None if the unit neither lends nor borrows."""
     cpu: EngineCpu | None
-    """The engine's own work, if that counts."""
+    """The engine's loop and what slows its jobs; None if only jobs take time."""
     tasks: ProcessTasks
     running: asyncio.Task[None]
     """The engine's loop."""
@@ -109,7 +109,7 @@ class Surroundings:
     link: Callable[[SimulatedUnit], Link]
     """Returns a unit's way out."""
     cpu: SimulatedCpu | None = None
-    """What all units run on, if its own work counts."""
+    """The CPU that all units share; None if only jobs take time."""
     plane: ModelledPlane = field(default_factory=ModelledPlane)
     journal: Journal | None = None
     """Takes what units decide."""

@@ -114,10 +114,10 @@ def simulate(
 ) -> Results:
     """Adds all results to `summary`, and tells each.
 
-    seed: of the order of what happens at one moment. cpu_costs: of what is not a job, on the one machine that
-    all units are on. client_here: whether the client is there too. rescheduling: of the fleet scheduler; None
-    if there is none. patience: the router's. homes: the machine of each unit, if there are several. keep:
-    takes the records of the fleet's journal. recording: looks on, for a page."""
+    seed: of the order of what happens at one moment. cpu_costs: those of the one machine that all units are
+    on; None if only jobs take time. client_here: whether the client is there too. rescheduling: of the fleet
+    scheduler; None if there is none. patience: the router's. homes: the machine of each unit, if there are
+    several. keep: takes the records of the fleet's journal. recording: looks on, for a page."""
 
     def add(outcome: RequestResult) -> None:
         summary.add(outcome)

@@ -90,8 +90,8 @@ def timed_link(unit: SimulatedUnit) -> Link:
 def modelled_executor(
     unit: SimulatedUnit, content: Content | None = None, cpu: EngineCpu | None = None
 ) -> ModelledExecutor:
-    """Returns the unit's devices. content: what their pages hold; None for nothing. cpu: what sees to the
-    engine's own work, step by step."""
+    """Returns the unit's devices. content: what their pages hold; None for nothing. cpu: the engine's loop;
+    None if its own work is a part of each job."""
     spec = unit.spec
     contexts = {model.name: _context(model) for model in spec.models}
     return ModelledExecutor(

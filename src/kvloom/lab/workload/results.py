@@ -132,7 +132,8 @@ class Results(Struct, frozen=True, kw_only=True):
     courses: dict[str, Course]
     """The results by model."""
     errors: dict[str, int]
-    """The number of errors of each kind."""
+    """The number of errors of each kind, by the first one's text. Errors that differ only in counts are one
+    kind."""
     lateness: Latency | None = None
     """The time by which the client sent its requests too late; None if there was no client."""
     client_cpu: float | None = None

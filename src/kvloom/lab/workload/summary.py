@@ -14,7 +14,7 @@ from kvloom.lab.workload.results import CURVE, Course, Latency, Results, Tally
 MOST_ERRORS: Final = 64  # kinds; further ones are counted together
 OTHER_ERRORS: Final = "other errors"
 NO_TOKEN: Final = "not one token came"
-NUMBERS: Final = re.compile(r"\b\d[\d.,]*(?!\w)")  # by which errors of one kind may differ
+COUNTS: Final = re.compile(r"(?<!\bstatus )(?<!\S)\d[\d.,]*(?!\S)")  # by which errors of one kind may differ
 ERROR: Final = 0.004  # relative, of a quantile
 LEAST: Final = 1e-9  # a smaller value counts as 0
 MOST_STRETCHES: Final = 256  # of a series; past that, two become one
@@ -135,7 +135,7 @@ class Summary:
         self._objectives = dict(objectives or {})
         self._models: dict[str, _Sums] = {}
         self._errors: Counter[str] = Counter()
-        self._kinds: dict[str, str] = {}  # the first error of each kind, by its text without numbers
+        self._kinds: dict[str, str] = {}  # the first error of each kind, by its text without counts
         self._seconds = 0.0
 
     def add(self, result: RequestResult) -> None:
@@ -149,8 +149,8 @@ class Summary:
             self._errors[self._kind(result.error or NO_TOKEN)] += 1
 
     def _kind(self, error: str) -> str:
-        """Returns the first error that differs from this one only in its numbers."""
-        kind = NUMBERS.sub("#", error)
+        """Returns the first error that differs from this one only in its counts."""
+        kind = COUNTS.sub("#", error)
         if kind not in self._kinds and len(self._kinds) >= MOST_ERRORS:
             return OTHER_ERRORS
         return self._kinds.setdefault(kind, error)

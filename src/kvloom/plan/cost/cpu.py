@@ -15,19 +15,19 @@ from kvloom.types.job import Phase
 
 SLOWEST: Final = 0.02  # the least part of its speed that a job keeps while its process's loop works
 
-Kind = tuple[str, bool, int]  # a model, whether the job is a decode step, and its cores
+KindOnCores = tuple[str, bool, int]  # a model, whether the job is a decode step, and its cores
 
 
 class CpuCosts:
-    """Tells the CPU time of clients, gateways and engines, and how much slower it makes jobs. Jobs of a model
-    that was not measured are slowed as others are."""
+    """Tells the CPU time of clients, gateways and engines, and how much slower it makes jobs. Other threads
+    slow all jobs alike. The loop of its own process slows a job as was measured of its model."""
 
     def __init__(self, profile: Profile) -> None:
         self.cores = profile.computer.cores
         """The number of the machine's cores."""
         self._overheads = {overhead.role: overhead for overhead in profile.overheads}
-        self._over, self._slowdowns = _slowdowns(profile.oversubscribed)
-        self._lost = _lost(profile.beside_loop)
+        self._over, self._slowdowns = _median_slowdowns(profile.oversubscribed)
+        self._losses = _losses_beside_loop(profile.beside_loop)
         self._speeds: dict[tuple[str, bool, float], float] = {}
 
     def overhead(self, role: Role) -> CpuOverhead:
@@ -40,9 +40,9 @@ class CpuCosts:
         """Returns how many times longer a job takes while `over` more threads want to run than the machine
         has cores, straight between what was measured, and beyond it."""
         most = self._over[-1]
-        if over <= most:
+        if over <= most or not most:
             return float(np.interp(over, self._over, self._slowdowns))
-        return 1.0 + (self._slowdowns[-1] - 1.0) * over / most if most else 1.0
+        return 1.0 + (self._slowdowns[-1] - 1.0) * over / most
 
     def speed_beside_loop(self, work: Work, cores: float) -> float:
         """Returns the part of its own speed that a job keeps while its process's loop works, as was measured
@@ -53,17 +53,17 @@ class CpuCosts:
         return self._speeds[asked]
 
     def _nearest_loss(self, model: str, decode: bool, cores: float) -> float:
-        kinds = [kind for kind in self._lost if kind[1] == decode]
+        kinds = [kind for kind in self._losses if kind[1] == decode]
         kinds = [kind for kind in kinds if kind[0] == model] or kinds
         near = min((abs(kind[2] - cores) for kind in kinds), default=0.0)
-        found = [loss for kind in kinds if abs(kind[2] - cores) == near for loss in self._lost[kind]]
+        found = [loss for kind in kinds if abs(kind[2] - cores) == near for loss in self._losses[kind]]
         return median(found) if found else 0.0
 
 
-def _slowdowns(rows: Iterable[Oversubscribed]) -> tuple[list[float], list[float]]:
+def _median_slowdowns(rows: Iterable[Oversubscribed]) -> tuple[list[float], list[float]]:
     """Returns numbers of threads more than there are cores, from 0 on, and how many times longer jobs take
-    beside each, in the median of all. Jobs are not told apart: what one kind loses more than another in one
-    profile, it does not lose more in the next."""
+    beside each, in the median of all. Kinds of jobs are not told apart, because which of them lose most
+    differs from profile to profile."""
     found: dict[int, list[float]] = defaultdict(list)
     for row in rows:
         found[row.over].append(row.seconds / row.alone)
@@ -71,9 +71,9 @@ def _slowdowns(rows: Iterable[Oversubscribed]) -> tuple[list[float], list[float]
     return [0.0, *map(float, threads)], [1.0, *(max(1.0, median(found[over])) for over in threads)]
 
 
-def _lost(rows: Iterable[BesideLoop]) -> dict[Kind, list[float]]:
+def _losses_beside_loop(rows: Iterable[BesideLoop]) -> dict[KindOnCores, list[float]]:
     """Returns the part of the time of its loop's work that jobs of each kind lost."""
-    found: dict[Kind, list[float]] = defaultdict(list)
+    found: dict[KindOnCores, list[float]] = defaultdict(list)
     for row in rows:
         doing = row.doing
         loss = (row.seconds - row.alone) / row.busy
