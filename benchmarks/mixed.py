@@ -267,7 +267,7 @@ async def measure(shape: str, threads: Sequence[int], effort: Effort) -> Report:
         finally:
             executor.close()
         cost = Measured(measured, count)
-        unit = SimulatedUnit(spec, measured.shapes, count, cost, overhead=cost.between, max_steps=1)
+        unit = SimulatedUnit(spec, measured.shapes, count, cost, between=cost.between, max_steps=1)
         told_found, _ = await asyncio.to_thread(
             compare, modelled(unit), dataclasses.replace(effort, rounds=1), rate
         )

@@ -40,7 +40,7 @@ def overhead(
 
 def fixed(cost: Fixed, between: float = 0.0) -> SimulatedUnit:
     """Returns a unit with one core of the machine's four."""
-    return replace(unit(compute=1), cost=cost, overhead=lambda _: between)
+    return replace(unit(compute=1), cost=cost, between=lambda _: between)
 
 
 def played(

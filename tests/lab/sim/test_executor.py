@@ -57,7 +57,7 @@ class Noted:
         return [step for _ in job.samples]
 
 
-def device(content: Noted | None = None, overhead: Callable[[Work], float] | None = None) -> ModelledExecutor:
+def device(content: Noted | None = None, between: Callable[[Work], float] | None = None) -> ModelledExecutor:
     return ModelledExecutor(
         {"m": CARD},
         {"m": GEOMETRY},
@@ -65,7 +65,7 @@ def device(content: Noted | None = None, overhead: Callable[[Work], float] | Non
         compute=4,
         cost=Simple(),
         content=content,
-        overhead=overhead,
+        between=between,
     )
 
 
@@ -147,7 +147,7 @@ async def test_two_come_beside_a_third() -> None:
 
 @virtually
 async def test_overhead_comes_on_top() -> None:
-    executor = device(overhead=lambda work: 0.25 * work.batch)
+    executor = device(between=lambda work: 0.25 * work.batch)
     assert await ended(executor.launch(job(tokens=3))) == pytest.approx([3.25, 3.25])
 
 

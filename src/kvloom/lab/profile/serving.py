@@ -35,7 +35,7 @@ FEWEST_REQUESTS, MOST_REQUESTS = 4, 200  # requests of each model in a load
 
 
 class Bounds(NamedTuple):
-    """What a load may ask of a model at most: the tokens of one request, and the requests that may wait."""
+    """Bounds what a load may ask of a model: the tokens of one request, and the requests that may wait."""
 
     context: int
     waiting: int

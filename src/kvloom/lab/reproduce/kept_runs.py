@@ -17,7 +17,7 @@ P = TypeVar("P")
 
 
 class KeptRun(Struct, Generic[P], frozen=True):
-    """What is kept of a run that is over: the seconds of one core that it took, and its result."""
+    """Holds what is kept of a run that is over: the seconds of one core that it took, and its result."""
 
     seconds: float
     result: P

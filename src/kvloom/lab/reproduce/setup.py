@@ -147,7 +147,7 @@ def play_or_read(
     name: Callable[[R], str],
     tell: Tell,
 ) -> list[P]:
-    """As `play_all`, but runs that are kept are not played again, and others are kept. result: what `play`
+    """Plays runs as `play_all` does, but keeps them, and plays none again that is kept. result: what `play`
     returns. `name` is also what a run is kept under, so it tells all by which two runs of a figure differ."""
     if kept is None:
         return play_all(runs, play, name, tell)

@@ -171,7 +171,7 @@ class ModelledExecutor:
     """Satisfies `Executor`. Jobs that run at the same time slow each other down as the cost model says,
     each for as long as they do. A job whose plan has sends puts each layer when it is computed.
 
-    compute: units to share out. blocks: in the arena. overhead: seconds of the engine's own work around
+    compute: units to share out. blocks: in the arena. between: seconds of the engine's own work around
     a job. max_steps: steps that a decode job may take. cpu: what slows jobs, and comes
     between a job's end and its result. acceptance: the probability that a draft is right, by model.
     """
@@ -185,7 +185,7 @@ class ModelledExecutor:
         compute: int,
         cost: CostModel,
         content: Content | None = None,
-        overhead: Callable[[Work], float] | None = None,
+        between: Callable[[Work], float] | None = None,
         max_steps: int = 4096,
         cpu: EngineCpu | None = None,
         weights: ModelledWeights | None = None,
@@ -197,7 +197,7 @@ class ModelledExecutor:
         self.compute = compute
         self.max_steps, self.lookahead = max_steps, 0
         self._cost = cost
-        self._overhead = overhead or (lambda _: 0.0)
+        self._between = between or (lambda _: 0.0)
         self._text = NoContent({name: card.vocab_size for name, card in cards.items()}, acceptance)
         self._content = content or self._text
         self._foresees = content is None and cpu is None  # nobody looks at each step
@@ -298,7 +298,7 @@ class ModelledExecutor:
                 running.left = max(0.0, running.left - max(0.0, now - running.since) / running.seconds)
             running.since = max(now, running.since)
             beside = [other.work for other in self._running if other is not running]
-            running.seconds = self._cost.seconds(running.work, beside) + self._overhead(running.work)
+            running.seconds = self._cost.seconds(running.work, beside) + self._between(running.work)
             running.seconds += sum(self._cost.seconds(work, beside) for work in running.draft_work)
             if self._cpu is not None:
                 running.seconds = self._cpu.seconds(running.work, running.job.share, running.seconds)
@@ -327,7 +327,7 @@ class ModelledExecutor:
         work = running.work
         for _ in range(min(_FORESEEN, running.steps - running.step) - 1):
             work = work.next()
-            seconds = self._cost.seconds(work) + self._overhead(work)
+            seconds = self._cost.seconds(work) + self._between(work)
             running.ends.append(running.ends[-1] + seconds)
             running.paces.append(seconds)
 

@@ -158,7 +158,7 @@ async def simulated(
         def client(unit: str) -> EngineClient:
             if nodes:
                 return NodesWire(around.hosts[unit], clock, delay)
-            return ModelledWire(around.hosts[unit], clock, delay, overhead=cpu is not None)
+            return ModelledWire(around.hosts[unit], clock, delay, through_loop=cpu is not None)
 
         record = partial(journal.add, GATEWAY_NAME)
         router = Router(FleetLink(mirror, client), program, clock, patience=patience, record=record)

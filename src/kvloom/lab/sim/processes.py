@@ -139,7 +139,7 @@ class UnitHost:
     def start(self) -> None:
         """Gives the unit a process at once."""
         unit, spec, around = self.unit, self.unit.spec, self._around
-        cpu = EngineCpu(around.cpu, unit.overhead) if around.cpu else None
+        cpu = EngineCpu(around.cpu, unit.between) if around.cpu else None
         executor = self._executor(cpu)
         if executor.weights is not None:
             self.weights.append(executor.weights)
@@ -189,14 +189,14 @@ class ModelledWire(RemoteEngine):
     they arrive. A stream's frames take no time, so that they keep their distances; its first one has both
     ways behind it."""
 
-    def __init__(self, host: UnitHost, clock: Clock, delay: float, *, overhead: bool = False) -> None:
-        """delay: seconds of one way. overhead: whether the engine's own work counts. Then a request and its
-        frames wait for the engine's loop, and the wire takes no time, because that is in what both ends were
-        measured to do."""
+    def __init__(self, host: UnitHost, clock: Clock, delay: float, *, through_loop: bool = False) -> None:
+        """delay: seconds of one way. through_loop: whether the engine's own work counts. Then a request and
+        its frames wait for the engine's loop, and the wire takes no time, because that is in what
+        both ends were measured to do."""
         self._host = host
         self._clock = clock
         self._delay = delay
-        self._overhead = overhead
+        self._through_loop = through_loop
 
     async def call(self, verb: Verb[Body, Answer], body: Body) -> Answer:
         await self._clock.sleep(self._delay)
@@ -211,7 +211,7 @@ class ModelledWire(RemoteEngine):
         await self.call(TAKE_BACK, body)
 
     async def start_generate(self, body: StartGenerate) -> AsyncGenerator[list[Event], None]:
-        cpu = self._host.reached.cpu if self._overhead else None
+        cpu = self._host.reached.cpu if self._through_loop else None
         if cpu is None:
             await self._clock.sleep(2 * self._delay)
             async with aclosing(self._frames(body)) as frames:

@@ -60,7 +60,7 @@ class SimulatedUnit:
     cost: CostModel
     bandwidth: float = PCIE4
     """Bytes a second of its way out."""
-    overhead: Callable[[Work], float] | None = None
+    between: Callable[[Work], float] | None = None
     """Returns the seconds of the engine's own work around a job."""
     max_steps: int = 4096
     """Decode steps that may be one job."""
@@ -101,7 +101,7 @@ def modelled_executor(
         compute=unit.compute,
         cost=unit.cost,
         content=content,
-        overhead=None if cpu else unit.overhead,
+        between=None if cpu else unit.between,
         max_steps=1 if cpu else unit.max_steps,
         cpu=cpu,
         weights=_weights(unit) if spec.sleep_dir else None,
@@ -236,7 +236,7 @@ def _measured(spec: EngineSpec, profile: Profile) -> SimulatedUnit:
     shapes = {model.name: profile.shapes[model.name] for model in spec.models}
     cost = Measured(profile, spec.threads)
     start = start_seconds(shapes.values())
-    return SimulatedUnit(_budgeted(spec), shapes, spec.threads, cost, overhead=cost.between, start=start)
+    return SimulatedUnit(_budgeted(spec), shapes, spec.threads, cost, between=cost.between, start=start)
 
 
 def _budgeted(spec: EngineSpec) -> EngineSpec:

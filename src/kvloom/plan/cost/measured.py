@@ -69,7 +69,7 @@ class Measured:
     def __init__(self, profile: Profile, cores: int | None = None) -> None:
         self._cores = cores or profile.cores
         self._curves_of = _fit_all(profile)
-        self._crowding = _crowding(profile.colocated, profile.cores, profile.shapes)
+        self._colocation = _colocation(profile.colocated, profile.cores, profile.shapes)
         self._between = _between(profile)
         self._prompted = {row.model: row.between for row in profile.prompted}
         self._shapes = profile.shapes
@@ -85,7 +85,7 @@ class Measured:
         together, slower = work.share, 1.0
         for other in beside:
             together += other.share
-            rate = self._crowding.get((kind, (other.model, other.phase is Phase.DECODE)), 0.0)
+            rate = self._colocation.get((kind, (other.model, other.phase is Phase.DECODE)), 0.0)
             slower += rate * other.share
         return alone * slower * max(1.0, together)
 
@@ -208,7 +208,7 @@ def _curves(kind: Kind, groups: Mapping[int, Sequence[Timed]]) -> dict[int, Curv
     return curves
 
 
-def _crowding(
+def _colocation(
     colocated: Iterable[Colocated], cores: int, models: Iterable[str]
 ) -> dict[tuple[Kind, Kind], float]:
     """Returns how many times longer, less one, a job takes beside another with all of the cores: by both

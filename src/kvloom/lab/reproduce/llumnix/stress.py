@@ -168,7 +168,7 @@ def stress(rate: float, requests: int, decision: Decision, tell: TellPart) -> St
     """Raises RuntimeError if a request is not answered. `decision` is that of the scheduler in one place."""
     central = Central(decision)
     units = [
-        replace(unit, max_steps=1, overhead=lambda work: central.stall(work.batch))
+        replace(unit, max_steps=1, between=lambda work: central.stall(work.batch))
         for unit in make_units(STRESSED)
     ]
     asked = SHORT.requests(rate, requests)
