@@ -1,10 +1,10 @@
 """Makes the papers' figures anew: each in a data file of docs/reproduction/, from which pages are written.
 
-python -m tools.evidence                         all that the present code has not made yet
-python -m tools.evidence llumnix --figure 3      only these
-python -m tools.evidence llumnix --figure 11 --draws 1    with less than the whole of it, which the page tells
-python -m tools.evidence --changed               only those whose small run gives other numbers than it did
-python -m tools.evidence --page                  nothing is run: pages are written from data files
+python -m tools.evidence                         makes all that the present code has not made yet
+python -m tools.evidence llumnix --figure 3      makes this one alone, if the present code has not made it yet
+python -m tools.evidence llumnix --figure 11 --draws 1   makes less than the whole of it, as its page tells
+python -m tools.evidence --changed               makes those whose small run differs from what it was
+python -m tools.evidence --page                  runs nothing: it writes the pages from the data files
 
 Each figure is written as soon as it is made, and runs of Llumnix's figure 11 and section 6.5 are kept as they
 end, so that an interrupted command goes on where it ended if the code is the same. The same command in a
@@ -89,8 +89,16 @@ def changed(before: Report, now: Report) -> list[str]:
     return [f"{old}  →  {new}" for old, new in lines if not _alike(old, new)]
 
 
-def without_numbers(report: Report) -> str:
-    """Returns what a report says besides its numbers, and what depends on them."""
+def differences(experiment: Experiment, then: Report, now: Report) -> list[str]:
+    """Returns how two small runs of an experiment differ, a line each. Of an experiment that shows times of
+    the machine that plays it, only titles and heads of grids are compared."""
+    if experiment.timed:
+        return [f"{old}  →  {new}" for old, new in [(_headings(then), _headings(now))] if old != new]
+    return changed(then, now)
+
+
+def _headings(report: Report) -> str:
+    """Returns the titles and heads of a report's grids, with # for each number."""
     return _NUMBER.sub("#", " ".join(head for grid in report.grids for head in (grid.title, *grid.heads)))
 
 
@@ -131,15 +139,15 @@ def _spent(seconds: float) -> str:
 def _overview() -> str:
     """Counts of the verdicts of every figure, and when it was made."""
     kinds = list(verdicts([]))
-    heads = ("", "", *kinds, "made by", "on", "in")
+    heads = ("PAPER", "`--figure`", *kinds, "made by", "on", "in")
     rows = [heads, ("---", "---", *["---:"] * len(kinds), "---", "---", "---:")]
     for paper, experiment in experiments():
         evidence = read_evidence(data_file(paper, experiment.name))
         if evidence is not None:
             counts = [str(count or "") for count in verdicts([evidence.report]).values()]
             made = evidence.commit, evidence.date, _spent(evidence.seconds)
-            small = ", small" if "--scale small" in evidence.command else ""
-            rows.append((paper, f"{evidence.report.name}{small}", *counts, *made))
+            name = evidence.command.split(" --figure ")[1]  # with the options that it was made with
+            rows.append((paper, name, *counts, *made))
     return "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
 
@@ -186,10 +194,12 @@ def make(
 
 
 def _command(paper: str, experiment: Experiment, scale: Scale, options: Options) -> str:
-    """Returns the command that makes the tables."""
+    """Returns the command that makes the tables. DATA is a folder with what was published."""
+    folder = [f"{FOLDER}=DATA"] if experiment.published else []
     asked = [f"--{name} {getattr(options, name)}" for name in options.given]
     small = ["--scale small"] if scale == "small" else []
-    return " ".join(("kvloom reproduce", paper, "--figure", experiment.name, *asked, *small))
+    words = ("kvloom reproduce", paper, "--figure", experiment.name)
+    return " ".join((*folder, *words, *asked, *small))
 
 
 @contextmanager
@@ -218,20 +228,26 @@ def _git(*words: str) -> str:
 
 
 def _made_by_present_code(evidence: Evidence) -> bool:
-    """Returns whether nothing in `CODE` has changed since the figure was made."""
+    """Returns whether nothing in `CODE` has changed since the figure was made. Raises CalledProcessError if
+    the clone does not have the commit that made it."""
     words = ["git", "diff", "--quiet", evidence.commit, "HEAD", "--", CODE]
-    return subprocess.run(words, cwd=ROOT, check=False, capture_output=True).returncode == 0
+    done = subprocess.run(words, cwd=ROOT, check=False, capture_output=True, text=True)
+    if done.returncode > 1:  # it is 1 if something has changed
+        done.check_returncode()
+    return done.returncode == 0
 
 
 def _is_wanted(paper: str, experiment: Experiment, command: str, only_changed: bool) -> bool:
-    """Returns whether a figure is to be made by a command, and was not by the present code."""
+    """Returns whether a figure is to be made: it was not by this command and the present code, or if
+    `only_changed`, its small run differs from what it was. Raises CalledProcessError as
+    `_made_by_present_code` does."""
     evidence = read_evidence(data_file(paper, experiment.name))
-    if evidence is None or evidence.command != command:
+    if evidence is None:
         return True
     if only_changed:
         with _without_published():
-            return bool(changed(evidence.small, experiment.run("small", lambda *_: None)))
-    return not _made_by_present_code(evidence)
+            return bool(differences(experiment, evidence.small, experiment.run("small", lambda *_: None)))
+    return evidence.command != command or not _made_by_present_code(evidence)
 
 
 def main(words: Sequence[str] | None = None) -> str | None:
@@ -276,7 +292,9 @@ def _make_all(
     console.print(f"{len(chosen)} figures, of which those made before took {_spent(left)} of one core")
     for at, (paper, experiment) in enumerate(chosen, 1):
         name = f"{at} of {len(chosen)}: {paper} {experiment.name}"
-        if _is_wanted(paper, experiment, _command(paper, experiment, scale, options), only_changed):
+        if experiment.published and not os.environ.get(FOLDER):
+            console.print(f"{name} is left as it is: {FOLDER} names no folder with {experiment.published}")
+        elif _is_wanted(paper, experiment, _command(paper, experiment, scale, options), only_changed):
             evidence = make(paper, experiment, scale, options, commit, console)
             console.print(f"{name}, {_spent(evidence.seconds)}")
         else:
@@ -287,5 +305,7 @@ if __name__ == "__main__":
     try:
         with quiet(logging.getLogger("kvloom")):
             sys.exit(main())
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"{error.stderr.strip()}: figures are compared with the commits that made them")
     except KeyboardInterrupt:
         sys.exit("interrupted: what was made is written, and the same command goes on from there")

@@ -12,12 +12,12 @@ from tools.evidence import (
     Evidence,
     changed,
     data_file,
+    differences,
     experiments,
     main,
     page_text,
     pages,
     read_evidence,
-    without_numbers,
 )
 
 from kvloom.lab.reproduce.published import FOLDER
@@ -45,10 +45,7 @@ def test_a_figure_played_small_gives_what_it_gave_when_it_was_made(
     monkeypatch.delenv(FOLDER, raising=False)
     experiment: Experiment = KNOWN[paper, name]
     now, then = experiment.run("small", lambda *_: None), evidence_of(paper, name).small
-    if experiment.timed:
-        assert without_numbers(now) == without_numbers(then)
-    else:
-        assert changed(then, now) == [], f"make evidence ARGS='{paper} --figure {name}'"
+    assert differences(experiment, then, now) == [], f"make evidence ARGS='{paper} --figure {name}'"
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)

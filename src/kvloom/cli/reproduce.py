@@ -42,7 +42,9 @@ def reproduce(
     *,
     figure: Annotated[
         tuple[str, ...],
-        Parameter(metavar="N", help="only this figure, table-N or section-N; may be given again"),
+        Parameter(
+            metavar="N", help="only this figure, such as 3, table-1 or section-6.5; may be given again"
+        ),
     ] = (),
     scale: Annotated[Scale, Parameter(help="small is for a quick look")] = "full",
     traffic: Annotated[

@@ -24,8 +24,8 @@ class KeptRun(Struct, Generic[P], frozen=True):
 
 
 class KeptRuns:
-    """A folder with a file for each run of one figure, as one commit plays it. Processes that make the same
-    figure share its runs among them: a run is played by the process that locks its file."""
+    """A folder with a file for each run of one figure, as one state of the code plays it. Processes that make
+    the same figure share its runs among them: a run is played by the process that locks its file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

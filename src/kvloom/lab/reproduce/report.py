@@ -120,6 +120,9 @@ class Experiment:
     ConfigError."""
     options: tuple[str, ...] = ()
     """The names of the options that it has, as `Options` has them."""
+    published: str = ""
+    """The name of the file that has the paper's numbers, in the folder of `published.FOLDER`; empty if they
+    are a part of kvloom."""
     timed: bool = False
     """Tells whether it shows times of the machine that plays it, so that no two runs agree in their
     numbers."""

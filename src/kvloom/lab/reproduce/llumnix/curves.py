@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from kvloom.lab.reproduce.published import read_published
 
-NAME: Final = "llumnix_fig11.json"
+CURVES: Final = "llumnix_fig11.json"
 
 
 class Curves(Struct, frozen=True):
@@ -24,4 +24,4 @@ class Curves(Struct, frozen=True):
 
 def read_curves() -> Curves:
     """Returns the published curves; empty if the variable is not set. Raises ConfigError."""
-    return read_published(NAME, Curves, "the curves of figure 11") or Curves()
+    return read_published(CURVES, Curves, "the curves of figure 11") or Curves()

@@ -27,7 +27,7 @@ from kvloom.plan.cluster import DeviceCosts
 from kvloom.plan.plan import PlacementPlan, PlannedModel, PlannedUnit
 from kvloom.types.errors import ConfigError
 
-NAME: Final = "muxserve_chatlmsys.json"
+PUBLISHED_RUNS: Final = "muxserve_chatlmsys.json"
 RATES: Final = (3.0, 9.5)
 """The requests a second and model of two of the four loads that were published: a low one and a high one."""
 RUNS: Final[Mapping[float, str]] = {3.0: "500", 4.8: "800", 9.5: "1600", 11.9: "2000"}
@@ -76,9 +76,10 @@ SYSTEMS: Final[Mapping[str, System]] = {
 
 def published_runs() -> Mapping[float, Published]:
     """Returns what was published, by average rate. Raises ConfigError if the file is not at hand."""
-    found = read_published(NAME, _Runs, "what was published of figure 7")
+    found = read_published(PUBLISHED_RUNS, _Runs, "what was published of figure 7")
     if found is None:
-        raise ConfigError(f"{FOLDER} is not set; a folder with {NAME}, which is not part of kvloom, is right")
+        needed = f"a folder with {PUBLISHED_RUNS}, which is not part of kvloom, is right"
+        raise ConfigError(f"{FOLDER} is not set; {needed}")
     return {rate: found.runs[run].systems for rate, run in RUNS.items()}
 
 
