@@ -25,7 +25,7 @@ from kvloom.lab.sim.run import simulate
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.workload.request import Prompts, RequestResult, Within, WorkloadRequest
 from kvloom.lab.workload.summary import Summary
-from kvloom.plan.cost.measured import Measured
+from kvloom.plan.cost.measured import ProfiledCostModel
 from kvloom.plan.cost.profile import Profile, read_profile
 from kvloom.plan.cost.work import CostModel, Work
 from kvloom.router.program import load_program
@@ -60,7 +60,7 @@ def in_time(
     policy: Policy, profile: Profile, pace: float, rate: float, seconds: float, seed: int
 ) -> list[int]:
     """Returns how many requests there were, and how many were in time by both measures."""
-    cost = Paced(Measured(profile), pace)
+    cost = Paced(ProfiledCostModel(profile), pace)
     slos = {name: objective(name, cost) for name in SHAPES}
     spec = EngineSpec(
         models=tuple(ModelSpec(name=name, path="", max_context=CONTEXT, slo=slos[name]) for name in SHAPES),

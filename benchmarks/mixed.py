@@ -35,7 +35,7 @@ from kvloom.exec.cpu.executor import TorchExecutor, load_executor
 from kvloom.lab.sim.links import ModelledPlane, TimedLink
 from kvloom.lab.sim.unit import SimulatedUnit, modelled_executor
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
-from kvloom.plan.cost.measured import Measured
+from kvloom.plan.cost.measured import ProfiledCostModel
 from kvloom.plan.cost.profile import read_profile
 from kvloom.serve.engine import open_transport
 from kvloom.types.clock import Clock, WallClock
@@ -266,8 +266,8 @@ async def measure(shape: str, threads: Sequence[int], effort: Effort) -> Report:
             real_found, rate = await asyncio.to_thread(compare, real(executor, spec), effort)
         finally:
             executor.close()
-        cost = Measured(measured, count)
-        unit = SimulatedUnit(spec, measured.shapes, count, cost, between=cost.between, max_steps=1)
+        cost = ProfiledCostModel(measured, count)
+        unit = SimulatedUnit(spec, measured.shapes, count, cost, engine_gap=cost.engine_gap, max_steps=1)
         told_found, _ = await asyncio.to_thread(
             compare, modelled(unit), dataclasses.replace(effort, rounds=1), rate
         )

@@ -3,8 +3,9 @@
 python -m benchmarks.mixed_jobs [--shape B] [--threads 2] [--repeats 9]. The real executor in float32 runs, on
 all cores and with nothing beside, a prefill of one prompt, a decode step of sequences that hold 150 tokens on
 average, and the mixed job of both. By the cost model this takes as long as its parts one after the other,
-less a decode step of one sequence that holds nothing, times a factor (`Measured`). "Of that" is what it took
-as a part of that without the factor, and "as tokens" as a part of what a prefill of so many more tokens took.
+less a decode step of one sequence that holds nothing, times a factor (`ProfiledCostModel`). "Of that" is what
+it took as a part of that without the factor, and "as tokens" as a part of what a prefill of so many more
+tokens took.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from benchmarks.engines import MODEL, spec_of
 from benchmarks.report import Cell, Finding, Report, make_parser, publish, this_machine
 from kvloom.exec.cpu.executor import load_executor
 from kvloom.kv.memory import keep_freed_memory
-from kvloom.lab.profile.jobs import Setting, Stage, decode, mixed, prefill
+from kvloom.lab.profile.jobs import JobRunner, Setting, decode, mixed, prefill
 from kvloom.types.job import Phase
 
 DECODES: Final = (8, 30, 60, 110)
@@ -31,12 +32,12 @@ WITHIN: Final = 0.15
 async def measure(shape: str, threads: int, repeats: int) -> Report:
     executor = load_executor(spec_of(shape, "unit", kv_bytes=1 << 30, threads=threads))
     keep_freed_memory()
-    stage = Stage(executor, temperature=0.0)
+    runner = JobRunner(executor, temperature=0.0)
 
     async def seconds(setting: Setting) -> float:
-        with stage.placed(setting) as ids:
-            await stage.run(setting, ids)
-            return median([await stage.run(setting, ids) for _ in range(repeats)])
+        with runner.placed(setting) as ids:
+            await runner.run(setting, ids)
+            return median([await runner.run(setting, ids) for _ in range(repeats)])
 
     empty = await seconds(Setting(MODEL, Phase.DECODE, threads, (0,), (1,)))
     rows, worst = list[list[Cell]](), 0.0

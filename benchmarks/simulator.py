@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 
 from benchmarks.report import Cell, Finding, Report, make_parser, publish, this_machine
-from kvloom.lab.sim.fleet import Rescheduling
+from kvloom.lab.sim.fleet import ReschedulingSettings
 from kvloom.lab.sim.run import simulate
 from kvloom.lab.sim.unit import planned_units
 from kvloom.lab.workload.make import make_requests
@@ -75,7 +75,7 @@ def play(policy: Policy, requests: int) -> Run:
         Prompts(find_shape(SHAPE).vocab),
         Summary(),
         title=policy,
-        rescheduling=Rescheduling(),  # as `kvloom simulate` does with a plan whose units share a model
+        rescheduling=ReschedulingSettings(),  # as `kvloom simulate` does if units of a plan share a model
     )
     if results.total.errors:
         raise RuntimeError(f"{policy}: {results.total.errors} errors: {results.errors}")

@@ -45,7 +45,7 @@ from kvloom.cluster.mirror import Mirror
 from kvloom.cluster.reconcile import Timing
 from kvloom.cluster.state import ComponentStatus, FleetSpec, UnitSpec
 from kvloom.config.config import DEMO
-from kvloom.lab.sim.fleet import take
+from kvloom.lab.sim.fleet import forward_to_controller
 from kvloom.router.client import HttpEngineClient
 from kvloom.router.program import load_program
 from kvloom.router.router import Router
@@ -186,7 +186,9 @@ class Engines:
             fleet = FleetSpec(units={name: UnitSpec(engine=self._spec(name)) for name in names}, gateway=0)
             self._controller = Controller(fleet, launcher, clock, timing=timing, watch=self._watch)
             controller = self._controller
-            self._mirror = Mirror(controller.snapshot, lambda said: take(controller, GATEWAY, said))
+            self._mirror = Mirror(
+                controller.snapshot, lambda said: forward_to_controller(controller, GATEWAY, said)
+            )
             controlling = group.create_task(self._controller.run())
             for name in names:
                 client = HttpEngineClient(f"unix://{self._path(name)}", secret=self._secret)

@@ -33,7 +33,7 @@ import msgspec
 from msgspec import Struct
 from rich.console import Console
 
-from kvloom.cli.reproduce import play, quiet
+from kvloom.cli.reproduce import quiet, run_with_progress
 from kvloom.lab.reproduce.kept_runs import KeptRuns
 from kvloom.lab.reproduce.published import FOLDER
 from kvloom.lab.reproduce.report import Experiment, Options, Report, Scale, markdown, verdicts
@@ -218,7 +218,7 @@ def _timed(
 ) -> tuple[Report, float]:
     """Returns the report, and the seconds of one core that it took."""
     before = time.process_time()
-    report = play(f"{paper} {experiment.name}", experiment, scale, options, console)
+    report = run_with_progress(f"{paper} {experiment.name}", experiment, scale, options, console)
     return report, time.process_time() - before
 
 

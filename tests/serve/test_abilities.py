@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from kvloom.engine.engine import Engine
 from kvloom.exec.cpu.executor import load_executor
-from kvloom.lab.sim.fleet import simulated
+from kvloom.lab.sim.fleet import run_fleet
 from kvloom.lab.sim.unit import PARTS, planned_units
 from kvloom.router.program import load_program
 from kvloom.serve.engine import open_offload, open_transport
@@ -101,7 +101,7 @@ def test_a_real_unit_does_what_the_record_says(tmp_path: Path, ranks: int, trans
 @virtually
 async def test_a_simulated_unit_does_what_the_record_says(device: str, ranks: int, moves: bool) -> None:
     made = unit(ranks=ranks, device=device)
-    async with simulated([made], load_program("data_parallel")) as fleet:
+    async with run_fleet([made], load_program("data_parallel")) as fleet:
         (engine,) = fleet.engines.values()
         assert await takes(engine, "small") == made.spec.abilities.moves == moves
         assert (await engine.load()).moves == made.spec.abilities.moves

@@ -41,9 +41,9 @@ def profile(
     require_writable(output)
     loaded = load_config(config, {}, parse_models(model), Machine.here())
     with interruptible("no profile is written"):
-        from kvloom.lab.profile.conduct import conduct  # noqa: PLC0415  (with torch, unlike the rest of cli)
+        from kvloom.lab.profile.run import run_profile  # noqa: PLC0415  (with torch, unlike the rest of cli)
 
-        conduct(
+        run_profile(
             loaded, output, temperature=temperature, quick=quick, arguments=serve_arguments(config, model)
         )
 

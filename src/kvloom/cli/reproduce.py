@@ -140,7 +140,9 @@ def _chosen(paper: str, figures: Sequence[str], options: Options) -> list[Experi
     return chosen
 
 
-def play(name: str, experiment: Experiment, scale: Scale, options: Options, console: Console) -> Report:
+def run_with_progress(
+    name: str, experiment: Experiment, scale: Scale, options: Options, console: Console
+) -> Report:
     """Runs an experiment, with its progress on a terminal. `name` is what the reader sees."""
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
@@ -153,6 +155,6 @@ def play(name: str, experiment: Experiment, scale: Scale, options: Options, cons
 
 
 def _show(experiment: Experiment, scale: Scale, options: Options, console: Console) -> Report:
-    report = play(experiment.name, experiment, scale, options, console)
+    report = run_with_progress(experiment.name, experiment, scale, options, console)
     console.print(show_report(report))
     return report

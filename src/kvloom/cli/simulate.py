@@ -30,10 +30,10 @@ from kvloom.config.units import ReschedulingConfig, refuse_moves
 from kvloom.journal.file import JournalFile
 from kvloom.journal.records import Record
 from kvloom.lab.faults import chaos as faults
-from kvloom.lab.sim.fleet import Rescheduling, rescheduling, rescheduling_of
+from kvloom.lab.sim import run
+from kvloom.lab.sim.fleet import ReschedulingSettings
 from kvloom.lab.sim.recording import Recording
 from kvloom.lab.sim.run import check_models, scaled
-from kvloom.lab.sim.run import simulate as play
 from kvloom.lab.sim.unit import SimulatedUnit, cpu_costs_from, measured_units, planned_units
 from kvloom.lab.workload.make import faster, open_workload
 from kvloom.lab.workload.request import Prompts, RequestResult, WorkloadRequest
@@ -67,7 +67,7 @@ class _Fleet:
     program: ProgramSpec
     cpu_costs: CpuCosts | None = None
     """The measured work of the machine besides jobs; None if it was not measured."""
-    rescheduling: Rescheduling | None = None
+    rescheduling: ReschedulingSettings | None = None
     patience: float = PATIENCE
     homes: Mapping[str, str] = field(default_factory=dict)
     """The machine of each unit, if there are several."""
@@ -139,7 +139,7 @@ def simulate(
                 def tell(_: RequestResult) -> None:
                     progress.advance(step)
 
-                results = play(
+                results = run.simulate(
                     units,
                     load_program(found.program.name, found.program.options),
                     asks(),
@@ -227,7 +227,7 @@ def _planned(path: Path, policy: Policy | None, profile: Path | None, client_her
             "config, and a profile with its own work are right"
         )
     scheduler = ReschedulingConfig().scheduler([unit.spec for unit in units], {})
-    moving = rescheduling(scheduler) if scheduler else None
+    moving = ReschedulingSettings.of(scheduler) if scheduler else None
     homes = {unit.name: unit.node for unit in plan.units if unit.node}
     return _Fleet(units, ProgramSpec("least_loaded"), cpu_costs, moving, homes=homes)
 
@@ -257,7 +257,7 @@ def _configured(path: Path, profile: Path | None, policy: Policy | None, client_
         units,
         config.program,
         cpu_costs,
-        rescheduling_of(config),
+        ReschedulingSettings.of_config(config),
         config.patience,
         config.nodes,
     )

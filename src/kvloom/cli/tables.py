@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvloom.lab.workload.results import Latency, Results, Tally, show_upheaval
+from kvloom.lab.workload.results import Latency, Results, Tally, show_fleet_events
 from kvloom.lab.workload.summary import Histogram, ModelTraffic, Traffic
 from kvloom.types.numbers import show_number, show_seconds
 
@@ -31,8 +31,8 @@ def show_results(results: Results, console: Console) -> None:
     console.print(results_table(results))
     for kind, count in sorted(results.errors.items(), key=lambda pair: -pair[1])[:MOST_ERRORS]:
         console.print(Text(f"{count:,} × {kind}", style="red"), soft_wrap=True)
-    if results.upheaval is not None:
-        console.print(Text(show_upheaval(results.upheaval), style="dim"), soft_wrap=True)
+    if results.fleet_events is not None:
+        console.print(Text(show_fleet_events(results.fleet_events), style="dim"), soft_wrap=True)
     if (late := results.lateness) is not None:
         told = f"requests were sent {show_seconds(late.p99)} late (P99), {show_seconds(late.most)} at most"
         if (cores := results.client_cores) is not None:

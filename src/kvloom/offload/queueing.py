@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvloom.plan.cost.work import Operated, Operator, Work
+from kvloom.plan.cost.work import Operator, OperatorCostModel, Work
 from kvloom.types.geometry import F64
 from kvloom.types.spec import Splitting
 
@@ -151,7 +151,7 @@ def parts_of(operators: Sequence[Operator], ahead: float, most: float) -> tuple[
     return tuple(split(_times(operators), ahead, most, limits))
 
 
-def cut_up(operators: Sequence[Operator], parts: Sequence[int], cost: Operated) -> Cut:
+def cut_up(operators: Sequence[Operator], parts: Sequence[int], cost: OperatorCostModel) -> Cut:
     """Returns the operators cut into parts. parts: the number of parts of each single operator in order;
     empty if all are whole."""
     times = _times(operators)
@@ -162,7 +162,7 @@ def cut_up(operators: Sequence[Operator], parts: Sequence[int], cost: Operated) 
     return Cut(cut, (len(cut) - len(times)) * start + len(cut) * cost.poll)
 
 
-def issued(work: Work, cost: Operated) -> Cut:
+def issued(work: Work, cost: OperatorCostModel) -> Cut:
     """Returns the work that a task has to wait for if the lender's host launches it: all that is issued and
     has not begun. The host issues ahead of the device, so that grows until all is issued, and then falls to
     nothing until the job ends. At a moment of the job it is anything from 0 to the most there is, all as

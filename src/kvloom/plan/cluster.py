@@ -8,7 +8,7 @@ from itertools import product
 from typing import Final, NamedTuple
 
 from kvloom.plan.cost.devices import find_device
-from kvloom.plan.cost.measured import Measured
+from kvloom.plan.cost.measured import ProfiledCostModel
 from kvloom.plan.cost.profile import Profile
 from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import ModelShape
@@ -165,7 +165,7 @@ class DeviceCosts:
     def __call__(self, device: str, gpus: int, shapes: Mapping[str, ModelShape]) -> CostModel:
         if device == CPU:
             assert self._profile is not None
-            return Measured(self._profile, gpus)
+            return ProfiledCostModel(self._profile, gpus)
         return Roofline(find_device(device), gpus, shapes)
 
 

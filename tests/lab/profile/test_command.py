@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.cli.__main__ import main
-from kvloom.plan.cost.measured import Measured
+from kvloom.plan.cost.measured import ProfiledCostModel
 from kvloom.plan.cost.profile import Profile, read_profile
 from kvloom.plan.cost.work import Work
 from kvloom.types.job import Phase
@@ -57,14 +57,14 @@ def profile(measured: tuple[Profile, str]) -> Profile:
 
 def test_every_phase_is_measured_on_every_share(profile: Profile) -> None:
     assert profile.cores == 2  # of both units
-    kinds = {(timed.doing.model, timed.doing.phase, timed.doing.cores) for timed in profile.jobs}
+    kinds = {(timed.job.model, timed.job.phase, timed.job.cores) for timed in profile.jobs}
     assert kinds == {
         (model, phase, cores) for model in ("one", "two") for phase in Phase.MIXED.parts for cores in (1, 2)
     }
     assert {(mixed.step.model, mixed.step.cores) for mixed in profile.mixed} == {
         (model, cores) for model in ("one", "two") for cores in (1, 2)
     }
-    assert {(pair.doing.model, pair.beside.model) for pair in profile.colocated} == {
+    assert {(pair.job.model, pair.beside.model) for pair in profile.colocated} == {
         (one, other) for one in ("one", "two") for other in ("one", "two")
     }
     assert {(stepped.model, stepped.sequences) for stepped in profile.steps} == {
@@ -81,7 +81,7 @@ def test_a_profile_knows_its_machine_and_models(profile: Profile) -> None:
 
 
 def test_a_profile_says_how_long_jobs_take(profile: Profile) -> None:
-    model = Measured(profile)
+    model = ProfiledCostModel(profile)
     beside = [Work.decode("two", 0.5, [20] * 4)]
     for work in (Work.decode("one", 0.5, [50] * 8), Work.prefill("two", 0.5, [30, 30])):
         assert 0.0 < model.seconds(work) <= model.seconds(work, beside) < 60.0
@@ -94,10 +94,10 @@ def test_what_else_the_machine_does_is_measured(profile: Profile) -> None:
         assert min(costs) >= 0.0
         assert 0.0 < sum(costs) < 60.0
     kinds = {(model, phase) for model in ("one", "two") for phase in Phase.MIXED.parts}
-    assert {(row.doing.model, row.doing.phase) for row in profile.oversubscribed} == kinds
-    assert {(row.doing.model, row.doing.phase) for row in profile.beside_loop} == kinds
-    assert {row.over for row in profile.oversubscribed} == {1, 2}
-    assert {row.model for row in profile.prompted} == {"one", "two"}
+    assert {(row.job.model, row.job.phase) for row in profile.oversubscribed} == kinds
+    assert {(row.job.model, row.job.phase) for row in profile.beside_loop} == kinds
+    assert {row.excess for row in profile.oversubscribed} == {1, 2}
+    assert {row.model for row in profile.prefill_gaps} == {"one", "two"}
     assert min(row.context for row in profile.steps) > 0
 
 

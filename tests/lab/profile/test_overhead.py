@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from kvloom.lab.profile.beside import BUSY_PART, mean_over, processes_for
+from kvloom.lab.profile.beside import BUSY_PART, mean_excess, processes_for
 from kvloom.lab.profile.processes import (
     all_threads_seconds,
     busy_processes,
@@ -29,7 +29,7 @@ from kvloom.lab.profile.serving import (
     count_jobs,
     split_cpu_time,
 )
-from kvloom.plan.cost.measured import Measured
+from kvloom.plan.cost.measured import ProfiledCostModel
 from kvloom.plan.cost.profile import Role
 from kvloom.plan.cost.work import Work
 from tests.plan.cost.profiles import make_profile
@@ -83,25 +83,25 @@ def test_nothing_is_found_where_nothing_was_used() -> None:
 
 @pytest.mark.parametrize("load", [Load(0.25, 24), Load(2.0, 8)])
 def test_loads_keep_jobs_as_busy_as_they_shall(load: Load) -> None:
-    cost, models = Measured(make_profile()), ["one", "two"]
+    cost, models = ProfiledCostModel(make_profile()), ["one", "two"]
     requests = load.requests(cost, dict.fromkeys(models, AMPLE), seconds=20.0)
     assert [request.model for request in requests] == models * (len(requests) // 2)
     assert {request.output for request in requests} == {load.output}
     jobs = [Work.decode(model, 1.0, [load.prompt]) for model in models] * (load.output - 1)
     jobs += [Work.prefill(model, 1.0, [load.prompt]) for model in models]
-    alone = sum(cost.seconds(job) + cost.between(job) for job in jobs) * len(requests) / 2
+    alone = sum(cost.seconds(job) + cost.engine_gap(job) for job in jobs) * len(requests) / 2
     assert alone / requests[-1].at == pytest.approx(load.busy, rel=0.2)
 
 
 def test_a_load_has_enough_requests_and_not_too_many() -> None:
-    cost, bounds = Measured(make_profile()), {"one": AMPLE, "two": AMPLE}
+    cost, bounds = ProfiledCostModel(make_profile()), {"one": AMPLE, "two": AMPLE}
     for seconds, each in ((1e-3, FEWEST_REQUESTS), (1e6, MOST_REQUESTS)):
         assert len(Load(0.5, 24).requests(cost, bounds, seconds)) == 2 * each
 
 
 def test_a_load_asks_no_more_than_every_model_can_take() -> None:
     """No request is longer than a context, and all of one model may wait at the same time."""
-    cost = Measured(make_profile())
+    cost = ProfiledCostModel(make_profile())
     for bounds in (Bounds(context=32, waiting=3), Bounds(context=200, waiting=1), Bounds(2, 8)):
         for load in LOADS:
             requests = load.requests(cost, {"one": AMPLE, "two": bounds}, seconds=1e6)
@@ -160,13 +160,13 @@ def test_busy_processes_rest_and_end_with_their_block() -> None:
 
 
 def test_processes_that_work_for_a_part_of_the_time_want_cores_for_a_part_of_it() -> None:
-    assert mean_over(1, 1.0, 0) == mean_over(2, 1.0, 1) == 1.0
-    assert mean_over(1, 0.5, 0) == 0.5
-    assert mean_over(2, 0.5, 0) == 1.0
-    assert mean_over(2, 0.5, 1) == 0.25  # while both work
+    assert mean_excess(1, 1.0, 0) == mean_excess(2, 1.0, 1) == 1.0
+    assert mean_excess(1, 0.5, 0) == 0.5
+    assert mean_excess(2, 0.5, 0) == 1.0
+    assert mean_excess(2, 0.5, 1) == 0.25  # while both work
     rng = random.Random(0)
     drawn = [max(0, sum(rng.random() < 0.3 for _ in range(5)) - 2) for _ in range(20_000)]
-    assert mean_over(5, 0.3, 2) == pytest.approx(sum(drawn) / len(drawn), rel=0.05)
+    assert mean_excess(5, 0.3, 2) == pytest.approx(sum(drawn) / len(drawn), rel=0.05)
 
 
 @pytest.mark.parametrize("free", [0, 1, 7, 15])
@@ -174,5 +174,5 @@ def test_so_many_processes_want_what_is_to_be_measured(free: int) -> None:
     """What a job loses beside them is then hardly scaled, on machines of any size."""
     for over in (1, 2):
         count = processes_for(over, free)
-        assert over <= mean_over(count, BUSY_PART, free) < over + 1
-        assert mean_over(count - 1, BUSY_PART, free) < over
+        assert over <= mean_excess(count, BUSY_PART, free) < over + 1
+        assert mean_excess(count - 1, BUSY_PART, free) < over

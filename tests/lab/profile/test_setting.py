@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import Arena
 from kvloom.lab.profile.beside import (
-    MOST_OVERSUBSCRIBED,
-    MOST_PAIRS,
+    MAX_OVERSUBSCRIBED,
+    MAX_PAIRS,
     measure_pair,
     pairs,
     settings_beside_others,
@@ -24,18 +24,18 @@ from kvloom.lab.profile.beside import (
 )
 from kvloom.lab.profile.jobs import (
     PROMPT,
+    JobRunner,
     Limits,
     Setting,
-    Stage,
     WatchedExecutor,
     core_counts,
     decode,
     grid,
-    measure_prompted,
-    measure_steps,
+    measure_prefill_gap,
+    measure_step,
     prefill,
 )
-from kvloom.plan.cost.profile import JobMeasured
+from kvloom.plan.cost.profile import MeasuredJob
 from kvloom.plan.cost.work import Work
 from kvloom.types.job import Job, JobResult, Phase
 from kvloom.types.spec import ModelSpec, Slo
@@ -119,7 +119,7 @@ def test_one_core_has_no_pairs_and_many_models_not_all() -> None:
     assert pairs(["a", "b"], 1, {"a": ROOMY, "b": ROOMY}) == []
     names = [f"m{i}" for i in range(12)]
     found = pairs(names, 2, dict.fromkeys(names, ROOMY))
-    assert len(found) <= MOST_PAIRS
+    assert len(found) <= MAX_PAIRS
     assert len({kinds(pair) for pair in found}) == len(found)
 
 
@@ -127,8 +127,8 @@ def test_one_core_has_no_pairs_and_many_models_not_all() -> None:
 @pytest.mark.parametrize("models", range(1, 14))
 def test_of_many_models_jobs_of_all_kinds_are_measured_beside_others(models: int, cores: int) -> None:
     each = [settings_beside_others(f"m{i}", cores, ROOMY) for i in range(models)]
-    found = some_of([setting for some in each for setting in some], MOST_OVERSUBSCRIBED)
-    assert len(found) == min(MOST_OVERSUBSCRIBED, sum(map(len, each)))
+    found = some_of([setting for some in each for setting in some], MAX_OVERSUBSCRIBED)
+    assert len(found) == min(MAX_OVERSUBSCRIBED, sum(map(len, each)))
 
     def kinds(settings: list[Setting]) -> set[tuple[Phase, int, int]]:
         return {(one.phase, len(one.appends), sum(one.appends)) for one in settings}
@@ -184,13 +184,13 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=Stage.told)
+@pytest.mark.parametrize("setting", SETTINGS, ids=JobRunner.told)
 def test_a_job_is_what_its_setting_says(executor: Recorder, setting: Setting) -> None:
-    stage = Stage(executor, temperature=0.0)
+    runner = JobRunner(executor, temperature=0.0)
 
     async def run() -> list[float]:
-        with stage.placed(setting) as ids:
-            return [await stage.run(setting, ids) for _ in range(3)]
+        with runner.placed(setting) as ids:
+            return [await runner.run(setting, ids) for _ in range(3)]
 
     assert min(asyncio.run(run())) > 0.0
     assert len(executor.jobs) == 3
@@ -200,12 +200,12 @@ def test_a_job_is_what_its_setting_says(executor: Recorder, setting: Setting) ->
         assert tuple(job.plan.starts) == setting.starts  # none of them grows
         assert len(job.samples) == len(setting.starts)
         assert job.tokens.size == sum(setting.appends)
-    stage.pool.check()
-    assert stage.pool.free == stage.pool.total
+    runner.pool.check()
+    assert runner.pool.free == runner.pool.total
 
 
 def test_a_job_that_fails_leaves_nothing(executor: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = Stage(executor, temperature=0.0)
+    runner = JobRunner(executor, temperature=0.0)
 
     def broken(*_: object) -> JobResult:
         raise RuntimeError("broken")
@@ -213,17 +213,17 @@ def test_a_job_that_fails_leaves_nothing(executor: Recorder, monkeypatch: pytest
     monkeypatch.setattr(executor, "_run", broken)
 
     async def run() -> None:
-        with stage.placed(SETTINGS[-1]) as ids:
-            await stage.run(SETTINGS[-1], ids)
+        with runner.placed(SETTINGS[-1]) as ids:
+            await runner.run(SETTINGS[-1], ids)
 
     with pytest.raises(RuntimeError, match="broken"):
         asyncio.run(run())
-    stage.pool.check()
-    assert stage.pool.free == stage.pool.total
+    runner.pool.check()
+    assert runner.pool.free == runner.pool.total
 
 
 def test_limits_are_those_of_the_pool(executor: Recorder) -> None:
-    limits = Stage(executor, temperature=0.0).limits("one", 512, 4096)
+    limits = JobRunner(executor, temperature=0.0).limits("one", 512, 4096)
     geometry = executor.geometries["one"]
     assert limits.page == geometry.tokens_per_block
     assert limits.tokens == 1024 // geometry.blocks_per_page * geometry.tokens_per_block
@@ -231,25 +231,25 @@ def test_limits_are_those_of_the_pool(executor: Recorder) -> None:
 
 
 def test_two_jobs_run_at_once_and_are_told_of_each_other(executor: Recorder) -> None:
-    stage = Stage(executor, temperature=0.0)
+    runner = JobRunner(executor, temperature=0.0)
     pair = prefill("one", 1, 1, 64), decode("two", 1, 4, 32)
-    first, second = asyncio.run(measure_pair(stage, pair, 3))
-    assert first.doing == second.beside == JobMeasured.of(pair[0].work(1), 1)
-    assert second.doing == first.beside == JobMeasured.of(pair[1].work(1), 1)
+    first, second = asyncio.run(measure_pair(runner, pair, 3))
+    assert first.job == second.beside == MeasuredJob.of(pair[0].work(1), 1)
+    assert second.job == first.beside == MeasuredJob.of(pair[1].work(1), 1)
     assert executor.most_at_once == 2
-    stage.pool.check()
-    assert stage.pool.free == stage.pool.total
+    runner.pool.check()
+    assert runner.pool.free == runner.pool.total
 
 
 def test_steps_under_the_engine(executor: Recorder, path: Path) -> None:
     spec = spec_of({"one": path, "two": path}, max_waiting=1)  # which does not hold here
-    stepped = asyncio.run(measure_steps(executor, spec, "two", 4, 6, 1.0))
+    stepped = asyncio.run(measure_step(executor, spec, "two", 4, 6, 1.0))
     assert stepped is not None
     assert (stepped.model, stepped.sequences) == ("two", 4)
     decodes = [job for job in executor.jobs if job.phase is Phase.DECODE]
     assert {job.model for job in executor.jobs} == {"two"}
     assert max(len(job.plan.sequences) for job in decodes) == 4
-    assert 0.0 < stepped.between < 1.0
+    assert 0.0 < stepped.gap < 1.0
     assert 0.0 < stepped.step < 1.0
     assert 4 * PROMPT < stepped.context < 4 * (PROMPT + 6)
 
@@ -262,10 +262,10 @@ def test_prompts_come_while_one_sequence_decodes(
     spec = spec_of({"one": path, "two": path})
     spec = replace(spec, models=tuple(replace(model, **planned) for model in spec.models))
     executor.most_at_once = 0
-    found = asyncio.run(measure_prompted(executor, spec, "two", prompts=5, tokens=16, temperature=1.0))
+    found = asyncio.run(measure_prefill_gap(executor, spec, "two", prompts=5, tokens=16, temperature=1.0))
     assert found is not None
     assert found.model == "two"
-    assert 0.0 <= found.between < 1.0
+    assert 0.0 <= found.gap < 1.0
     prompts = [job for job in executor.jobs if job.phase is not Phase.DECODE]
     assert [int(job.plan.appends.max()) for job in prompts] == [PROMPT] + [16] * 5
     assert {job.share for job in executor.jobs} == {executor.compute}
@@ -275,4 +275,4 @@ def test_prompts_come_while_one_sequence_decodes(
 
 def test_steps_of_more_than_may_run_are_none(executor: Recorder, path: Path) -> None:
     spec = spec_of({"one": path, "two": path}, max_running=2)
-    assert asyncio.run(measure_steps(executor, spec, "one", 4, 6, 1.0)) is None
+    assert asyncio.run(measure_step(executor, spec, "one", 4, 6, 1.0)) is None

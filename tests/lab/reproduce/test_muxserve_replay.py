@@ -9,9 +9,9 @@ import pytest
 
 from kvloom.lab.reproduce.muxserve.end_to_end import chat
 from kvloom.lab.reproduce.muxserve.replay import (
-    NAME,
+    PUBLISHED_RUNS,
     RUNS,
-    Measured,
+    MeasuredModel,
     Mesh,
     play_placements,
     published_plan,
@@ -25,9 +25,9 @@ from tests.lab.reproduce.played import played
 
 MODELS = (Served("1-13b", "13b", 2.0), Served("4-7b", "7b", 4.0), Served("7-7b", "7b", 1.0))
 FLEX = {
-    "llm-1": Measured("llama-13b", (90, 30), Mesh(2, 1), 1.0, 0.2, 0.05, 4.0),
-    "llm-4": Measured("llama-7b", (80, 40), Mesh(2, 1), 2.0, 0.2, 0.05, 4.0),
-    "llm-7": Measured("llama-7b", (80, 30), Mesh(1, 0), 2.0, 0.2, 0.05, 4.0),
+    "llm-1": MeasuredModel("llama-13b", (90, 30), Mesh(2, 1), 1.0, 0.2, 0.05, 4.0),
+    "llm-4": MeasuredModel("llama-7b", (80, 40), Mesh(2, 1), 2.0, 0.2, 0.05, 4.0),
+    "llm-7": MeasuredModel("llama-7b", (80, 30), Mesh(1, 0), 2.0, 0.2, 0.05, 4.0),
 }
 
 
@@ -57,13 +57,13 @@ def test_the_file_is_read_by_its_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match=FOLDER):
         published_runs()
     monkeypatch.setenv(FOLDER, str(tmp_path))
-    with pytest.raises(ConfigError, match=NAME):
+    with pytest.raises(ConfigError, match=PUBLISHED_RUNS):
         published_runs()
-    (tmp_path / NAME).write_text("{}")
+    (tmp_path / PUBLISHED_RUNS).write_text("{}")
     with pytest.raises(ConfigError, match="not what was published"):
         published_runs()
     runs = {run: {"systems": {"flexsm": FLEX}} for run in RUNS.values()}
-    (tmp_path / NAME).write_bytes(msgspec.json.encode({"runs": runs}))
+    (tmp_path / PUBLISHED_RUNS).write_bytes(msgspec.json.encode({"runs": runs}))
     assert published_runs() == {rate: {"flexsm": FLEX} for rate in RUNS}
 
 

@@ -11,8 +11,8 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 
 from kvloom.engine.engine import Engine
-from kvloom.lab.sim.fleet import simulated
-from kvloom.lab.sim.run import Prompts, play
+from kvloom.lab.sim.fleet import run_fleet
+from kvloom.lab.sim.run import PromptOf, send_workload
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.lab.workload.request import RequestResult, Segment, WorkloadRequest
@@ -116,12 +116,12 @@ def outcomes(
     *,
     program: str = "data_parallel",
     seed: int = 0,
-    prompts: Prompts = prompt_of,
+    prompts: PromptOf = prompt_of,
 ) -> tuple[dict[WorkloadRequest, RequestResult], dict[str, UnitLoad]]:
     """By ask, and every unit's load at the end, when laws 1 and 4 hold."""
 
     async def main() -> tuple[dict[WorkloadRequest, RequestResult], dict[str, UnitLoad]]:
-        async with simulated(units, load_program(program)) as fleet:
+        async with run_fleet(units, load_program(program)) as fleet:
             found = await results(fleet.server, played, prompts)
             await asyncio.sleep(60)  # leases end
             loads = {name: await engine.load() for name, engine in fleet.engines.items()}
@@ -132,7 +132,7 @@ def outcomes(
 
 
 async def results(
-    server: Generator, played: Sequence[WorkloadRequest], prompts: Prompts = prompt_of
+    server: Generator, played: Sequence[WorkloadRequest], prompts: PromptOf = prompt_of
 ) -> dict[WorkloadRequest, RequestResult]:
     """Plays the requests to a server that is there. Returns their results by request."""
     found: dict[WorkloadRequest, RequestResult] = {}
@@ -140,7 +140,7 @@ async def results(
     def tell(result: RequestResult) -> None:
         found[result.request] = result
 
-    await play(server, played, prompts, LoopClock(asyncio.get_running_loop()), tell)
+    await send_workload(server, played, prompts, LoopClock(asyncio.get_running_loop()), tell)
     return found
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from kvloom.lab.sim.cpu import Cores, SimulatedCpu
-from kvloom.lab.sim.fleet import simulated
+from kvloom.lab.sim.fleet import run_fleet
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.sim.virtual_time import run_virtual
 from kvloom.lab.workload.request import RequestResult, WorkloadRequest
@@ -19,7 +19,7 @@ from kvloom.plan.cost.work import Work
 from kvloom.router.program import load_program
 from kvloom.types.job import Phase
 from tests.lab.sim.fleets import asks, now, outcomes, results, unit, virtually
-from tests.plan.cost.test_cpu import cpu_costs, doing, oversubscribed
+from tests.plan.cost.test_cpu import cpu_costs, measured_job, oversubscribed
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def overhead(
 
 def fixed(cost: Fixed, between: float = 0.0) -> SimulatedUnit:
     """Returns a unit with one core of the machine's four."""
-    return replace(unit(compute=1), cost=cost, between=lambda _: between)
+    return replace(unit(compute=1), cost=cost, engine_gap=lambda _: between)
 
 
 def played(
@@ -50,7 +50,7 @@ def played(
 
     async def main() -> list[RequestResult]:
         cpu = SimulatedCpu(found, client_here=client_here)
-        async with simulated([one], load_program("data_parallel"), cpu=cpu) as fleet:
+        async with run_fleet([one], load_program("data_parallel"), cpu=cpu) as fleet:
             by_request = await results(fleet.server, given)
         return [by_request[request] for request in given]
 
@@ -106,7 +106,7 @@ def test_the_next_launch_waits_for_the_loop() -> None:
 
 def test_a_job_stands_still_while_its_loop_works_where_it_was_measured_to() -> None:
     stalls = [
-        BesideLoop(doing=doing("one", phase, 1), busy=0.01, alone=0.04, seconds=0.0475)
+        BesideLoop(job=measured_job("one", phase, 1), busy=0.01, alone=0.04, seconds=0.0475)
         for phase in Phase.MIXED.parts
     ]
     busy = overhead("engine", token=0.004)
@@ -120,7 +120,7 @@ def test_a_job_that_its_loop_holds_up_wants_no_core() -> None:
     """A step takes the only core when the loop has sent a token, and not before: so nobody is slowed."""
     rows = [oversubscribed(over, 1.0 + over) for over in (1, 2)]
     stalls = [
-        BesideLoop(doing=doing("one", phase, 1), busy=0.01, alone=0.04, seconds=0.05)
+        BesideLoop(job=measured_job("one", phase, 1), busy=0.01, alone=0.04, seconds=0.05)
         for phase in Phase.MIXED.parts
     ]
     found = cpu_costs(overhead("engine", token=0.004), *rows, *stalls, cores=1)
@@ -202,7 +202,7 @@ async def test_more_threads_than_cores_have_equal_parts() -> None:
 @virtually
 async def test_jobs_take_cores_and_are_told() -> None:
     told, cores = list[float](), Cores(2)
-    cores.join(lambda: 3.0, lambda: told.append(cores.over))
+    cores.join(lambda: 3.0, lambda: told.append(cores.excess))
     await cores.thread().passed(1.0)
     assert now() == pytest.approx(2.0)
     assert told == [2.0, 1.0]
@@ -228,12 +228,12 @@ async def test_who_leaves_takes_nothing_any_more() -> None:
         return 1.0
 
     cores.join(wish, lambda: told.append(now()))
-    assert cores.over == 0.0
+    assert cores.excess == 0.0
     staying.after(1.0, note(found, "staying"))  # at half a core, with the device's wish beside it
     going.charge(9.0)
     await asyncio.sleep(0.9)
     cores.leave(going, wish)
-    assert cores.over == 0.0
+    assert cores.excess == 0.0
     told.clear()
     await asyncio.sleep(1.0)
     assert not told

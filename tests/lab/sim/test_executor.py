@@ -65,7 +65,7 @@ def device(content: Noted | None = None, between: Callable[[Work], float] | None
         compute=4,
         cost=Simple(),
         content=content,
-        between=between,
+        engine_gap=between,
     )
 
 

@@ -80,16 +80,16 @@ def test_the_journal_of_a_simulation_tells_each_wake_and_sleep(
     given = ["--workload", "traffic.yaml", "--json", "out.json", "--journal", "journal.jsonl"]
     assert main(["simulate", "plan.json", *given]) == 0
     results = read_results(Path("out.json"))
-    assert results.upheaval is not None
-    assert results.upheaval.slept is not None
+    assert results.fleet_events is not None
+    assert results.fleet_events.slept is not None
     records = [
         msgspec.json.decode(line, type=Record) for line in Path("journal.jsonl").read_bytes().splitlines()
     ]
     assert [record.number for record in records] == list(range(1, len(records) + 1))
     woken = [record for record in records if isinstance(record.event, Woken)]
     slept = [record.event for record in records if isinstance(record.event, Slept)]
-    assert len(woken) == results.upheaval.slept.wakes
-    assert sum(event.reason != "the unit stops" for event in slept) == results.upheaval.slept.sleeps
+    assert len(woken) == results.fleet_events.slept.wakes
+    assert sum(event.reason != "the unit stops" for event in slept) == results.fleet_events.slept.sleeps
     assert all("blocks" in record.event.reason for record in woken if isinstance(record.event, Woken))
 
 

@@ -35,8 +35,8 @@ from kvloom.lab.faults.laws import (
 )
 from kvloom.lab.faults.scenario import draw_scenario
 from kvloom.lab.faults.simulation import Parts
-from kvloom.lab.sim.evenly import Evenly
-from kvloom.lab.sim.fleet import Rescheduling
+from kvloom.lab.sim.fleet import ReschedulingSettings
+from kvloom.lab.sim.linear_cost import LinearCost
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.types.request import SamplingParams, StartGenerate, TokenEvent
@@ -88,7 +88,7 @@ def small_units(
             ),
             {"m": shape},
             1,
-            Evenly(step),
+            LinearCost(step),
             bandwidth=bandwidth,
             max_steps=1,
         )
@@ -233,7 +233,7 @@ def test_requests_follow_pairs_and_go_on_without_a_scheduler() -> None:
     """From one unit to the other, which is idle then, and back."""
 
     def run(*losses: SchedulerLoss) -> Verdict:
-        always = Rescheduling(0.1, Thresholds(1e3, 1e3, floor=0.0))
+        always = ReschedulingSettings(0.1, Thresholds(1e3, 1e3, floor=0.0))
         verdict = run_scenario(scenario(count=1, rescheduling=always, faults=losses))
         assert not verdict.broken
         return verdict

@@ -13,7 +13,7 @@ import pytest
 from msgspec import structs
 
 from kvloom.engine.reservations import LONGEST_PART, LONGEST_WAIT
-from kvloom.lab.sim.fleet import SimulatedFleet, simulated
+from kvloom.lab.sim.fleet import SimulatedFleet, run_fleet
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.plan.cost.work import CostModel, Work
 from kvloom.router.program import load_program
@@ -61,7 +61,7 @@ async def fleet(cost: CostModel | None = None, max_running: int = 16) -> AsyncIt
     """Two units, asked in turn, a millisecond away."""
     units = [replace(unit(f"unit-{i}", ["small"]), cost=cost or Even(), max_steps=1) for i in range(2)]
     units = [replace(one, spec=structs.replace(one.spec, max_running=max_running)) for one in units]
-    async with simulated(units, load_program("data_parallel"), delay=0.001) as made:
+    async with run_fleet(units, load_program("data_parallel"), delay=0.001) as made:
         yield made
 
 
@@ -186,7 +186,7 @@ def test_no_other_model_waits(policy: Policy) -> None:
     async def tokens(due: float | None) -> dict[str, int]:
         shared = replace(unit(policy=policy, blocks=2000), cost=Even(small=0.1, deep=0.005), max_steps=1)
         told = dict.fromkeys(("small", "deep"), 0)
-        async with simulated([shared], load_program("data_parallel"), delay=0.0001) as made:
+        async with run_fleet([shared], load_program("data_parallel"), delay=0.0001) as made:
 
             async def ask(model: str, tokens: int) -> None:
                 sampling = SamplingParams(max_tokens=tokens, seed=1)

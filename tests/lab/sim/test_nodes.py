@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from kvloom.cluster.reconcile import TIMING
 from kvloom.cluster.state import ABSENT
-from kvloom.lab.sim.fleet import SimulatedFleet, simulated
-from kvloom.lab.sim.nodes import SimulatedNode, between
-from kvloom.lab.sim.run import play
+from kvloom.lab.sim.fleet import SimulatedFleet, run_fleet
+from kvloom.lab.sim.nodes import SimulatedNode, link_between
+from kvloom.lab.sim.run import send_workload
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.sim.virtual_time import LoopClock
 from kvloom.lab.workload.request import RequestResult
@@ -48,7 +48,7 @@ async def test_a_rack_goes_and_all_that_fits_is_served_again_within_a_minute() -
     clock = LoopClock(asyncio.get_running_loop())
     wanted = fleet_units(NODES * UNITS)
     program = load_program("data_parallel", {})
-    async with simulated(wanted, program, nodes=machines()) as fleet:
+    async with run_fleet(wanted, program, nodes=machines()) as fleet:
         await clock.sleep(2 * START)
         assert len(ready(fleet)) == len(wanted)
         assert fleet.nodes is not None
@@ -80,7 +80,7 @@ async def test_a_lost_rack_is_reconciled_at_once() -> None:
     """As soon as its lease is over, all that fits elsewhere is starting."""
     clock = LoopClock(asyncio.get_running_loop())
     wanted = fleet_units(NODES * UNITS)
-    async with simulated(wanted, load_program("data_parallel", {}), nodes=machines()) as fleet:
+    async with run_fleet(wanted, load_program("data_parallel", {}), nodes=machines()) as fleet:
         await clock.sleep(2 * START)
         assert fleet.nodes is not None
         gone = fleet.nodes.rack("r0")
@@ -100,7 +100,7 @@ async def test_a_lost_rack_is_reconciled_at_once() -> None:
 
 
 def test_units_of_one_machine_have_one_way_to_the_others() -> None:
-    way = between({"a": "n0", "b": "n0", "c": "n1"})
+    way = link_between({"a": "n0", "b": "n0", "c": "n1"})
     assert way("a", "b") is None
     assert way("a", "c") is way("b", "c") is not None
     assert way("c", "a") not in (None, way("a", "c"))
@@ -114,12 +114,12 @@ async def test_requests_of_a_lost_node_go_on_elsewhere() -> None:
     told: list[RequestResult] = []
     asked = asks(200, seed=1, rate=400.0, models=["small"])
     program = load_program("data_parallel", {})
-    async with simulated(fleet_units(4), program, nodes=nodes) as fleet:
+    async with run_fleet(fleet_units(4), program, nodes=nodes) as fleet:
         await clock.sleep(2 * START)
         assert fleet.nodes is not None
         assert sorted(set(ready(fleet).values())) == ["n0", "n1", "n2"]
         playing = asyncio.get_running_loop().create_task(
-            play(fleet.router, asked, prompt_of, clock, told.append)
+            send_workload(fleet.router, asked, prompt_of, clock, told.append)
         )
         await clock.sleep(0.05)
         gone = [name for name, node in ready(fleet).items() if node == "n1"]

@@ -35,11 +35,11 @@ TOLERANCE = 0.03
 def profile_of(*names: str) -> Profile:
     """A machine that runs each of the models as it runs `one`."""
     made = make_profile()
-    jobs = [job for job in made.jobs if job.doing.model == "one"]
+    jobs = [one for one in made.jobs if one.job.model == "one"]
     return replace(
         made,
         shapes=dict.fromkeys(names, SHAPE),
-        jobs=tuple(replace(job, doing=replace(job.doing, model=name)) for name in names for job in jobs),
+        jobs=tuple(replace(one, job=replace(one.job, model=name)) for name in names for one in jobs),
         colocated=(),
         steps=tuple(replace(step, model=name) for name in names for step in made.steps),
     )
@@ -71,10 +71,10 @@ def planned_and_simulated(rate: float) -> tuple[float, float, Slept]:
     assert main(["simulate", "plan.json", *traffic, *measured]) == 0
     models = [model for unit in read_plan(Path("plan.json")).units for model in unit.models]
     cold = sum(model.rate * (1.0 - model.awake) for model in models) / sum(model.rate for model in models)
-    upheaval = read_results(Path("out.json")).upheaval
-    assert upheaval is not None
-    assert upheaval.slept is not None
-    return cold, upheaval.slept.waited / REQUESTS, upheaval.slept
+    events = read_results(Path("out.json")).fleet_events
+    assert events is not None
+    assert events.slept is not None
+    return cold, events.slept.waited / REQUESTS, events.slept
 
 
 def test_models_that_are_seldom_asked_are_cold_as_often_as_planned() -> None:

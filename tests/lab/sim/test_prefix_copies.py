@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from kvloom.lab.sim.fleet import simulated
+from kvloom.lab.sim.fleet import run_fleet
 from kvloom.lab.sim.virtual_time import run_virtual
 from kvloom.lab.workload.request import Segment, WorkloadRequest
 from kvloom.router.program import load_program
@@ -51,7 +51,7 @@ def played(requests: list[WorkloadRequest], copies: int, *, blocks: int) -> Play
     async def main() -> Played:
         units = [unit(f"unit-{number}", ("small",), blocks=blocks) for number in range(UNITS)]
         program = load_program("cache_aware", {"slack": 256, "copies": copies})
-        async with simulated(units, program) as fleet:
+        async with run_fleet(units, program) as fleet:
             found = await results(fleet.server, requests, prompt_of)
             check_whole(fleet.engines.values())
             first = prompt_of(0, requests[0])[:COMMON]

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvloom.engine.engine import Engine
-from kvloom.lab.sim.fleet import SimulatedFleet, simulated
+from kvloom.lab.sim.fleet import SimulatedFleet, run_fleet
 from kvloom.router import Call, Fleet, Frames
 from kvloom.router.program import Program, ProgramFailed
 from kvloom.types.request import EndEvent, SamplingParams, StartGenerate
@@ -47,7 +47,7 @@ async def nearest(call: Call, fleet: Fleet) -> Frames:
 async def fleet_of(function: object, **options: object) -> AsyncIterator[SimulatedFleet]:
     answers.clear()
     units = [unit(name, ("small",)) for name in ("a", "b")]
-    async with simulated(units, Program("own", function, options)) as fleet:  # type: ignore[arg-type]
+    async with run_fleet(units, Program("own", function, options)) as fleet:  # type: ignore[arg-type]
         yield fleet
 
 

@@ -13,13 +13,13 @@ from msgspec import structs
 
 from kvloom.engine.engine import Engine
 from kvloom.engine.freeness import Thresholds
-from kvloom.lab.sim.fleet import Rescheduling, SimulatedFleet, simulated
+from kvloom.lab.sim.fleet import ReschedulingSettings, SimulatedFleet, run_fleet
 from kvloom.lab.sim.processes import Census
-from kvloom.lab.sim.run import MOVING_FRAMES, simulate, upheaval
+from kvloom.lab.sim.run import MOVING_FRAMES, count_fleet_events, simulate
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.sim.virtual_time import run_virtual
 from kvloom.lab.workload.request import RequestResult, WorkloadRequest
-from kvloom.lab.workload.results import Results, Upheaval
+from kvloom.lab.workload.results import FleetEvents, Results
 from kvloom.lab.workload.summary import Summary
 from kvloom.router.program import load_program
 from kvloom.types.request import SamplingParams, StartGenerate, TokenEvent
@@ -39,10 +39,12 @@ def units(start: float = START) -> list[SimulatedUnit]:
     return [replace(one, spec=structs.replace(one.spec, lease=1.0), start=start) for one in plain]
 
 
-def rescheduling(scale: Scale = SCALE) -> Rescheduling:
+def rescheduling(scale: Scale = SCALE) -> ReschedulingSettings:
     """One unit serves at first."""
     names = tuple(f"unit-{i}" for i in range(MOST))
-    return Rescheduling(0.05, Thresholds(24, 48), {"all": GroupSpec(names, scale)}, frozenset(names[1:]))
+    return ReschedulingSettings(
+        0.05, Thresholds(24, 48), {"all": GroupSpec(names, scale)}, frozenset(names[1:])
+    )
 
 
 def crowd(count: int = 80) -> list[WorkloadRequest]:
@@ -63,13 +65,13 @@ class Seen:
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     engines: list[Engine] = field(default_factory=list)
-    upheaval: Upheaval | None = None
+    fleet_events: FleetEvents | None = None
     states: set[str] = field(default_factory=set)
     preempted: int = 0
     left: int = 0
 
 
-def streamed(asked: Sequence[WorkloadRequest], given: Rescheduling | None, seed: int = 0) -> Seen:
+def streamed(asked: Sequence[WorkloadRequest], given: ReschedulingSettings | None, seed: int = 0) -> Seen:
     """Every stream is read to its end, and all pools are whole afterwards."""
     seen = Seen()
 
@@ -97,12 +99,12 @@ def streamed(asked: Sequence[WorkloadRequest], given: Rescheduling | None, seed:
             await asyncio.sleep(0.01)
 
     async def main() -> None:
-        async with simulated(units(), load_program("freest"), rescheduling=given) as fleet:
+        async with run_fleet(units(), load_program("freest"), rescheduling=given) as fleet:
             watching = asyncio.create_task(watch(fleet))
             async with asyncio.TaskGroup() as group:
                 for number, ask in enumerate(asked):
                     group.create_task(stream(fleet, number, ask))
-            seen.upheaval = await upheaval(fleet)
+            seen.fleet_events = await count_fleet_events(fleet)
             watching.cancel()
             await asyncio.sleep(2.0)  # leases end
             loads = [await engine.load() for engine in seen.engines]
@@ -125,7 +127,7 @@ def test_units_come_for_a_rush_and_go_after_it_and_no_stream_sees_it() -> None:
     alone, elastic = streamed(crowd(), None), streamed(crowd(), rescheduling())
     assert elastic.tokens == alone.tokens
     assert [len(tokens) for tokens in elastic.tokens.values()] == [ask.output for ask in crowd()]
-    told = elastic.upheaval
+    told = elastic.fleet_events
     assert told is not None
     assert told.moved
     assert told.preempted == elastic.preempted > 0
@@ -134,7 +136,7 @@ def test_units_come_for_a_rush_and_go_after_it_and_no_stream_sees_it() -> None:
     assert 1.0 < told.units < MOST
     assert {"starting", "away"} <= elastic.states
     assert len(elastic.engines) >= MOST
-    assert elastic.upheaval == streamed(crowd(), rescheduling()).upheaval
+    assert elastic.fleet_events == streamed(crowd(), rescheduling()).fleet_events
 
 
 def test_what_runs_at_a_unit_that_is_one_too_many_moves() -> None:
@@ -143,7 +145,7 @@ def test_what_runs_at_a_unit_that_is_one_too_many_moves() -> None:
     fewer = Scale(least=1, most=MOST, low=0.0, high=1.0, seconds=0.0)
     given = replace(rescheduling(fewer), period=0.02, away=frozenset())
     streams = streamed(long, given)
-    told = streams.upheaval
+    told = streams.fleet_events
     assert told is not None
     assert told.moved == MOST - 1
     assert (told.least, told.most, streams.left) == (1, MOST, 1)
@@ -170,8 +172,8 @@ def test_a_model_goes_to_none_and_comes_back_when_it_is_asked_for() -> None:
     assert second is not None
     assert first < 0.5
     assert 7.0 < second < 7.5
-    assert results.upheaval is not None
-    assert (results.upheaval.least, results.upheaval.most) == (0, 1)
+    assert results.fleet_events is not None
+    assert (results.fleet_events.least, results.fleet_events.most) == (0, 1)
 
 
 def test_requests_that_wait_for_longer_than_their_patience_are_told() -> None:
@@ -180,7 +182,7 @@ def test_requests_that_wait_for_longer_than_their_patience_are_told() -> None:
     results = simulated_results(
         units(start=7.0)[:1],
         late,
-        rescheduling=Rescheduling(0.02, groups={"all": gone}),
+        rescheduling=ReschedulingSettings(0.02, groups={"all": gone}),
         patience=3.0,
     )
     assert (results.total.requests, results.total.errors) == (2, 1)
@@ -195,8 +197,8 @@ def test_engines_that_come_and_go_on_a_machine_that_was_measured() -> None:
         rescheduling=rescheduling(),
     )
     assert (results.total.errors, results.total.output_tokens) == (0, sum(ask.output for ask in crowd()))
-    assert results.upheaval is not None
-    assert (results.upheaval.least, results.upheaval.most) == (1, MOST)
+    assert results.fleet_events is not None
+    assert (results.fleet_events.least, results.fleet_events.most) == (1, MOST)
 
 
 def test_the_order_of_what_happens_at_once_is_of_no_matter() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvloom.lab.sim.fleet import simulated
+from kvloom.lab.sim.fleet import run_fleet
 from kvloom.lab.sim.run import scaled, simulate
 from kvloom.lab.workload.request import Prompts, Segment, WorkloadRequest
 from kvloom.lab.workload.summary import Summary
@@ -43,7 +43,7 @@ def test_every_program_answers_all_and_gives_all_back(program: str, rate: float,
 async def test_units_of_several_gpus_neither_send_nor_receive() -> None:
     """Their real counterparts do not, either: whoever wants to move a request is told so."""
     units = [unit(f"unit-{i}", ranks=2, device="cuda:0") for i in range(2)]
-    async with simulated(units, load_program("freest")) as fleet:
+    async with run_fleet(units, load_program("freest")) as fleet:
         with pytest.raises(BadRequest, match="unit-0 has several GPUs: its K and V are neither sent"):
             await fleet.engines["unit-0"].prep_recv(PrepRecv(model="small", request="r", prompt=[1, 2]))
 

@@ -47,20 +47,20 @@ def budgeted(memory: int, device: str = "H100") -> PlacementPlan:
     return replace(plan, units=(replace(plan.units[0], memory=memory, models=models),))
 
 
-def simulated(plan: PlacementPlan) -> Results:
+def run_fleet(plan: PlacementPlan) -> Results:
     write_plan(Path("plan.json"), plan)
     assert main(["simulate", "plan.json", "--workload", "traffic.yaml", "--json", "out.json"]) == 0
     return read_results(Path("out.json"))
 
 
 def slept(results: Results) -> Slept:
-    assert results.upheaval is not None
-    assert results.upheaval.slept is not None
-    return results.upheaval.slept
+    assert results.fleet_events is not None
+    assert results.fleet_events.slept is not None
+    return results.fleet_events.slept
 
 
 def test_models_take_turns_in_a_budget_that_holds_one(capsys: pytest.CaptureFixture[str]) -> None:
-    results = simulated(budgeted(24 * 10**9))
+    results = run_fleet(budgeted(24 * 10**9))
     assert (results.total.requests, results.total.errors) == (12, 0)
     told = slept(results)
     assert told.wakes >= told.sleeps >= 2
@@ -73,14 +73,14 @@ def test_models_take_turns_in_a_budget_that_holds_one(capsys: pytest.CaptureFixt
 
 
 def test_models_that_fit_wake_once_and_stay() -> None:
-    told = slept(simulated(budgeted(60 * 10**9)))
+    told = slept(run_fleet(budgeted(60 * 10**9)))
     assert (told.wakes, told.sleeps) == (2, 0)
 
 
 def test_weights_that_stay_are_not_told_of(capsys: pytest.CaptureFixture[str]) -> None:
-    results = simulated(make_plan(1))
-    assert results.upheaval is not None
-    assert results.upheaval.slept is None
+    results = run_fleet(make_plan(1))
+    assert results.fleet_events is not None
+    assert results.fleet_events.slept is None
     assert "woke" not in capsys.readouterr().out
 
 

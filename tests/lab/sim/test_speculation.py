@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from kvloom.lab.sim.content import JobFailed, NoContent
-from kvloom.lab.sim.fleet import simulated
+from kvloom.lab.sim.fleet import run_fleet
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.sim.virtual_time import run_virtual
 from kvloom.plan.cost.shapes import ModelShape
@@ -63,7 +63,7 @@ def play(made: SimulatedUnit, asked: Sequence[tuple[int, int]]) -> tuple[list[An
     the last has come, and what the large model counts."""
 
     async def main() -> tuple[list[Answer], float, ModelLoad]:
-        async with simulated([made], load_program("data_parallel")) as fleet:
+        async with run_fleet([made], load_program("data_parallel")) as fleet:
             (engine,) = fleet.engines.values()
             began, answers = now(), list[Answer]()
             bodies = [

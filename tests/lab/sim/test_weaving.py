@@ -14,7 +14,7 @@ import pytest
 
 from kvloom.cli.__main__ import main
 from kvloom.engine.engine import Engine
-from kvloom.lab.sim.fleet import simulated
+from kvloom.lab.sim.fleet import run_fleet
 from kvloom.lab.sim.links import ModelledPlane, ModelledTransport
 from kvloom.lab.sim.offload import OffloadingUnits, SimulatedOffloadBackend
 from kvloom.lab.sim.unit import SimulatedUnit, modelled_executor, timed_link
@@ -39,8 +39,8 @@ LAYERS = SHAPES[HOT].layers
 
 
 class Slow:
-    """Satisfies `Operated`: a step takes 10 ms of 10 operators, 1 ms a sequence, and 10 µs a token that
-    attention looks at; a prefill 1 ms."""
+    """Satisfies `OperatorCostModel`: a step takes 10 ms of 10 operators, 1 ms a sequence, and 10 µs a token
+    that attention looks at; a prefill 1 ms."""
 
     start = 0.0
     poll = 0.0
@@ -77,7 +77,7 @@ def played(
     end."""
 
     async def run() -> dict[WorkloadRequest, RequestResult]:
-        async with simulated(given, load_program("data_parallel")) as fleet:
+        async with run_fleet(given, load_program("data_parallel")) as fleet:
             await asyncio.sleep(1.0)  # the hot unit has borrowed
             found = await results(fleet.server, asks)
             hot, cold = fleet.engines[HOT], fleet.engines[COLD]
@@ -173,7 +173,7 @@ def test_a_hot_unit_short_of_room_answers_sooner_with_a_loan() -> None:
 async def test_what_a_cold_unit_lacks_comes_back_and_is_lent_again_later() -> None:
     crowd = [ask(COLD, 0.6, 100, 100) for _ in range(6)]  # the pool holds two of them
     lent, kept = list[int](), list[bool]()  # kept: by the hot unit, what is not lent any more
-    async with simulated(units(woven(1.0)), load_program("data_parallel")) as fleet:
+    async with run_fleet(units(woven(1.0)), load_program("data_parallel")) as fleet:
         await asyncio.sleep(1.0)
         hot, cold = fleet.engines[HOT], fleet.engines[COLD]
 
@@ -197,7 +197,7 @@ async def test_what_a_cold_unit_lacks_comes_back_and_is_lent_again_later() -> No
 async def test_a_cold_unit_has_back_the_part_that_it_lacks_and_the_loan_goes_on() -> None:
     """Its pool holds four of these without the loan, and two with it."""
     crowd = [ask(COLD, 0.6, 100, 100) for _ in range(3)]
-    async with simulated(units(woven(1.0)), load_program("data_parallel")) as fleet:
+    async with run_fleet(units(woven(1.0)), load_program("data_parallel")) as fleet:
         await asyncio.sleep(1.0)
         hot, cold = fleet.engines[HOT], fleet.engines[COLD]
         loan, lent = hot.borrower.loan(HOT), cold.pool.lent
@@ -217,7 +217,7 @@ async def test_of_several_cold_units_the_freest_lends() -> None:
     others = [
         replace(cold, spec=msgspec.structs.replace(cold.spec, unit=name)) for name in ("second", "third")
     ]
-    async with simulated([hot, cold, *others], load_program("data_parallel")) as fleet:
+    async with run_fleet([hot, cold, *others], load_program("data_parallel")) as fleet:
         first, second, third = (fleet.engines[name] for name in (COLD, "second", "third"))
         await asyncio.sleep(1.0)
         assert [one.pool.lent > 0 for one in (first, second, third)] == [True, False, False]
@@ -307,7 +307,7 @@ def test_a_share_that_adapts_rises_in_need_and_falls_as_the_cold_unit_suffers() 
         hot = [ask(HOT, 1.0 + 0.05 * n, 60, 80) for n in range(40)]
         cold = [ask(COLD, 2.0 * n, 20, 200) for n in range(4)]
         asks = sorted([*hot, *cold], key=lambda one: one.at)
-        async with simulated(given, load_program("data_parallel")) as fleet:
+        async with run_fleet(given, load_program("data_parallel")) as fleet:
             await asyncio.sleep(1.0)
 
             async def look() -> None:

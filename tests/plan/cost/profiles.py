@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvloom.plan.cost.profile import Colocated, Computer, JobMeasured, Profile, Stepped, Timed
+from kvloom.plan.cost.profile import Colocated, Computer, EngineStep, MeasuredJob, Profile, Timed
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import Work
 from kvloom.types.job import Phase
@@ -41,14 +41,14 @@ def make_profile() -> Profile:
         for cores in (1, 2, 4):
             for work in works(model, cores / CORES):
                 took = true_seconds(work)
-                jobs.append(Timed(doing=JobMeasured.of(work, cores), seconds=(took, 0.99 * took, 9 * took)))
+                jobs.append(Timed(job=MeasuredJob.of(work, cores), seconds=(took, 0.99 * took, 9 * took)))
         work, other = Work.prefill(model, 0.5, [256]), Work.decode("one", 0.5, [100] * 8)
-        for doing, beside in ((work, other), (other, work)):
-            alone = true_seconds(doing)
+        for job, beside in ((work, other), (other, work)):
+            alone = true_seconds(job)
             colocated.append(
                 Colocated(
-                    doing=JobMeasured.of(doing, 2),
-                    beside=JobMeasured.of(beside, 2),
+                    job=MeasuredJob.of(job, 2),
+                    beside=MeasuredJob.of(beside, 2),
                     alone=alone,
                     seconds=SLOWER * alone,
                 )
@@ -62,7 +62,7 @@ def make_profile() -> Profile:
         jobs=tuple(jobs),
         colocated=tuple(colocated),
         steps=tuple(
-            Stepped(model="one", sequences=n, between=1e-4 + 1e-5 * n, step=step, context=16 * n)
+            EngineStep(model="one", sequences=n, gap=1e-4 + 1e-5 * n, step=step, context=16 * n)
             for n in (1, 8, 64)
             for step in (true_seconds(Work.decode("one", 1.0, [16] * n)),)
         ),

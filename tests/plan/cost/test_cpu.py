@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvloom.plan.cost.cpu import SLOWEST, CpuCosts
-from kvloom.plan.cost.profile import BesideLoop, CpuOverhead, JobMeasured, Oversubscribed
+from kvloom.plan.cost.profile import BesideLoop, CpuOverhead, MeasuredJob, Oversubscribed
 from kvloom.plan.cost.work import Work
 from kvloom.types.job import Phase
 from tests.plan.cost.profiles import make_profile
@@ -14,15 +14,15 @@ from tests.plan.cost.profiles import make_profile
 PROFILE = make_profile()
 
 
-def doing(model: str, phase: Phase, cores: int) -> JobMeasured:
-    return JobMeasured(
+def measured_job(model: str, phase: Phase, cores: int) -> MeasuredJob:
+    return MeasuredJob(
         model=model, phase=phase, cores=cores, batch=4, tokens=4, drawn=4, pairs=400, context=396
     )
 
 
 def oversubscribed(over: int, times: float, model: str = "one") -> Oversubscribed:
-    what = doing(model, Phase.DECODE, 2)
-    return Oversubscribed(doing=what, over=over, alone=0.01, seconds=0.01 * times)
+    what = measured_job(model, Phase.DECODE, 2)
+    return Oversubscribed(job=what, excess=over, alone=0.01, seconds=0.01 * times)
 
 
 def cpu_costs(*rows: Oversubscribed | BesideLoop | CpuOverhead, cores: int = 4) -> CpuCosts:
@@ -64,7 +64,7 @@ def test_jobs_are_slowed_as_most_jobs_are() -> None:
 
 def test_a_job_loses_what_it_lost_of_the_loops_time() -> None:
     def beside_loop(seconds: float) -> BesideLoop:
-        return BesideLoop(doing=doing("one", Phase.PREFILL, 2), busy=0.01, alone=0.04, seconds=seconds)
+        return BesideLoop(job=measured_job("one", Phase.PREFILL, 2), busy=0.01, alone=0.04, seconds=seconds)
 
     work = Work.prefill("one", 0.5, [10])
     for seconds, speed in ((0.04, 1.0), (0.03, 1.0), (0.0475, 0.25), (0.05, SLOWEST), (0.09, SLOWEST)):
@@ -73,7 +73,9 @@ def test_a_job_loses_what_it_lost_of_the_loops_time() -> None:
 
 def test_a_job_keeps_the_speed_of_the_most_similar_job() -> None:
     def lost(model: str, phase: Phase, cores: int, part: float) -> BesideLoop:
-        return BesideLoop(doing=doing(model, phase, cores), busy=0.01, alone=0.04, seconds=0.04 + 0.01 * part)
+        return BesideLoop(
+            job=measured_job(model, phase, cores), busy=0.01, alone=0.04, seconds=0.04 + 0.01 * part
+        )
 
     found = cpu_costs(
         lost("one", Phase.DECODE, 1, 0.2),

@@ -23,7 +23,7 @@ from tools.fit_cost_model import (
 )
 
 from kvloom.plan.cost.devices import FITTED
-from kvloom.plan.cost.fit import Spread, fit_positive
+from kvloom.plan.cost.fit import Spread, fit_nonnegative
 from kvloom.plan.cost.work import Work
 
 PROFILE = "muxserve_a100_profile.csv"
@@ -70,14 +70,14 @@ def test_positive_coefficients_are_found_again(true: list[float], seed: int) -> 
     coefficients = np.array(true) / [1.0, 1e3, 1e-3]
     seconds = features @ coefficients + 1e-3
     features = np.column_stack([features, np.ones(20)])
-    found = fit_positive(features, seconds)
+    found = fit_nonnegative(features, seconds)
     assert (found >= 0.0).all()
     assert features @ found == pytest.approx(seconds, rel=1e-6)
 
 
 def test_a_coefficient_that_would_be_negative_is_nothing() -> None:
     x = np.arange(1.0, 9.0)
-    found = fit_positive(np.column_stack([np.ones(8), x]), 20.0 - x)
+    found = fit_nonnegative(np.column_stack([np.ones(8), x]), 20.0 - x)
     assert found[1] == 0.0
     assert 12.0 < found[0] < 19.0
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvloom.plan.cost.fit import Curve
-from kvloom.plan.cost.measured import Measured, cross_validate
+from kvloom.plan.cost.measured import ProfiledCostModel, cross_validate
 from kvloom.plan.cost.profile import (
-    JobMeasured,
+    EngineStep,
+    MeasuredJob,
+    PrefillGap,
     Profile,
-    PromptedSeconds,
-    Stepped,
     TimedMixed,
     read_profile,
     write_profile,
@@ -29,7 +29,7 @@ from kvloom.types.job import Phase
 from tests.plan.cost.profiles import CORES, MODELS, SLOWER, make_profile, true_seconds
 
 PROFILE = make_profile()
-MODEL = Measured(PROFILE)
+MODEL = ProfiledCostModel(PROFILE)
 
 shares = st.floats(0.05, 1.0)
 lengths = st.lists(st.integers(1, 2000), min_size=1, max_size=300)
@@ -71,7 +71,7 @@ def test_less_than_one_core_is_a_part_of_it() -> None:
 
 def test_a_unit_of_fewer_cores() -> None:
     work = Work.decode("one", 1.0, [100])
-    assert Measured(PROFILE, cores=2).seconds(work) == MODEL.seconds(replace(work, share=0.5))
+    assert ProfiledCostModel(PROFILE, cores=2).seconds(work) == MODEL.seconds(replace(work, share=0.5))
 
 
 @given(all_works)
@@ -101,10 +101,10 @@ def test_a_mixed_job_reads_the_weights_once() -> None:
 def test_mixed_jobs_take_as_many_times_longer_as_they_did() -> None:
     """Of one model three were measured, one of them badly."""
     profile, parts = make_profile(), (Work.prefill("one", 1.0, [100]), Work.decode("one", 1.0, [50] * 8))
-    prompts, step = (JobMeasured.of(work, 4) for work in parts)
+    prompts, step = (MeasuredJob.of(work, 4) for work in parts)
     together = sum(map(true_seconds, parts)) - true_seconds(Work.decode("one", 1.0, [0]))
     rows = [TimedMixed(prompts=prompts, step=step, seconds=(times * together,)) for times in (1.2, 1.21, 7.0)]
-    before, after = Measured(profile), Measured(replace(profile, mixed=tuple(rows)))
+    before, after = ProfiledCostModel(profile), ProfiledCostModel(replace(profile, mixed=tuple(rows)))
     for model, times in (("one", 1.21), ("two", 1.0)):
         work = Work.of(model, Phase.MIXED, 1.0, np.array([1, 1, 30]), np.array([20, 70, 0]), 3, 2)
         assert after.seconds(work) == pytest.approx(times * before.seconds(work), rel=0.02)
@@ -127,7 +127,7 @@ def test_attention_is_what_a_step_takes_longer_for_its_context() -> None:
 def test_one_outlier_of_three_does_not_count() -> None:
     assert all(max(timed.seconds) > 8 * min(timed.seconds) for timed in PROFILE.jobs)
     for timed in PROFILE.jobs:
-        work = timed.doing.work(CORES)
+        work = timed.job.work(CORES)
         assert MODEL.seconds(work) == pytest.approx(true_seconds(work), rel=0.02)
 
 
@@ -154,34 +154,36 @@ def test_company_never_helps_and_shares_are_shared(work: Work, beside: list[Work
 def test_what_the_engine_takes_between_steps() -> None:
     for sequences in (1, 20, 200):
         expected = pytest.approx(1e-4 + 1e-5 * sequences, rel=0.01)
-        assert MODEL.between_steps(sequences) == expected
-        assert MODEL.between(Work.decode("one", 1.0, [50] * sequences)) == expected
-    assert Measured(msgspec.structs.replace(PROFILE, steps=())).between_steps(8) == 0.0
+        assert MODEL.step_gap(sequences) == expected
+        assert MODEL.engine_gap(Work.decode("one", 1.0, [50] * sequences)) == expected
+    assert ProfiledCostModel(msgspec.structs.replace(PROFILE, steps=())).step_gap(8) == 0.0
 
 
 def test_a_job_with_prompts_costs_the_engine_more() -> None:
-    row = PromptedSeconds(model="one", between=5e-4)
-    model = Measured(msgspec.structs.replace(PROFILE, prompted=(row,)))
+    row = PrefillGap(model="one", gap=5e-4)
+    model = ProfiledCostModel(msgspec.structs.replace(PROFILE, prefill_gaps=(row,)))
     prefill, decode = Work.prefill("one", 1.0, [100]), Work.decode("one", 1.0, [100])
-    assert model.between(prefill) == pytest.approx(model.between_steps(1) + 5e-4)
-    assert model.between(decode) == model.between_steps(1)
-    assert model.between(msgspec.structs.replace(prefill, model="two")) == model.between_steps(1)
+    assert model.engine_gap(prefill) == pytest.approx(model.step_gap(1) + 5e-4)
+    assert model.engine_gap(decode) == model.step_gap(1)
+    assert model.engine_gap(msgspec.structs.replace(prefill, model="two")) == model.step_gap(1)
 
 
 def test_decode_steps_are_as_long_as_under_an_engine() -> None:
     contexts = [40] * 8
     alone = MODEL.seconds(Work.decode("one", 1.0, contexts))
     steps = [
-        Stepped(model="one", sequences=8, between=1e-4, step=factor * alone, context=sum(contexts))
+        EngineStep(model="one", sequences=8, gap=1e-4, step=factor * alone, context=sum(contexts))
         for factor in (0.7, 0.8, 3.0)
     ]
-    model = Measured(msgspec.structs.replace(PROFILE, steps=tuple(steps)))
+    model = ProfiledCostModel(msgspec.structs.replace(PROFILE, steps=tuple(steps)))
     assert model.seconds(Work.decode("one", 1.0, contexts)) == pytest.approx(0.8 * alone)
     for work in (Work.prefill("one", 1.0, [100]), Work.decode("two", 1.0, contexts)):
         assert model.seconds(work) == MODEL.seconds(work)
-    half = Measured(msgspec.structs.replace(PROFILE, steps=tuple(steps)), CORES // 2)
+    half = ProfiledCostModel(msgspec.structs.replace(PROFILE, steps=tuple(steps)), CORES // 2)
     on_half = Work.decode("one", 1.0, contexts)
-    assert half.seconds(on_half) == pytest.approx(0.8 * Measured(PROFILE, CORES // 2).seconds(on_half))
+    assert half.seconds(on_half) == pytest.approx(
+        0.8 * ProfiledCostModel(PROFILE, CORES // 2).seconds(on_half)
+    )
 
 
 def test_a_curve_between_its_knots() -> None:
@@ -209,9 +211,9 @@ def test_a_fit_that_cannot_follow_is_told() -> None:
 def test_a_model_that_was_not_measured() -> None:
     with pytest.raises(ConfigError, match=r"'three' was not measured; one, two were"):
         MODEL.seconds(Work.decode("three", 1.0, [1]))
-    decodes = tuple(timed for timed in PROFILE.jobs if timed.doing.phase is Phase.DECODE)
+    decodes = tuple(timed for timed in PROFILE.jobs if timed.job.phase is Phase.DECODE)
     with pytest.raises(ConfigError, match="no prefill of one was measured"):
-        Measured(msgspec.structs.replace(PROFILE, jobs=decodes))
+        ProfiledCostModel(msgspec.structs.replace(PROFILE, jobs=decodes))
 
 
 def test_a_profile_is_written_and_read(tmp_path: Path) -> None:
@@ -240,7 +242,7 @@ def damaged(profile: Profile) -> dict[str, bytes]:
     [
         ("cut", "no profile"),
         ("empty", "no profile"),
-        ("other version", "version 8, and this kvloom reads 7"),
+        ("other version", f"version {PROFILE_VERSION + 1}, and this kvloom reads {PROFILE_VERSION}"),
         ("no version", "version"),
         ("text", "no profile"),
         ("negative", "batch"),

@@ -12,7 +12,7 @@ import transformers
 from msgspec.structs import replace
 
 from kvloom.plan.cost.devices import DEVICES, find_device
-from kvloom.plan.cost.shapes import find_shape, read_shape, shape_of
+from kvloom.plan.cost.shapes import find_shape, read_shape, shape_from_config
 from kvloom.types.errors import ConfigError
 from tests.checkpoints import _SMALL, ARCHITECTURES
 
@@ -62,7 +62,7 @@ def test_unlike_layers_have_no_shape(architecture: str, tmp_path: Path) -> None:
 
 
 def test_known_shapes_are_as_published() -> None:
-    assert shape_of(LLAMA) == find_shape("Llama3-8B")
+    assert shape_from_config(LLAMA) == find_shape("Llama3-8B")
     kv = {"llama-7b": 524_288, "llama-13b": 819_200, "llama-30b": 1_597_440, "llama-65b": 2_621_440}
     for name, size in kv.items():
         assert find_shape(name).kv_bytes == size
@@ -85,7 +85,7 @@ def test_k_and_v_may_have_a_format_of_their_own() -> None:
 
 def test_the_part_that_speaks() -> None:
     config = {"model_type": "gemma3", "text_config": LLAMA, "vision_config": {"hidden_size": 1152}}
-    assert shape_of(config) == shape_of(LLAMA)
+    assert shape_from_config(config) == shape_from_config(LLAMA)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from kvloom.lab.sim.fleet import Rescheduling
+from kvloom.lab.sim.fleet import ReschedulingSettings
 from kvloom.lab.sim.nodes import SimulatedNode
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.router.candidates import FAILURES
@@ -281,7 +281,7 @@ class FaultScenario:
     """The rates of faults of the fleet scheduler's calls, if they are others."""
     delay: float = 0.0003
     """The seconds that the wire takes one way."""
-    rescheduling: Rescheduling | None = None
+    rescheduling: ReschedulingSettings | None = None
     """The settings of the fleet scheduler; None if there is none."""
     nodes: tuple[SimulatedNode, ...] = ()
     """The machines of the units; empty if all are on one."""

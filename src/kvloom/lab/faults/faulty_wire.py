@@ -138,12 +138,12 @@ class FaultyWire(FaultyCalls, RemoteEngine):
 
     async def _outcome(self, process: EngineProcess, served: asyncio.Task[Any]) -> Any:
         """Returns or raises what the engine did, unless it has died meanwhile."""
-        both: list[asyncio.Future[Any]] = [served, process.over]
+        both: list[asyncio.Future[Any]] = [served, process.ended]
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         finally:
             served.cancel()
-        if process.over.done():
+        if process.ended.done():
             await self._reached()
             raise ConnectionLost("the connection broke: the engine is gone")
         return outcome(served)

@@ -16,7 +16,7 @@ from kvloom.journal.records import Recorder
 from kvloom.lab.faults.faults import FaultSource, text_of
 from kvloom.lab.faults.faulty_wire import FaultyCalls, FaultyWire, outcome, tried
 from kvloom.lab.faults.journal import ClientAnswer, Journal
-from kvloom.lab.sim.fleet import Rescheduling
+from kvloom.lab.sim.fleet import ReschedulingSettings
 from kvloom.lab.sim.processes import Crashed, ProcessTasks
 from kvloom.router.program import Program
 from kvloom.router.rescheduling import Rescheduler
@@ -249,7 +249,7 @@ class SchedulerProcess:
     """A fleet scheduler that is lost and started anew, and knows nothing when it starts."""
 
     def __init__(
-        self, given: Rescheduling, wire: FleetWire, clock: Clock, journal: Journal, crashed: Crashed
+        self, given: ReschedulingSettings, wire: FleetWire, clock: Clock, journal: Journal, crashed: Crashed
     ) -> None:
         self._given = given
         self._wire = wire

@@ -16,8 +16,8 @@ from kvloom.lab.faults.invariants import InvariantChecker, LentArena, split_job
 from kvloom.lab.faults.journal import Journal
 from kvloom.lab.sim.content import Content, JobFailed
 from kvloom.lab.sim.cpu import EngineCpu
-from kvloom.lab.sim.evenly import EvenlyOperated
 from kvloom.lab.sim.executor import ModelledExecutor
+from kvloom.lab.sim.linear_cost import LinearOperatorCost
 from kvloom.lab.sim.processes import (
     GATEWAY_NAME,
     ModelledLauncher,
@@ -172,7 +172,7 @@ class FaultyHost(UnitHost):
         unit, block = self.unit, self.unit.spec.block_bytes
         geometries = {name: shape.geometry(block) for name, shape in unit.shapes.items()}
         vocab = next(iter(unit.shapes.values())).vocab
-        others = unit.cost.shapes.values() if isinstance(unit.cost, EvenlyOperated) else ()
+        others = unit.cost.shapes.values() if isinstance(unit.cost, LinearOperatorCost) else ()
         width = max((shape.geometry(block).tokens_per_block for shape in others), default=0)
         return InvariantChecker(geometries, unit.spec.kv_bytes // block, vocab, width=width)
 

@@ -25,7 +25,7 @@ from kvloom.lab.faults.faults import (
     UnitRemoved,
 )
 from kvloom.lab.faults.guides import GUIDES
-from kvloom.lab.sim.evenly import Evenly, EvenlyOperated
+from kvloom.lab.sim.linear_cost import LinearCost, LinearOperatorCost
 from kvloom.lab.sim.nodes import SimulatedNode
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.plan.cost.shapes import ModelShape
@@ -263,5 +263,5 @@ def with_weaving(scenario: FaultScenario) -> FaultScenario:
 
 def _operated(unit: SimulatedUnit, shapes: Mapping[str, ModelShape]) -> SimulatedUnit:
     """Returns the unit with a device whose operators are known."""
-    assert isinstance(unit.cost, Evenly)
-    return with_fields(unit, cost=EvenlyOperated(unit.cost.pace, shapes))
+    assert isinstance(unit.cost, LinearCost)
+    return with_fields(unit, cost=LinearOperatorCost(unit.cost.pace, shapes))

@@ -32,8 +32,8 @@ from kvloom.lab.faults.more_draws import (
     with_stop_strings,
     with_weaving,
 )
-from kvloom.lab.sim.evenly import Evenly
-from kvloom.lab.sim.fleet import Rescheduling
+from kvloom.lab.sim.fleet import ReschedulingSettings
+from kvloom.lab.sim.linear_cost import LinearCost
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.types.request import SamplingParams, StartGenerate
@@ -177,7 +177,7 @@ class DrawnScenario:
             quotas="fixed" if self._odds(0.1) else "adaptive",
             overload=draw.choice((0.0, 0.0, 0.5)),
         )
-        cost, bandwidth = Evenly(draw.choice(self.paces)), draw.choice(self.links)
+        cost, bandwidth = LinearCost(draw.choice(self.paces)), draw.choice(self.links)
         return SimulatedUnit(spec, shapes, draw.choice((1, 2, 4)), cost, bandwidth=bandwidth, max_steps=1)
 
     def _model(self, name: str) -> ModelSpec:
@@ -199,9 +199,9 @@ class DrawnScenario:
         }
         return Switch(at, program, options)
 
-    def _rescheduling(self, units: Sequence[SimulatedUnit]) -> Rescheduling:
+    def _rescheduling(self, units: Sequence[SimulatedUnit]) -> ReschedulingSettings:
         draw = self._random
-        return Rescheduling(draw.choice((0.05, 0.2, 0.5)), draw.choice(BANDS))
+        return ReschedulingSettings(draw.choice((0.05, 0.2, 0.5)), draw.choice(BANDS))
 
     # -- who asks ---------------------------------------------------------------------------------------
 
@@ -330,10 +330,10 @@ class Restless(DrawnScenario):
             units = super()._units()
         return tuple(replace(unit, start=self._random.choice((0.01, 0.1))) for unit in units)
 
-    def _rescheduling(self, units: Sequence[SimulatedUnit]) -> Rescheduling:
+    def _rescheduling(self, units: Sequence[SimulatedUnit]) -> ReschedulingSettings:
         draw = self._random
         edge = draw.choice(EDGES)
-        given = Rescheduling(draw.choice((0.025, 0.05)), Thresholds(edge, edge, floor=0.0))
+        given = ReschedulingSettings(draw.choice((0.025, 0.05)), Thresholds(edge, edge, floor=0.0))
         if self._odds(0.6):
             return given
         low = draw.choice((100.0, 200.0, 400.0))

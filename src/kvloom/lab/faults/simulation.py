@@ -42,7 +42,7 @@ from kvloom.lab.faults.journal import ClientAnswer, Journal
 from kvloom.lab.faults.laws import Broken, check_pool
 from kvloom.lab.faults.nodes import MARGIN, FaultyNodes
 from kvloom.lab.faults.recorded import told_as
-from kvloom.lab.sim.fleet import begin, take
+from kvloom.lab.sim.fleet import forward_to_controller, start_controller
 from kvloom.lab.sim.links import TimedLink
 from kvloom.lab.sim.offload import OffloadingUnits
 from kvloom.lab.sim.processes import ProcessTasks, Surroundings
@@ -100,7 +100,7 @@ class FaultSimulation:
         self._launcher.told = self._tell
         self._store = _Store()
         self._timing = replace(AT_ONCE, lease=scenario.node_lease + MARGIN)
-        self.controller = begin(
+        self.controller = start_controller(
             self._launcher,
             scenario.units,
             scenario.rescheduling,
@@ -219,7 +219,7 @@ class FaultSimulation:
             self._launcher.resume()
         unsaid, self._unsaid = self._unsaid, []
         for name, said in unsaid:
-            take(self.controller, name, said)
+            forward_to_controller(self.controller, name, said)
 
     def _hear(self, report: Report | NodeReport) -> None:
         """Passes on what the controller hears of, if there is one."""
@@ -229,7 +229,7 @@ class FaultSimulation:
 
     def _say(self, name: str, said: Said) -> None:
         if self._controlled.is_set():
-            take(self.controller, name, said)
+            forward_to_controller(self.controller, name, said)
         else:
             self._unsaid.append((name, said))
 

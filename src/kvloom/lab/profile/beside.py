@@ -11,23 +11,23 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 from typing import Final, TypeVar
 
-from kvloom.lab.profile.jobs import Limits, Setting, Stage, decode, prefill
+from kvloom.lab.profile.jobs import JobRunner, Limits, Setting, decode, prefill
 from kvloom.lab.profile.processes import busy_processes
-from kvloom.plan.cost.profile import BesideLoop, Colocated, JobMeasured, Oversubscribed
+from kvloom.plan.cost.profile import BesideLoop, Colocated, MeasuredJob, Oversubscribed
 
 T = TypeVar("T")
 
 PROMPT_TOKENS, SHORT_PROMPT_TOKENS, CONTEXT = 256, 32, 128
 FEW, MANY = 4, 32  # sequences of a decode step
-MOST_PAIRS = 24
-MOST_OVERSUBSCRIBED = 24  # jobs of all models that are measured beside busy processes
+MAX_PAIRS = 24
+MAX_OVERSUBSCRIBED = 24  # jobs of all models that are measured beside busy processes
 
 
 def pairs(models: Sequence[str], cores: int, limits: dict[str, Limits]) -> list[tuple[Setting, Setting]]:
     """Returns pairs of jobs on half of the cores each: prefills beside decodes, and decodes beside decodes of
     another model. Of many models not all are paired with each other."""
     found = [pair for pair in _pairs(models, cores, limits) if _fit(pair, limits)]
-    return some_of(found, MOST_PAIRS)
+    return some_of(found, MAX_PAIRS)
 
 
 def some_of(all_: Sequence[T], most: int) -> list[T]:
@@ -59,11 +59,11 @@ def _fit(pair: tuple[Setting, Setting], limits: dict[str, Limits]) -> bool:
     )
 
 
-async def measure_pair(stage: Stage, pair: tuple[Setting, Setting], repeats: int) -> list[Colocated]:
+async def measure_pair(runner: JobRunner, pair: tuple[Setting, Setting], repeats: int) -> list[Colocated]:
     """Measures both of them, each beside the other."""
     first, second = pair
-    with stage.placed(first) as these, stage.placed(second) as those:
-        alone = [await _alone(stage, first, these, repeats), await _alone(stage, second, those, repeats)]
+    with runner.placed(first) as these, runner.placed(second) as those:
+        alone = [await _alone(runner, first, these, repeats), await _alone(runner, second, those, repeats)]
         enough = asyncio.Event()
         counts = [0, 0]
 
@@ -72,7 +72,7 @@ async def measure_pair(stage: Stage, pair: tuple[Setting, Setting], repeats: int
             and the last may have ended after it."""
             seconds = []
             while not enough.is_set():
-                seconds.append(await stage.run(setting, ids))
+                seconds.append(await runner.run(setting, ids))
                 counts[which] += 1
                 if min(counts) >= repeats + 2:
                     enough.set()
@@ -84,8 +84,8 @@ async def measure_pair(stage: Stage, pair: tuple[Setting, Setting], repeats: int
     for i, (setting, beside) in enumerate(((first, second), (second, first))):
         found.append(
             Colocated(
-                doing=_doing(setting),
-                beside=_doing(beside),
+                job=_measured(setting),
+                beside=_measured(beside),
                 alone=alone[i],
                 seconds=median(running[i].result()),
             )
@@ -93,21 +93,21 @@ async def measure_pair(stage: Stage, pair: tuple[Setting, Setting], repeats: int
     return found
 
 
-async def _alone(stage: Stage, setting: Setting, ids: list[int], repeats: int) -> float:
-    await stage.run(setting, ids)
-    return median([await stage.run(setting, ids) for _ in range(repeats)])
+async def _alone(runner: JobRunner, setting: Setting, ids: list[int], repeats: int) -> float:
+    await runner.run(setting, ids)
+    return median([await runner.run(setting, ids) for _ in range(repeats)])
 
 
-def _doing(setting: Setting) -> JobMeasured:
-    return JobMeasured.of(setting.work(setting.cores), setting.cores)
+def _measured(setting: Setting) -> MeasuredJob:
+    return MeasuredJob.of(setting.work(setting.cores), setting.cores)
 
 
-OVER: Final = (1, 2)  # threads more than there are cores
+EXCESS_THREADS: Final = (1, 2)  # threads more than there are cores
 LOOP_BURST: Final = 0.001  # seconds of the loop's work at a time, at most
-ENOUGH: Final = 0.3  # seconds of a job's runs, within its repeats and MOST
-MOST: Final = 300
+TARGET_SECONDS: Final = 0.3  # seconds of a job's runs, within its repeats and MAX_RUNS
+MAX_RUNS: Final = 300
 BUSY_PART: Final = 0.5  # the part of the time for which a busy process wants a core
-MOST_SCALED: Final = 4  # what was lost is multiplied by this at most
+MAX_SCALE: Final = 4  # what was lost is multiplied by this at most
 
 
 def settings_beside_others(model: str, cores: int, limits: Limits, *, quick: bool = False) -> list[Setting]:
@@ -123,45 +123,45 @@ def settings_beside_others(model: str, cores: int, limits: Limits, *, quick: boo
 
 
 async def measure_oversubscribed(
-    stage: Stage, settings: Sequence[Setting], cores: int, repeats: int
+    runner: JobRunner, settings: Sequence[Setting], cores: int, repeats: int
 ) -> list[Oversubscribed]:
-    """Measures each of them beside so many busy processes that on average `OVER` threads more want to run
-    than the machine has cores, and alone just before, because the machine's own pace changes.
+    """Measures each of them beside so many busy processes that on average `EXCESS_THREADS` threads more want
+    to run than the machine has cores, and alone just before, because the machine's own pace changes.
 
     The processes work in bursts, as a server's do: endless loops would hold a job's thread up for a slice of
     the scheduler's each time, and leave its caches as they are. From the part of the time for which they
     had a core or waited for one follows how many threads too many there really were; what the job lost is
-    scaled from that number to the one in `OVER`."""
+    scaled from that number to the one in `EXCESS_THREADS`."""
     found = []
 
     def busy_beside(pair: tuple[Setting, int]) -> int:
         return processes_for(pair[1], cores - pair[0].cores)
 
-    wanted = sorted(itertools.product(settings, OVER), key=busy_beside)
+    wanted = sorted(itertools.product(settings, EXCESS_THREADS), key=busy_beside)
     for busy, group in itertools.groupby(wanted, key=busy_beside):
         with busy_processes(busy) as busy_ones:
-            for setting, over in group:
+            for setting, excess in group:
                 busy_ones.rest()
-                alone = median(await _runs(stage, setting, repeats))
+                alone = median(await _runs(runner, setting, repeats))
                 busy_ones.work()
                 begun, before = time.perf_counter(), busy_ones.wanted_seconds
-                beside = fmean(await _runs(stage, setting, repeats))
+                beside = fmean(await _runs(runner, setting, repeats))
                 work = (busy_ones.wanted_seconds - before) / (time.perf_counter() - begun) / busy
-                extra = max(over / MOST_SCALED, mean_over(busy, min(1.0, work), cores - setting.cores))
-                lost = max(0.0, beside - alone) * over / extra
+                extra = max(excess / MAX_SCALE, mean_excess(busy, min(1.0, work), cores - setting.cores))
+                lost = max(0.0, beside - alone) * excess / extra
                 found.append(
-                    Oversubscribed(doing=_doing(setting), over=over, alone=alone, seconds=alone + lost)
+                    Oversubscribed(job=_measured(setting), excess=excess, alone=alone, seconds=alone + lost)
                 )
     return found
 
 
-def processes_for(over: int, free: int) -> int:
-    """Returns how many processes it takes, each of which wants a core for half of the time, to have `over`
+def processes_for(excess: int, free: int) -> int:
+    """Returns how many processes it takes, each of which wants a core for half of the time, to have `excess`
     threads more than there are cores on average, if `free` cores have nothing else."""
-    return next(count for count in itertools.count(over) if mean_over(count, BUSY_PART, free) >= over)
+    return next(count for count in itertools.count(excess) if mean_excess(count, BUSY_PART, free) >= excess)
 
 
-def mean_over(processes: int, work: float, free: int) -> float:
+def mean_excess(processes: int, work: float, free: int) -> float:
     """Returns how many threads more than there are cores want to run on average if each of so many processes
     does for a part `work` of the time, independently of the others, and `free` cores have nothing else."""
     return sum(
@@ -170,17 +170,19 @@ def mean_over(processes: int, work: float, free: int) -> float:
     )
 
 
-async def measure_beside_loop(stage: Stage, settings: Sequence[Setting], repeats: int) -> list[BesideLoop]:
+async def measure_beside_loop(
+    runner: JobRunner, settings: Sequence[Setting], repeats: int
+) -> list[BesideLoop]:
     """Measures each of them while this process's loop works by turns in the first half of the job's time, as
     an engine does that sends what the job before has drawn."""
     found = []
     for setting in settings:
-        alone = median(await _runs(stage, setting, repeats))
-        with stage.placed(setting) as ids:
-            runs = [await _beside_loop(stage, setting, ids, alone) for _ in range(_count(alone, repeats))]
+        alone = median(await _runs(runner, setting, repeats))
+        with runner.placed(setting) as ids:
+            runs = [await _beside_loop(runner, setting, ids, alone) for _ in range(_count(alone, repeats))]
         found.append(
             BesideLoop(
-                doing=_doing(setting),
+                job=_measured(setting),
                 busy=median(busy for busy, _ in runs),
                 alone=alone,
                 seconds=median(seconds for _, seconds in runs),
@@ -189,19 +191,21 @@ async def measure_beside_loop(stage: Stage, settings: Sequence[Setting], repeats
     return found
 
 
-async def _runs(stage: Stage, setting: Setting, repeats: int) -> list[float]:
-    with stage.placed(setting) as ids:
-        first = await stage.run(setting, ids)
-        return [await stage.run(setting, ids) for _ in range(_count(first, repeats))]
+async def _runs(runner: JobRunner, setting: Setting, repeats: int) -> list[float]:
+    with runner.placed(setting) as ids:
+        first = await runner.run(setting, ids)
+        return [await runner.run(setting, ids) for _ in range(_count(first, repeats))]
 
 
 def _count(seconds: float, repeats: int) -> int:
-    return max(repeats, min(MOST, int(ENOUGH / seconds)))
+    return max(repeats, min(MAX_RUNS, int(TARGET_SECONDS / seconds)))
 
 
-async def _beside_loop(stage: Stage, setting: Setting, ids: list[int], alone: float) -> tuple[float, float]:
+async def _beside_loop(
+    runner: JobRunner, setting: Setting, ids: list[int], alone: float
+) -> tuple[float, float]:
     """Returns the seconds that the loop worked, and those of the job."""
-    job = asyncio.ensure_future(stage.run(setting, ids))
+    job = asyncio.ensure_future(runner.run(setting, ids))
     await asyncio.sleep(0)  # it is launched
     began, busy = time.perf_counter(), 0.0
     burst = min(LOOP_BURST, alone / 2)

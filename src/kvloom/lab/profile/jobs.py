@@ -21,7 +21,7 @@ from kvloom.exec.cpu.executor import TorchExecutor
 from kvloom.exec.loader import LoadedModel
 from kvloom.kv.arena import Arena
 from kvloom.kv.pool import Pool
-from kvloom.plan.cost.profile import PromptedSeconds, Stepped
+from kvloom.plan.cost.profile import EngineStep, PrefillGap
 from kvloom.plan.cost.work import Work
 from kvloom.transfer.shared_memory import ShmTransport
 from kvloom.types.clock import WallClock
@@ -158,7 +158,7 @@ def _doubling(begin: int, end: int) -> list[int]:
     return [begin << i for i in range(32) if begin << i < end]
 
 
-class Stage:
+class JobRunner:
     """Runs the job of a setting again and again over the same sequences. None of them grows, and what they
     have is taken as computed, because time does not depend on what K and V are."""
 
@@ -268,9 +268,9 @@ class WatchedExecutor(TorchExecutor):
         return future
 
 
-async def measure_steps(
+async def measure_step(
     executor: WatchedExecutor, spec: EngineSpec, model: str, sequences: int, steps: int, temperature: float
-) -> Stepped | None:
+) -> EngineStep | None:
     """Measures `steps` steps of that many sequences, whose callers are told of all tokens at the end: what
     sending them costs is measured under the server. Returns None if the sequences never ran all together,
     because the pool does not hold them."""
@@ -280,18 +280,18 @@ async def measure_steps(
     whole = [one for one in executor.seen if one.phase is Phase.DECODE and one.batch == sequences][1:]
     if not whole:
         return None
-    return Stepped(
+    return EngineStep(
         model=model,
         sequences=sequences,
-        between=median(one.gap for one in whole),
+        gap=median(one.gap for one in whole),
         step=median(one.span for one in whole),
         context=round(median(one.context for one in whole)),
     )
 
 
-async def measure_prompted(
+async def measure_prefill_gap(
     executor: WatchedExecutor, spec: EngineSpec, model: str, prompts: int, tokens: int, temperature: float
-) -> PromptedSeconds | None:
+) -> PrefillGap | None:
     """Measures what requests cost an engine besides their jobs. While one sequence decodes, so many come, one
     after every `PROMPT_EVERY` of its steps, each with `tokens` of a prompt and an answer of one. Returns None
     if no job between two steps had prompts."""
@@ -311,7 +311,7 @@ async def measure_prompted(
             prompted.append(one.gap + after.gap)
     if not plain or not prompted:
         return None
-    return PromptedSeconds(model=model, between=max(0.0, median(prompted) - 2 * median(plain)))
+    return PrefillGap(model=model, gap=max(0.0, median(prompted) - 2 * median(plain)))
 
 
 @asynccontextmanager

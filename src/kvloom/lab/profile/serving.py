@@ -24,8 +24,8 @@ from kvloom.lab.workload.arrivals import poisson
 from kvloom.lab.workload.request import WorkloadRequest
 from kvloom.lab.workload.results import Results, read_results
 from kvloom.lab.workload.traces import VERSION, Header, write_workload
-from kvloom.plan.cost.fit import fit_positive
-from kvloom.plan.cost.measured import Measured
+from kvloom.plan.cost.fit import fit_nonnegative
+from kvloom.plan.cost.measured import ProfiledCostModel
 from kvloom.plan.cost.profile import CpuOverhead, Role
 from kvloom.plan.cost.work import Work
 from kvloom.serve.local import ENGINE_MODULE, GATEWAY_MODULE
@@ -43,14 +43,17 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests that come at random moments, with prompts and answers of so many tokens. busy: the part of the
-    time for which jobs would run if each had one sequence; more than 1 if they are to run together."""
+    """Requests that come at random moments, with prompts and answers of so many tokens."""
 
     busy: float
+    """The load, as the part of the time for which jobs would run if each had one sequence; it is more than 1
+    if they are to run together."""
     output: int
     prompt: int = 64
 
-    def requests(self, cost: Measured, bounds: Mapping[str, Bounds], seconds: float) -> list[WorkloadRequest]:
+    def requests(
+        self, cost: ProfiledCostModel, bounds: Mapping[str, Bounds], seconds: float
+    ) -> list[WorkloadRequest]:
         """Returns about so many seconds of requests, of each model as many in turn. bounds: those of each
         model."""
         context = min(bound.context for bound in bounds.values())
@@ -58,7 +61,7 @@ class Load:
         output = min(self.output, context - prompt)
         jobs = [Work.decode(model, 1.0, [prompt]) for model in bounds] * (output - 1)
         jobs += [Work.prefill(model, 1.0, [prompt]) for model in bounds]
-        gap = sum(cost.seconds(job) + cost.between(job) for job in jobs) / len(bounds) / self.busy
+        gap = sum(cost.seconds(job) + cost.engine_gap(job) for job in jobs) / len(bounds) / self.busy
         most = min(bound.waiting for bound in bounds.values())
         each = min(most, MOST_REQUESTS, max(FEWEST_REQUESTS, round(seconds / gap / len(bounds))))
         moments = (gap * np.cumsum(poisson(np.random.default_rng(0), each * len(bounds)))).tolist()
@@ -83,12 +86,13 @@ LEAST: Final = 1e-9  # seconds; a fit by ratios wants more than 0
 
 
 @dataclass(frozen=True, slots=True)
-class OwnWork:
-    """An engine's work between its jobs. `between` returns the seconds after a step of so many sequences.
-    `prompted` is how many seconds more it is around a job with prompts."""
+class EngineGaps:
+    """The seconds between an engine's jobs, in which it works itself."""
 
-    between: Callable[[int], float]
-    prompted: float
+    step: Callable[[int], float]
+    """Returns the seconds after a step of so many sequences."""
+    prefill: float
+    """The seconds that come on top of that around a job with prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,7 @@ class Loaded:
     turns: float
     """How many times tokens came, however many at a time: the jobs."""
     cpu: Mapping[Role, float]
-    """The CPU seconds of each role; the engines' are without their own work between jobs."""
+    """The CPU seconds of each role; the engines' are without the gaps between their jobs."""
 
 
 def split_cpu_time(loads: Sequence[Loaded]) -> tuple[CpuOverhead, ...]:
@@ -126,7 +130,7 @@ def split_cpu_time(loads: Sequence[Loaded]) -> tuple[CpuOverhead, ...]:
 def _role_costs(role: Role, loads: Sequence[Loaded]) -> CpuOverhead:
     features = np.array([[load.requests, load.prompts, load.tokens, load.turns] for load in loads], float)
     seconds = np.array([max(load.cpu[role], LEAST) for load in loads])
-    request, prompt, token, turn = fit_positive(features, seconds).tolist()
+    request, prompt, token, turn = fit_nonnegative(features, seconds).tolist()
     return CpuOverhead(role=role, request=request, prompt=prompt, token=token, turn=turn)
 
 
@@ -135,7 +139,7 @@ JOBS: Final = {"kvloom_prefill_jobs": 1, "kvloom_decode_jobs": 1, "kvloom_mixed_
 """Metrics that together count jobs: a mixed one counts as a prefill and as a decode step, too."""
 PROMPTED: Final = "kvloom_prefill_jobs"
 WARMING: Final = 32  # requests
-MOST_OWN: Final = 0.9  # the part of the CPU time of an engine's loop that its work between jobs is at most
+MAX_GAP_PART: Final = 0.9  # the part of its loop's CPU time that an engine's gaps are at most
 READY: Final = re.compile(r"Ready in .*?(http://\S+)")
 START_TIMEOUT: Final = 600.0  # seconds for the server to start
 
@@ -157,16 +161,16 @@ class Server:
 async def measure_serving(
     arguments: Sequence[str],
     key: str | None,
-    own: OwnWork,
+    gaps: EngineGaps,
     loads: Sequence[Sequence[WorkloadRequest]],
     tell: Callable[[str], None],
 ) -> tuple[CpuOverhead, ...]:
     """Returns what the server's threads and the client do besides jobs, by `loads`.
 
-    `arguments` are those with which `kvloom serve` serves these models. `own` is an engine's work between
-    jobs, which is left out. Each load is sent by `kvloom bench serve` in a process of its own. The first
-    requests are sent once more before all others, so that what is done only once is not measured. Raises
-    ConfigError if the server does not start, or leaves a request without an answer."""
+    `arguments` are those with which `kvloom serve` serves these models. `gaps` are those between an engine's
+    jobs, whose CPU time is left out. Each load is sent by `kvloom bench serve` in a process of its own. The
+    first requests are sent once more before all others, so that what is done only once is not measured.
+    Raises ConfigError if the server does not start, or leaves a request without an answer."""
     found = list[Loaded]()
     with tempfile.TemporaryDirectory(prefix="kvloom-") as folder:
         tell("the server starts")
@@ -175,12 +179,12 @@ async def measure_serving(
             for number, load in enumerate((loads[0][:WARMING], *loads)):
                 what = f"load {number} of {len(loads)}" if number else "to warm up"
                 tell(f"{what}: {len(load)} requests of {load[0].prompt} and {load[0].output} tokens")
-                found.append(await _loaded(server, client, load, own))
+                found.append(await _loaded(server, client, load, gaps))
     return split_cpu_time(found[1:])
 
 
 async def _loaded(
-    server: Server, client: _Client, requests: Sequence[WorkloadRequest], own: OwnWork
+    server: Server, client: _Client, requests: Sequence[WorkloadRequest], gaps: EngineGaps
 ) -> Loaded:
     """Returns what a load was measured to take."""
     before, spent = await client.jobs(), server.cpu()
@@ -189,8 +193,8 @@ async def _loaded(
     jobs, total = await client.jobs() - before, results.total
     if jobs.all <= 0 or results.client_cpu is None:
         raise ConfigError(f"the served models counted {jobs.all:.0f} jobs for {total.requests} requests")
-    between = jobs.all * own.between(round(total.output_tokens / jobs.all)) + jobs.prompted * own.prompted
-    cpu["engine"] -= min(between, MOST_OWN * cpu["engine"])
+    in_gaps = jobs.all * gaps.step(round(total.output_tokens / jobs.all)) + jobs.prompted * gaps.prefill
+    cpu["engine"] -= min(in_gaps, MAX_GAP_PART * cpu["engine"])
     cpu["client"] = results.client_cpu
     prompts = sum(request.prompt for request in requests)
     return Loaded(total.requests, prompts, total.output_tokens, jobs.all, cpu)

@@ -1,4 +1,4 @@
-"""Measures all of a profile that needs only the executor and an engine in this process; `conduct.py` adds
+"""Measures all of a profile that needs only the executor and an engine in this process; `run.py` adds
 what needs a running server."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 
 from kvloom.config.machine import Machine
 from kvloom.lab.profile.beside import (
-    MOST_OVERSUBSCRIBED,
+    MAX_OVERSUBSCRIBED,
     SHORT_PROMPT_TOKENS,
     measure_beside_loop,
     measure_oversubscribed,
@@ -27,21 +27,21 @@ from kvloom.lab.profile.beside import (
 from kvloom.lab.profile.jobs import (
     PROMPT,
     PROMPT_EVERY,
+    JobRunner,
     Limits,
     Setting,
-    Stage,
     WatchedExecutor,
     core_counts,
     grid,
-    measure_prompted,
-    measure_steps,
+    measure_prefill_gap,
+    measure_step,
 )
 from kvloom.plan.cost.profile import (
     Computer,
-    JobMeasured,
+    EngineStep,
+    MeasuredJob,
+    PrefillGap,
     Profile,
-    PromptedSeconds,
-    Stepped,
     Timed,
     TimedMixed,
 )
@@ -99,8 +99,8 @@ async def measure(
 ) -> Profile:
     """Measures jobs alone, in pairs and beside other threads, and steps and prompts under the engine.
     `executor` has the models of `spec` loaded."""
-    stage, cores = Stage(executor, temperature=temperature), executor.compute
-    limits = {name: stage.limits(name, spec.chunk_tokens, spec.max_running) for name in shapes}
+    runner, cores = JobRunner(executor, temperature=temperature), executor.compute
+    limits = {name: runner.limits(name, spec.chunk_tokens, spec.max_running) for name in shapes}
     settings = [
         setting
         for name in shapes
@@ -113,24 +113,24 @@ async def measure(
         for name in shapes
         for setting in settings_beside_others(name, cores, limits[name], quick=effort.quick)
     ]
-    among = some_of(beside, MOST_OVERSUBSCRIBED)
+    among = some_of(beside, MAX_OVERSUBSCRIBED)
     work = effort.rounds * len(settings) + 4 * len(both) + 6 * len(among) + 4 * len(beside) + 8 * len(shapes)
     done = _Done(work, tell)
-    jobs, mixed = await _jobs(stage, settings, cores, effort, done)
+    jobs, mixed = await _jobs(runner, settings, cores, effort, done)
     colocated = []
     for pair in both:
-        done.tell(f"{Stage.told(pair[0])} beside {pair[1].model} {pair[1].phase.value}", 4)
-        colocated += await measure_pair(stage, pair, effort.repeats)
+        done.tell(f"{JobRunner.told(pair[0])} beside {pair[1].model} {pair[1].phase.value}", 4)
+        colocated += await measure_pair(runner, pair, effort.repeats)
     done.tell("jobs beside busy processes", 6 * len(among))
-    oversubscribed = await measure_oversubscribed(stage, among, computer.cores, effort.repeats)
+    oversubscribed = await measure_oversubscribed(runner, among, computer.cores, effort.repeats)
     done.tell("jobs beside the loop's work", 4 * len(beside))
-    beside_loop = await measure_beside_loop(stage, beside, effort.repeats)
-    steps, prompted = list[Stepped](), list[PromptedSeconds]()
+    beside_loop = await measure_beside_loop(runner, beside, effort.repeats)
+    steps, prefill_gaps = list[EngineStep](), list[PrefillGap]()
     for name in shapes:
         done.tell(f"{name} under the engine", 8)
         found = await _under_engine(executor, spec, name, limits[name], effort, temperature)
         steps += found[0]
-        prompted += found[1]
+        prefill_gaps += found[1]
     tell("done", 1.0)
     return Profile(
         computer=computer,
@@ -141,7 +141,7 @@ async def measure(
         jobs=jobs,
         colocated=tuple(colocated),
         steps=tuple(steps),
-        prompted=tuple(prompted),
+        prefill_gaps=tuple(prefill_gaps),
         mixed=mixed,
         oversubscribed=tuple(oversubscribed),
         beside_loop=tuple(beside_loop),
@@ -149,24 +149,24 @@ async def measure(
 
 
 async def _jobs(
-    stage: Stage, settings: list[Setting], cores: int, effort: Effort, done: _Done
+    runner: JobRunner, settings: list[Setting], cores: int, effort: Effort, done: _Done
 ) -> tuple[tuple[Timed, ...], tuple[TimedMixed, ...]]:
     """Measures each job alone, round by round. A decode step is timed after one like it, as under an engine,
     and so is any job in the first round, in which products are compiled. Returns the mixed jobs apart."""
     seconds: dict[Setting, list[float]] = {setting: [] for setting in settings}
     for number, setting in _in_rounds(settings, effort.rounds):
-        done.tell(Stage.told(setting))
+        done.tell(JobRunner.told(setting))
         if number < effort.slow_rounds or min(seconds[setting]) <= effort.slow:
             again = number == 0 or setting.phase is Phase.DECODE
-            seconds[setting].append(await _timed(stage, setting, again=again))
+            seconds[setting].append(await _timed(runner, setting, again=again))
     timed, timed_mixed = list[Timed](), list[TimedMixed]()
     for setting, found in seconds.items():
         work = setting.work(cores)
         if setting.phase is Phase.MIXED:
-            prompts, step = (JobMeasured.of(part, setting.cores) for part in (work.prompts, work.step))
+            prompts, step = (MeasuredJob.of(part, setting.cores) for part in (work.prompts, work.step))
             timed_mixed.append(TimedMixed(prompts=prompts, step=step, seconds=tuple(found)))
         else:
-            timed.append(Timed(doing=JobMeasured.of(work, setting.cores), seconds=tuple(found)))
+            timed.append(Timed(job=MeasuredJob.of(work, setting.cores), seconds=tuple(found)))
     return tuple(timed), tuple(timed_mixed)
 
 
@@ -184,12 +184,12 @@ def _in_rounds(settings: Sequence[Setting], rounds: int) -> Iterator[tuple[int, 
                 yield number, setting
 
 
-async def _timed(stage: Stage, setting: Setting, *, again: bool) -> float:
+async def _timed(runner: JobRunner, setting: Setting, *, again: bool) -> float:
     """Returns the seconds of one job; of its second run if `again`."""
-    with stage.placed(setting) as ids:
+    with runner.placed(setting) as ids:
         if again:
-            await stage.run(setting, ids)
-        return await stage.run(setting, ids)
+            await runner.run(setting, ids)
+        return await runner.run(setting, ids)
 
 
 async def _under_engine(
@@ -199,21 +199,21 @@ async def _under_engine(
     limits: Limits,
     effort: Effort,
     temperature: float,
-) -> tuple[list[Stepped], list[PromptedSeconds]]:
+) -> tuple[list[EngineStep], list[PrefillGap]]:
     """Returns what was measured under the engine of steps, and of prompts that come between them: as much as
     the pool has room for."""
-    stepped, prompted = list[Stepped | None](), list[PromptedSeconds | None]()
+    stepped, gaps = list[EngineStep | None](), list[PrefillGap | None]()
     steps = min(effort.steps, limits.context - PROMPT)
     for sequences in STEPPED[: 2 if effort.quick else None]:
         room = sequences * (PROMPT + steps + limits.page) <= limits.tokens
         if steps > 2 and room and sequences <= limits.batch:
-            stepped.append(await measure_steps(executor, spec, model, sequences, steps, temperature))
+            stepped.append(await measure_step(executor, spec, model, sequences, steps, temperature))
     tokens = min(SHORT_PROMPT_TOKENS, limits.chunk, limits.context - 1)
     prompts = min(effort.steps, (limits.context - PROMPT) // PROMPT_EVERY - 1)
     room = PROMPT + PROMPT_EVERY * (prompts + 1) + tokens + 2 * limits.page <= limits.tokens
     if prompts >= 1 and room and limits.batch >= 2:  # one decodes, and one comes
-        prompted.append(await measure_prompted(executor, spec, model, prompts, tokens, temperature))
-    return [one for one in stepped if one], [one for one in prompted if one]
+        gaps.append(await measure_prefill_gap(executor, spec, model, prompts, tokens, temperature))
+    return [one for one in stepped if one], [one for one in gaps if one]
 
 
 class _Done:

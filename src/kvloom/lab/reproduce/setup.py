@@ -15,9 +15,9 @@ from msgspec import structs
 
 from kvloom.lab.reproduce.kept_runs import KeptRuns
 from kvloom.lab.reproduce.report import Tell
-from kvloom.lab.sim.fleet import SimulatedFleet, simulated
-from kvloom.lab.sim.run import play
-from kvloom.lab.sim.unit import SimulatedUnit
+from kvloom.lab.sim.fleet import SimulatedFleet, run_fleet
+from kvloom.lab.sim.run import send_workload
+from kvloom.lab.sim.unit import MAX_RUNNING, MAX_WAITING, SimulatedUnit
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.lab.workload.arrivals import Steps, arrivals, poisson
 from kvloom.lab.workload.request import Prompts, RequestResult, WorkloadRequest
@@ -29,8 +29,6 @@ from kvloom.types.spec import EngineSpec, ModelSpec, Policy
 
 VOCAB: Final = 32_000  # of the prompts
 AT_ONCE: Final = 1024  # lengths that are drawn together
-_MAX_RUNNING: Final = 256
-_MAX_WAITING: Final = 1 << 20  # nobody is turned away
 
 R = TypeVar("R")
 P = TypeVar("P")
@@ -54,8 +52,8 @@ def engine_spec(
         kv_bytes=kv_bytes,
         block_bytes=block_bytes,
         policy=policy,
-        max_running=_MAX_RUNNING,
-        max_waiting=_MAX_WAITING,
+        max_running=MAX_RUNNING,
+        max_waiting=MAX_WAITING,
         chunk_tokens=chunk_tokens,
         threads=1,
         unit=unit,
@@ -201,10 +199,10 @@ def play_watched(
 
     async def main() -> None:
         clock = LoopClock(asyncio.get_running_loop())
-        async with simulated(units, load_program("least_loaded", {})) as fleet:
+        async with run_fleet(units, load_program("least_loaded", {})) as fleet:
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
-                    asking = play(fleet.router, requests, Prompts(VOCAB), clock, end)
+                    asking = send_workload(fleet.router, requests, Prompts(VOCAB), clock, end)
                     tasks = [group.create_task(looking(fleet, clock)), group.create_task(asking)]
                     await (tasks[-1] if over is None else over.wait())
                     for task in tasks:

@@ -18,13 +18,13 @@ class Content(Protocol):
     half way."""
 
     def begin(self, job: Job) -> None:
-        """The job has started: its copies of pages are made."""
+        """Notes that the job has started, and its copies of pages are made."""
 
     def write(self, job: Job, layers: range) -> None:
-        """The job has computed K and V of these layers."""
+        """Notes that the job has computed K and V of these layers."""
 
     def draw(self, job: Job, step: int) -> list[int]:
-        """The tokens that its samples ask for after this step of it."""
+        """Returns the tokens that the job's samples ask for after this step of it."""
 
 
 class NoContent:
@@ -40,10 +40,10 @@ class NoContent:
         self._acceptance = acceptance or {}
 
     def begin(self, job: Job) -> None:
-        """Pages hold nothing."""
+        """Does nothing, because pages hold nothing."""
 
     def write(self, job: Job, layers: range) -> None:
-        """Pages hold nothing."""
+        """Does nothing, because pages hold nothing."""
 
     def draw(self, job: Job, step: int) -> list[int]:
         return [self._token(job.model, sample.key, sample.index + step) for sample in job.samples]

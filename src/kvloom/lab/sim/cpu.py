@@ -43,14 +43,14 @@ class Cores:
         self.changed()
 
     @property
-    def over(self) -> float:
+    def excess(self) -> float:
         """Returns how many more want to run than there are cores; negative if some are idle."""
         threads, jobs = sum(thread.busy for thread in self._threads), sum(wish() for wish, _ in self._devices)
         return threads + jobs - self._count
 
     def changed(self) -> None:
         """Shares the cores out anew, because somebody has begun or ended."""
-        pace = self._count / max(self._count, self._count + self.over)
+        pace = self._count / max(self._count, self._count + self.excess)
         for thread in self._threads:
             thread.set_pace(pace)
         for _, changed in self._devices:
@@ -170,13 +170,13 @@ class SimulatedCpu:
 class EngineCpu:
     """An engine's loop beside its jobs."""
 
-    def __init__(self, cpu: SimulatedCpu, between: Callable[[Work], float] | None) -> None:
-        """between: returns the seconds of the engine's own work after a job, before it can launch the next;
-        None for no work."""
+    def __init__(self, cpu: SimulatedCpu, engine_gap: Callable[[Work], float] | None) -> None:
+        """engine_gap: returns the seconds of the engine's own work for a job, all of which counts after the
+        job, before the next one can be launched; None for no work."""
         self.loop = ProcessLoop(cpu.cores, cpu.costs.overhead("engine"))
         self._cpu = cpu
-        self._between = between or (lambda _: 0.0)
-        self._jobs = self._held = 0.0
+        self._engine_gap = engine_gap or (lambda _: 0.0)
+        self._jobs = self._jobs_beside_loop = 0.0  # the cores that jobs want
 
     def join(self, changed: Callable[[], None]) -> None:
         """changed: called when jobs may have become slower or faster."""
@@ -188,12 +188,13 @@ class EngineCpu:
 
     def _wish(self) -> float:
         """Returns the cores that jobs want now: fewer while the loop's work holds them up."""
-        return self._held if self.loop.thread.busy else self._jobs
+        return self._jobs_beside_loop if self.loop.thread.busy else self._jobs
 
     def running(self, jobs: Sequence[tuple[Work, float]]) -> None:
         """Takes in which jobs run from now on, each with its cores."""
         self._jobs = sum(cores for _, cores in jobs)
-        self._held = sum(cores * self._cpu.costs.speed_beside_loop(work, cores) for work, cores in jobs)
+        speed = self._cpu.costs.speed_beside_loop
+        self._jobs_beside_loop = sum(cores * speed(work, cores) for work, cores in jobs)
         self._cpu.cores.changed()
 
     def seconds(self, work: Work, cores: float, alone: float) -> float:
@@ -202,7 +203,7 @@ class EngineCpu:
         costs, busy = self._cpu.costs, self.loop.thread.busy
         # Other threads that want a core. This unit's jobs count in full, and its own loop not at all, because
         # what that loop takes from them comes in by `speed_beside_loop`.
-        others = self._cpu.cores.over + self._jobs - self._wish() - busy
+        others = self._cpu.cores.excess + self._jobs - self._wish() - busy
         slowdown = costs.slowdown(others)
         if busy:
             slowdown /= costs.speed_beside_loop(work, cores)
@@ -216,7 +217,7 @@ class EngineCpu:
             self._send(tokens, (self.loop, *(reversed(self._cpu.hops) if tokens else ())))
             call()
 
-        self.loop.thread.after(self._between(work), seen)
+        self.loop.thread.after(self._engine_gap(work), seen)
 
     def _send(self, tokens: int, way: tuple[ProcessLoop, ...]) -> None:
         """Takes the tokens through one loop after the other."""

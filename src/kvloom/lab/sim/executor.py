@@ -41,7 +41,7 @@ class Loans(Protocol):
     def exchange(self, job: Job) -> float:
         """Asks now. Returns the seconds by which that holds the job up."""
 
-    def over(self, job: Job) -> str | None:
+    def finish(self, job: Job) -> str | None:
         """Ends the job. Returns why what was offloaded of it does not count."""
 
 
@@ -149,17 +149,17 @@ class ModelledWeights:
         read: asyncio.Future[bool] = loop.create_future()
         self.wakes += self._parts[model] == 0
         self._parts[model] += 1
-        over = self._parts[model] == self.PARTS
-        loop.call_later(self._seconds[model], self._on_read, model, read, over)
+        whole = self._parts[model] == self.PARTS
+        loop.call_later(self._seconds[model], self._on_read, model, read, whole)
         return read
 
-    def _on_read(self, model: str, read: asyncio.Future[bool], over: bool) -> None:
+    def _on_read(self, model: str, read: asyncio.Future[bool], whole: bool) -> None:
         self.awake.add(model)
         now, asked = asyncio.get_running_loop().time(), self._asked[model]
         while asked:
             self.waits.add(now - asked.pop())
         if not read.done():
-            read.set_result(over)
+            read.set_result(whole)
 
     def sleep(self, model: str) -> None:
         self.sleeps += 1
@@ -171,7 +171,7 @@ class ModelledExecutor:
     """Satisfies `Executor`. Jobs that run at the same time slow each other down as the cost model says,
     each for as long as they do. A job whose plan has sends puts each layer when it is computed.
 
-    compute: units to share out. blocks: in the arena. between: seconds of the engine's own work around
+    compute: units to share out. blocks: in the arena. engine_gap: seconds of the engine's own work for
     a job. max_steps: steps that a decode job may take. cpu: what slows jobs, and comes
     between a job's end and its result. acceptance: the probability that a draft is right, by model.
     """
@@ -185,7 +185,7 @@ class ModelledExecutor:
         compute: int,
         cost: CostModel,
         content: Content | None = None,
-        between: Callable[[Work], float] | None = None,
+        engine_gap: Callable[[Work], float] | None = None,
         max_steps: int = 4096,
         cpu: EngineCpu | None = None,
         weights: ModelledWeights | None = None,
@@ -197,7 +197,7 @@ class ModelledExecutor:
         self.compute = compute
         self.max_steps, self.lookahead = max_steps, 0
         self._cost = cost
-        self._between = between or (lambda _: 0.0)
+        self._engine_gap = engine_gap or (lambda _: 0.0)
         self._text = NoContent({name: card.vocab_size for name, card in cards.items()}, acceptance)
         self._content = content or self._text
         self._foresees = content is None and cpu is None  # nobody looks at each step
@@ -207,7 +207,7 @@ class ModelledExecutor:
         self.weights = weights
         self.adapters = None
         if cpu is not None:
-            cpu.join(self.pace)
+            cpu.join(self.reschedule_ends)
 
     @property
     def works(self) -> list[Work]:
@@ -287,9 +287,9 @@ class ModelledExecutor:
         if self._cpu is not None:
             self._cpu.running([(running.work, running.job.share) for running in self._running])
         if self._cpu is None:
-            self.pace()
+            self.reschedule_ends()
 
-    def pace(self) -> None:
+    def reschedule_ends(self) -> None:
         """Finds the time that each job still takes, now that other jobs run beside it."""
         loop = asyncio.get_running_loop()
         now = loop.time()
@@ -298,7 +298,7 @@ class ModelledExecutor:
                 running.left = max(0.0, running.left - max(0.0, now - running.since) / running.seconds)
             running.since = max(now, running.since)
             beside = [other.work for other in self._running if other is not running]
-            running.seconds = self._cost.seconds(running.work, beside) + self._between(running.work)
+            running.seconds = self._cost.seconds(running.work, beside) + self._engine_gap(running.work)
             running.seconds += sum(self._cost.seconds(work, beside) for work in running.draft_work)
             if self._cpu is not None:
                 running.seconds = self._cpu.seconds(running.work, running.job.share, running.seconds)
@@ -327,7 +327,7 @@ class ModelledExecutor:
         work = running.work
         for _ in range(min(_FORESEEN, running.steps - running.step) - 1):
             work = work.next()
-            seconds = self._cost.seconds(work) + self._between(work)
+            seconds = self._cost.seconds(work) + self._engine_gap(work)
             running.ends.append(running.ends[-1] + seconds)
             running.paces.append(seconds)
 
@@ -385,7 +385,7 @@ class ModelledExecutor:
     def _remove(self, running: _Running) -> None:
         self._running.remove(running)
         if self.loans is not None:
-            running.lost = self.loans.over(running.job)
+            running.lost = self.loans.finish(running.job)
 
     def _land(self, running: _Running, result: JobResult) -> None:
         if self._cpu is None:

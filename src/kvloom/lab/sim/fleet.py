@@ -26,7 +26,7 @@ from kvloom.engine.freeness import Thresholds, freeness
 from kvloom.journal.log import Journal
 from kvloom.lab.sim.cpu import ServerBehindLoops, SimulatedCpu
 from kvloom.lab.sim.links import Link
-from kvloom.lab.sim.nodes import NodesLauncher, NodesWire, SimulatedNode, between
+from kvloom.lab.sim.nodes import NodesLauncher, NodesWire, SimulatedNode, link_between
 from kvloom.lab.sim.offload import OffloadingUnits
 from kvloom.lab.sim.processes import (
     GATEWAY_NAME,
@@ -50,7 +50,7 @@ from kvloom.types.spec import SchedulerSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Rescheduling:
+class ReschedulingSettings:
     """The settings of a fleet scheduler."""
 
     period: float = 0.5  # seconds
@@ -64,27 +64,33 @@ class Rescheduling:
     measure: Measure = freeness
     """That of freeness, by which units are paired."""
 
+    @staticmethod
+    def of(
+        spec: SchedulerSpec,
+        groups: Mapping[str, GroupSpec] | None = None,
+        away: frozenset[str] = frozenset(),
+    ) -> ReschedulingSettings:
+        """Returns the settings of a scheduler's specification."""
+        thresholds = Thresholds(spec.out, spec.into)
+        return ReschedulingSettings(period=spec.period, thresholds=thresholds, groups=groups or {}, away=away)
+
+    @staticmethod
+    def of_config(config: Config) -> ReschedulingSettings | None:
+        """Returns what the config says of the fleet scheduler; None if it has none."""
+        if config.scheduler is None:
+            return None
+        away = frozenset(spec.unit for spec in config.engines) - frozenset(config.first)
+        return ReschedulingSettings.of(config.scheduler, config.groups, away)
+
     def scheduler(self, fleet: FleetControl, clock: Clock) -> FleetScheduler:
         return FleetScheduler(
-            *(fleet, clock),
+            fleet,
+            clock,
             period=self.period,
             thresholds=self.thresholds,
             usage=self.usage,
             measure=self.measure,
         )
-
-
-def rescheduling(
-    spec: SchedulerSpec, groups: Mapping[str, GroupSpec] | None = None, away: frozenset[str] = frozenset()
-) -> Rescheduling:
-    """Returns what a config says of the fleet scheduler."""
-    return Rescheduling(spec.period, Thresholds(spec.out, spec.into), groups or {}, away)
-
-
-def rescheduling_of(config: Config) -> Rescheduling | None:
-    """Returns what the config says of the fleet scheduler; None if it has none."""
-    away = frozenset(spec.unit for spec in config.engines) - frozenset(config.first)
-    return rescheduling(config.scheduler, config.groups, away) if config.scheduler else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +118,14 @@ _NOWHERE: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 @asynccontextmanager
-async def simulated(
+async def run_fleet(
     units: Sequence[SimulatedUnit],
     program: Program,
     *,
     delay: float = 0.0003,
     link: Callable[[SimulatedUnit], Link] = timed_link,
     cpu: SimulatedCpu | None = None,
-    rescheduling: Rescheduling | None = None,
+    rescheduling: ReschedulingSettings | None = None,
     patience: float = PATIENCE,
     nodes: Sequence[SimulatedNode] = (),
     homes: Mapping[str, str] = _NOWHERE,
@@ -141,16 +147,20 @@ async def simulated(
         offloading = OffloadingUnits(unit.spec for unit in units)
         journal = journal or Journal(clock)
         around = Surroundings(clock, offloading, crashed, delay, link, cpu, journal=journal)
-        around.plane.between = between(homes)
+        around.plane.link_between = link_between(homes)
         around.hosts.update((unit.spec.unit, UnitHost(unit, around)) for unit in units)
         machines = NodesLauncher(around.hosts, clock, ProcessTasks(crashed), nodes) if nodes else None
         processes = machines or ModelledLauncher(around.hosts, clock, ProcessTasks(crashed))
-        controller = begin(processes, units, rescheduling, clock, on_nodes=bool(nodes), journal=journal)
+        controller = start_controller(
+            processes, units, rescheduling, clock, on_nodes=bool(nodes), journal=journal
+        )
         if machines is not None:
-            around.plane.between = machines.link
+            around.plane.link_between = machines.link
             machines.join()
         stack.push_async_callback(processes.end)
-        mirror = Mirror(controller.snapshot, lambda said: take(controller, GATEWAY_NAME, said))
+        mirror = Mirror(
+            controller.snapshot, lambda said: forward_to_controller(controller, GATEWAY_NAME, said)
+        )
         processes.told = mirror.heed
         running = asyncio.get_running_loop().create_task(controller.run())
         stack.callback(running.cancel)
@@ -177,10 +187,10 @@ async def _fail(error: BaseException) -> None:
     raise error
 
 
-def begin(
+def start_controller(
     launcher: ModelledLauncher,
     units: Sequence[SimulatedUnit],
-    rescheduling: Rescheduling | None,
+    rescheduling: ReschedulingSettings | None,
     clock: Clock,
     timing: Timing = TIMING,
     *,
@@ -190,7 +200,7 @@ def begin(
 ) -> Controller:
     """Gives the units their processes, and returns the controller of the fleet, which has yet to run.
     on_nodes: whether they get them later, on nodes. store: keeps the specification for another controller."""
-    given = rescheduling or Rescheduling()
+    given = rescheduling or ReschedulingSettings()
     wanted = {
         unit.spec.unit: UnitSpec(engine=unit.spec, wanted=unit.spec.unit not in given.away) for unit in units
     }
@@ -202,7 +212,7 @@ def begin(
     return controller
 
 
-def take(controller: Controller, gateway: str, said: Said) -> None:
+def forward_to_controller(controller: Controller, gateway: str, said: Said) -> None:
     """Takes to the controller what a gateway says."""
     match said:
         case Edit():

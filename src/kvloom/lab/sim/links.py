@@ -25,7 +25,7 @@ class Link(Protocol):
 
 
 class TimedLink:
-    """Satisfies `Link`."""
+    """Satisfies `Link` with a fixed bandwidth and latency; copies go out one after the other."""
 
     def __init__(self, bandwidth: float, latency: float) -> None:
         """bandwidth: bytes a second, which all copies of the unit share. latency: seconds."""
@@ -60,7 +60,7 @@ class ModelledPlane:
     """The members that can be reached. Endpoints of a unit that has started anew are new ones."""
 
     members: dict[bytes, ModelledTransport] = field(default_factory=dict)
-    between: Callable[[str, str], Link | None] = lambda *_: None
+    link_between: Callable[[str, str], Link | None] = lambda *_: None
     """Returns the way from one unit to another, if it is not the first one's own."""
     apart: Callable[[str, str], bool] = lambda *_: False
     """Returns whether nothing goes from one unit to another now."""
@@ -163,7 +163,7 @@ class ModelledTransfer(Transfer):
         self.become(TransferState.CLAIMED)
         self._source = source
         self._target = target
-        way = source.plane.between(source.endpoint.unit, target.endpoint.unit)
+        way = source.plane.link_between(source.endpoint.unit, target.endpoint.unit)
         self._link = source.link if way is None else way
         self._token_bytes = address.form.block_bytes // address.form.tokens_per_block
         self._copies: deque[BlockCopies] = deque()

@@ -48,16 +48,17 @@ class SimulatedNode:
     """Seconds to another machine."""
 
 
-def between(homes: Mapping[str, str]) -> Callable[[str, str], Link | None]:
-    """Returns the ways between units that are on several machines for good. homes: the machine of each unit;
-    one that is not named there has its own way to all others."""
+def link_between(homes: Mapping[str, str]) -> Callable[[str, str], Link | None]:
+    """Returns a function of two units that returns the link from the first one's machine to the second one's;
+    None if both are on one, or the first has a link of its own. homes: the machine of each unit, for good; a
+    unit that is not named there has its own link to all others."""
     links = {node: TimedLink(ETHERNET, LATENCY) for node in homes.values()}
 
-    def way(source: str, destination: str) -> Link | None:
+    def link(source: str, destination: str) -> Link | None:
         one, other = homes.get(source), homes.get(destination)
         return None if one is None or other in (None, one) else links[one]
 
-    return way
+    return link
 
 
 class NodesLauncher(ModelledLauncher):
@@ -150,9 +151,9 @@ async def _unless_gone(process: EngineProcess, work: Awaitable[T]) -> T:
     """Returns what the work returns. Raises ConnectionLost if the process ends before."""
     doing = asyncio.ensure_future(work)
     try:
-        either: list[asyncio.Future[Any]] = [doing, process.over]
+        either: list[asyncio.Future[Any]] = [doing, process.ended]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if process.over.done():
+        if process.ended.done():
             raise ConnectionLost("the connection broke: the engine is gone")
         return doing.result()
     finally:

@@ -17,7 +17,7 @@ from kvloom.lab.sim.polling import Pieces, WaitTally, seconds_behind_launches
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.offload.queueing import Cut, Exchange, Rule, cut_up, issued, parts_of
 from kvloom.offload.terms import Borrow, LentBlocks, Loan
-from kvloom.plan.cost.work import Operated, Work
+from kvloom.plan.cost.work import OperatorCostModel, Work
 from kvloom.types.errors import BadRequest, ConfigError, Conflict, Unavailable
 from kvloom.types.geometry import I32, AnyArray
 from kvloom.types.job import Job, PageMove, Phase
@@ -25,8 +25,8 @@ from kvloom.types.load import Waits
 from kvloom.types.spec import EngineSpec
 
 SIGNAL: Final = 2e-6  # seconds until a word that was written into a peer's memory is seen there
-_PROFILED: Final = 1.0  # seconds between two plans of what is split
-_NOTICED: Final = 0.05  # seconds until a lender sees that its borrower has left
+_REPLAN_PERIOD: Final = 1.0  # seconds between two plans of what is split
+_LEAVE_NOTICE_DELAY: Final = 0.05  # seconds until a lender sees that its borrower has left
 
 _WHOLE = Pieces(Cut((), 0.0), 0.0)
 _NOTHING = Exchange(0.0, 0.0, 0.0)
@@ -45,7 +45,7 @@ class OffloadedStep:
 
     @property
     def rows(self) -> int:
-        """Offloaded rows that count."""
+        """Returns the number of offloaded rows that count."""
         return len(self.job.offloaded.plan.sequences) if self.job.offloaded and self.lost is None else 0
 
 
@@ -74,10 +74,10 @@ class SimulatedLoan:
     numbers: I32
     """The lender's blocks, by their numbers in the loan."""
     borrower: SimulatedOffloadBackend | None = None
-    over: str | None = None
+    end_reason: str | None = None
     """Why the loan is over, once it is."""
     step: OffloadedStep | None = None
-    paced: float = 0.0
+    last_step_seconds: float = 0.0
     """Seconds of the borrower's last step with offloaded rows; 0 if there was none."""
     tally: WaitTally = field(default_factory=WaitTally)
     plans: dict[tuple[str, Phase], SplitPlan] = field(default_factory=dict)
@@ -85,9 +85,9 @@ class SimulatedLoan:
 
     def end(self, why: str) -> None:
         """Ends the loan: what is offloaded of a step that runs does not count."""
-        self.over = self.over or why
+        self.end_reason = self.end_reason or why
         if self.step is not None:
-            self.step.lost = self.over
+            self.step.lost = self.end_reason
 
 
 class SimulatedOffloadBackend:
@@ -101,7 +101,7 @@ class SimulatedOffloadBackend:
         backends: Mapping[bytes, SimulatedOffloadBackend],
         executor: ModelledExecutor,
         transport: ModelledTransport,
-        cost: Operated,
+        cost: OperatorCostModel,
         bandwidth: float,
     ) -> None:
         """backends: of the fleet, by their endpoint's `where`. bandwidth: of the unit's way out, in bytes a
@@ -126,7 +126,7 @@ class SimulatedOffloadBackend:
         if lender is None or not lender.reached:
             raise Unavailable(f"{loan.peer.unit} cannot be reached")
         lent = lender.lent
-        if lent is None or lent.blocks.ticket != loan.ticket or lent.over:
+        if lent is None or lent.blocks.ticket != loan.ticket or lent.end_reason:
             raise Unavailable(f"loan: that of {loan.peer.unit} is over")
         if lent.borrow != borrow:
             raise BadRequest(f"loan: that of {loan.peer.unit} is for another model")
@@ -136,9 +136,9 @@ class SimulatedOffloadBackend:
 
     def give_back(self, model: str) -> None:
         loan = self._borrowed.pop(model)
-        if loan.over is None:
+        if loan.end_reason is None:
             loan.end("the borrower has left")
-            asyncio.get_running_loop().call_later(_NOTICED, loan.lender.left, loan)
+            asyncio.get_running_loop().call_later(_LEAVE_NOTICE_DELAY, loan.lender.left, loan)
 
     def lend(self, borrow: Borrow, blocks: I32, ended: Callable[[str], None]) -> Loan:
         if self.lent is not None:
@@ -173,7 +173,7 @@ class SimulatedOffloadBackend:
     def lent_blocks(self, model: str) -> tuple[SimulatedOffloadBackend, I32] | None:
         """Returns who lends to a model, and the numbers of the blocks there; None if no loan counts."""
         loan = self._borrowed.get(model)
-        if loan is None or loan.over or not loan.lender.reached:
+        if loan is None or loan.end_reason or not loan.lender.reached:
             return None
         return loan.lender, loan.numbers
 
@@ -197,7 +197,7 @@ class SimulatedOffloadBackend:
         if job.offloaded is None or loan is None:
             then()
             return
-        step = loan.step = OffloadedStep(job, asyncio.get_running_loop().time(), lost=loan.over)
+        step = loan.step = OffloadedStep(job, asyncio.get_running_loop().time(), lost=loan.end_reason)
         if not loan.lender.reached:
             loan.end("the cold unit is gone")
         self._move(loan, step, deque(job.offloaded.moves), then)
@@ -225,7 +225,7 @@ class SimulatedOffloadBackend:
         step, found = self._step(job), alone
         if step is not None and step.rows:
             found = self._offloaded(self._borrowed[job.model], step, work, alone)
-        if self.lent is not None and self.lent.paced:
+        if self.lent is not None and self.lent.last_step_seconds:
             found += self._pieces(self.lent, work).cut.more
         return found
 
@@ -266,11 +266,15 @@ class SimulatedOffloadBackend:
             return plan.pieces
         operators, now = self.cost.operators(work), asyncio.get_running_loop().time()
         step, terms = loan.step, loan.borrow
-        if step is not None and loan.paced and plan.due <= now:
+        if step is not None and loan.last_step_seconds and plan.due <= now:
             rule = Rule.of(
-                terms.split, terms.waits, step.exchange.ahead, loan.paced, self._layers(loan, step)
+                terms.split,
+                terms.waits,
+                step.exchange.ahead,
+                loan.last_step_seconds,
+                self._layers(loan, step),
             )
-            plan.parts, plan.due = parts_of(operators, *rule) if rule else (), now + _PROFILED
+            plan.parts, plan.due = parts_of(operators, *rule) if rule else (), now + _REPLAN_PERIOD
         plan.pieces = Pieces(cut_up(operators, plan.parts, self.cost), self.cost.poll)
         return plan.pieces
 
@@ -310,7 +314,7 @@ class SimulatedOffloadBackend:
             return seconds_behind_launches(self.cost.queued(progress.work), progress)
         return self._pieces(loan, progress.work).seconds_to_poll(progress)
 
-    def over(self, job: Job) -> str | None:
+    def finish(self, job: Job) -> str | None:
         loan = self._borrowed.get(job.model)
         if job.offloaded is None or loan is None or loan.step is None:
             return None
@@ -318,7 +322,7 @@ class SimulatedOffloadBackend:
             loan.end("the cold unit is gone")
         step, loan.step = loan.step, None
         if step.rows:
-            loan.paced = asyncio.get_running_loop().time() - step.begun
+            loan.last_step_seconds = asyncio.get_running_loop().time() - step.begun
         return step.lost
 
 
@@ -338,7 +342,7 @@ class OffloadingUnits:
         name = unit.spec.unit
         if name not in self._units or not unit.spec.abilities.weaves:
             return None
-        if not isinstance(unit.cost, Operated):
+        if not isinstance(unit.cost, OperatorCostModel):
             raise ConfigError(
                 f"{name}: weave: operators of its device are not known; the roofline knows some"
             )

@@ -83,11 +83,11 @@ class EngineProcess:
     tasks: ProcessTasks
     running: asyncio.Task[None]
     """The engine's loop."""
-    over: asyncio.Future[None]
+    ended: asyncio.Future[None]
     """Done when the process ends, whatever its tasks still tidy up."""
 
     def end(self) -> None:
-        self.over.set_result(None)
+        self.ended.set_result(None)
         self.executor.halt()
         if self.backend is not None:
             self.backend.die()
@@ -139,7 +139,7 @@ class UnitHost:
     def start(self) -> None:
         """Gives the unit a process at once."""
         unit, spec, around = self.unit, self.unit.spec, self._around
-        cpu = EngineCpu(around.cpu, unit.between) if around.cpu else None
+        cpu = EngineCpu(around.cpu, unit.engine_gap) if around.cpu else None
         executor = self._executor(cpu)
         if executor.weights is not None:
             self.weights.append(executor.weights)
@@ -148,9 +148,9 @@ class UnitHost:
         plane = transport if spec.abilities.moves else NoTransport(self.name)
         record = nobody if around.journal is None else partial(around.journal.add, self.name)
         engine = Engine(executor, plane, spec, around.clock, backend, record=record)
-        tasks, over = ProcessTasks(around.crashed), asyncio.get_running_loop().create_future()
+        tasks, ended = ProcessTasks(around.crashed), asyncio.get_running_loop().create_future()
         running = tasks.spawn(engine.run())
-        self.process = EngineProcess(engine, executor, transport, backend, cpu, tasks, running, over)
+        self.process = EngineProcess(engine, executor, transport, backend, cpu, tasks, running, ended)
         if spec.weave is not None:
             tasks.spawn(self._borrow(engine, spec.models[0].name, spec.weave))
 
@@ -284,7 +284,7 @@ class ModelledLauncher:
     """Satisfies `Launcher`: engines in virtual time, and one gateway that is there from the beginning."""
 
     def __init__(self, hosts: Mapping[str, UnitHost], clock: Clock, tasks: ProcessTasks) -> None:
-        """tasks: for what the launcher waits for."""
+        """tasks: holds the tasks that the launcher waits for."""
         self.census = Census(clock)
         """Counts the units that have a process, or are about to."""
         self.hear: Callable[[Report | NodeReport], None] = lambda report: None

@@ -14,12 +14,12 @@ from kvloom.journal.log import Journal
 from kvloom.journal.records import Record
 from kvloom.journal.samples import ModelTotals, Sample
 from kvloom.lab.sim.cpu import SimulatedCpu
-from kvloom.lab.sim.fleet import Rescheduling, SimulatedFleet, simulated
+from kvloom.lab.sim.fleet import ReschedulingSettings, SimulatedFleet, run_fleet
 from kvloom.lab.sim.recording import Recording, fleet_sample
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.lab.workload.request import RequestResult, Scaled, WorkloadRequest
-from kvloom.lab.workload.results import Results, Slept, Upheaval
+from kvloom.lab.workload.results import FleetEvents, Results, Slept
 from kvloom.lab.workload.summary import Histogram, Summary
 from kvloom.plan.cost.cpu import CpuCosts
 from kvloom.plan.cost.work import Work
@@ -33,13 +33,13 @@ from kvloom.types.service import PATIENCE
 FEW_FRAMES: Final = 1024  # tokens a frame: only the first and the last one's times are told
 MOVING_FRAMES: Final = 16  # where requests move: a router knows of one what it was told
 
-Prompts = Callable[[int, WorkloadRequest], list[int]]  # the token ids of an ask, by its number
+PromptOf = Callable[[int, WorkloadRequest], list[int]]  # the token ids of a request, by its number
 
 
-async def play(
+async def send_workload(
     server: Generator,
-    asks: Iterable[WorkloadRequest],
-    prompts: Prompts,
+    requests: Iterable[WorkloadRequest],
+    prompts: PromptOf,
     clock: Clock,
     tell: Callable[[RequestResult], None],
     *,
@@ -49,28 +49,28 @@ async def play(
     interval: tokens a frame."""
     begin = clock.now()
     async with asyncio.TaskGroup() as group:
-        for number, ask in enumerate(asks):
-            wait = begin + ask.at - clock.now()
+        for number, request in enumerate(requests):
+            wait = begin + request.at - clock.now()
             if wait > 0:
                 await clock.sleep(wait)
-            group.create_task(_play(server, number, ask, prompts, clock, tell, interval))
+            group.create_task(_send(server, number, request, prompts, clock, tell, interval))
 
 
-async def _play(
+async def _send(
     server: Generator,
     number: int,
-    ask: WorkloadRequest,
-    prompts: Prompts,
+    request: WorkloadRequest,
+    prompts: PromptOf,
     clock: Clock,
     tell: Callable[[RequestResult], None],
     interval: int,
 ) -> None:
     body = StartGenerate(
-        model=ask.model,
+        model=request.model,
         request=f"ask-{number}",
-        prompt=prompts(number, ask),
-        sampling=SamplingParams(max_tokens=ask.output, seed=number),
-        priority=ask.priority,
+        prompt=prompts(number, request),
+        sampling=SamplingParams(max_tokens=request.output, seed=number),
+        priority=request.priority,
         interval=interval,
     )
     begin, first, last, tokens, cached, problem = clock.now(), None, None, 0, 0, ""
@@ -83,22 +83,22 @@ async def _play(
                         tokens, last = tokens + 1, came
                         first = came if first is None else first
                     elif isinstance(event, EndEvent):
-                        cached, problem = event.cached_tokens, event.message or _missing(tokens, ask)
+                        cached, problem = event.cached_tokens, event.message or _missing(tokens, request)
     except KvloomError as error:
         problem = error.message
-    tell(RequestResult(request=ask, first=first, end=last, tokens=tokens, cached=cached, error=problem))
+    tell(RequestResult(request=request, first=first, end=last, tokens=tokens, cached=cached, error=problem))
 
 
-def _missing(tokens: int, ask: WorkloadRequest) -> str:
+def _missing(tokens: int, request: WorkloadRequest) -> str:
     """Tells, as `kvloom bench serve` does, that a context was too short."""
-    return "fewer tokens than were asked for" if tokens < ask.output else ""
+    return "fewer tokens than were asked for" if tokens < request.output else ""
 
 
 def simulate(
     units: Sequence[SimulatedUnit],
     program: Program,
-    asks: Iterable[WorkloadRequest],
-    prompts: Prompts,
+    requests: Iterable[WorkloadRequest],
+    prompts: PromptOf,
     summary: Summary,
     *,
     title: str,
@@ -106,7 +106,7 @@ def simulate(
     tell: Callable[[RequestResult], None] = lambda _: None,
     cpu_costs: CpuCosts | None = None,
     client_here: bool = False,
-    rescheduling: Rescheduling | None = None,
+    rescheduling: ReschedulingSettings | None = None,
     patience: float = PATIENCE,
     homes: Mapping[str, str] | None = None,
     keep: Callable[[Sequence[Record]], None] = lambda _: None,
@@ -125,13 +125,13 @@ def simulate(
             recording.answered(outcome)
         tell(outcome)
 
-    async def main() -> Upheaval:
+    async def main() -> FleetEvents:
         clock = LoopClock(asyncio.get_running_loop())
         journal = Journal(clock)
         journal.follow(keep)
         cpu = SimulatedCpu(cpu_costs, client_here=client_here) if cpu_costs else None
         frames = MOVING_FRAMES if rescheduling else FEW_FRAMES
-        async with simulated(
+        async with run_fleet(
             units,
             program,
             cpu=cpu,
@@ -144,13 +144,13 @@ def simulate(
                 journal.follow(recording.keep)
                 recording.keep(journal.since(0))
                 recording.begin(partial(_sample, fleet, homes or {}))
-            await play(fleet.server, asks, prompts, clock, add, interval=frames)
+            await send_workload(fleet.server, requests, prompts, clock, add, interval=frames)
             if recording is not None:
                 recording.end()
-            return await upheaval(fleet)
+            return await count_fleet_events(fleet)
 
-    upheaved = run_virtual(main(), seed=seed)
-    return replace(summary.results("simulation", title), upheaval=upheaved)
+    events = run_virtual(main(), seed=seed)
+    return replace(summary.results("simulation", title), fleet_events=events)
 
 
 def _sample(
@@ -160,10 +160,10 @@ def _sample(
     return fleet_sample(at, totals, fleet.engines, fleet.router.services, units, homes)
 
 
-async def upheaval(fleet: SimulatedFleet) -> Upheaval:
+async def count_fleet_events(fleet: SimulatedFleet) -> FleetEvents:
     """Returns what has been moved and started so far."""
     mover, census = fleet.rescheduler, fleet.processes.census
-    return Upheaval(
+    return FleetEvents(
         preempted=await fleet.processes.preemptions(),
         moved=mover.moved if mover else None,
         stayed=mover.stayed if mover else None,
@@ -190,17 +190,17 @@ def scaled(units: Sequence[SimulatedUnit], scale: float) -> Scaled:
     """Returns the objective of an answer within `scale` times what a request takes alone on the best of the
     units that serve its model."""
 
-    def alone(ask: WorkloadRequest) -> float:
-        return min(_alone(unit, ask) for unit in units if ask.model in unit.shapes)
+    def alone(request: WorkloadRequest) -> float:
+        return min(_alone(unit, request) for unit in units if request.model in unit.shapes)
 
     return Scaled(scale, alone)
 
 
-def _alone(unit: SimulatedUnit, ask: WorkloadRequest) -> float:
+def _alone(unit: SimulatedUnit, request: WorkloadRequest) -> float:
     """Returns the seconds of one prefill and the decode steps, as MuxServe adds them up (section 4.2)."""
-    prefill = unit.cost.seconds(Work.prefill(ask.model, 1.0, [ask.prompt]))
-    step = unit.cost.seconds(Work.decode(ask.model, 1.0, [ask.prompt + ask.output // 2]))
-    return prefill + (ask.output - 1) * step
+    prefill = unit.cost.seconds(Work.prefill(request.model, 1.0, [request.prompt]))
+    step = unit.cost.seconds(Work.decode(request.model, 1.0, [request.prompt + request.output // 2]))
+    return prefill + (request.output - 1) * step
 
 
 def check_models(asked: Iterable[str], units: Sequence[SimulatedUnit]) -> None:

@@ -17,9 +17,9 @@ from kvloom.lab.sim.executor import ModelledExecutor, ModelledWeights
 from kvloom.lab.sim.links import Link, TimedLink
 from kvloom.plan.cluster import CPU, Abilities
 from kvloom.plan.cost.cpu import CpuCosts
-from kvloom.plan.cost.devices import find_device
+from kvloom.plan.cost.devices import PCIE4, find_device
 from kvloom.plan.cost.loading import MAPPED, load_bandwidth
-from kvloom.plan.cost.measured import Measured
+from kvloom.plan.cost.measured import ProfiledCostModel
 from kvloom.plan.cost.profile import Profile
 from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import ModelShape, read_context
@@ -40,7 +40,6 @@ from kvloom.types.spec import (
 CONTEXT = 8192  # tokens, of a model of which neither spec nor checkpoint says it
 DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}  # by the bytes of a number
 
-PCIE4: Final = 32e9  # bytes a second, one way
 LATENCY: Final = 20e-6  # seconds from one unit's memory to another's
 STARTING: Final = 4.0  # seconds without weights: the demo fleet's start, by benchmarks.memory_start
 LOADING: Final = 1.1e9
@@ -60,8 +59,8 @@ class SimulatedUnit:
     cost: CostModel
     bandwidth: float = PCIE4
     """Bytes a second of its way out."""
-    between: Callable[[Work], float] | None = None
-    """Returns the seconds of the engine's own work around a job."""
+    engine_gap: Callable[[Work], float] | None = None
+    """Returns the seconds of the engine's own work for a job."""
     max_steps: int = 4096
     """Decode steps that may be one job."""
     host_bandwidth: float = MAPPED
@@ -101,7 +100,7 @@ def modelled_executor(
         compute=unit.compute,
         cost=unit.cost,
         content=content,
-        between=None if cpu else unit.between,
+        engine_gap=None if cpu else unit.engine_gap,
         max_steps=1 if cpu else unit.max_steps,
         cpu=cpu,
         weights=_weights(unit) if spec.sleep_dir else None,
@@ -212,7 +211,8 @@ def _planned(
 
 
 def measured_units(config: Config, profile: Profile) -> list[SimulatedUnit]:
-    """Raises ConfigError where a model of the config was not measured, and for ranks."""
+    """Returns the config's units on the machine that was measured. Raises ConfigError if a model of the
+    config was not measured, and for ranks."""
     return [_measured(spec, profile) for spec in config.engines]
 
 
@@ -234,9 +234,9 @@ def _measured(spec: EngineSpec, profile: Profile) -> SimulatedUnit:
             "with the same config measures all"
         )
     shapes = {model.name: profile.shapes[model.name] for model in spec.models}
-    cost = Measured(profile, spec.threads)
+    cost = ProfiledCostModel(profile, spec.threads)
     start = start_seconds(shapes.values())
-    return SimulatedUnit(_budgeted(spec), shapes, spec.threads, cost, between=cost.between, start=start)
+    return SimulatedUnit(_budgeted(spec), shapes, spec.threads, cost, engine_gap=cost.engine_gap, start=start)
 
 
 def _budgeted(spec: EngineSpec) -> EngineSpec:

@@ -73,7 +73,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """A moment that has passed is now."""
+        """Schedules the callback; a time in the past counts as now."""
         handle = asyncio.TimerHandle(max(when, self._now), callback, args, self, context)
         tie = 0.0 if self._ties is None else self._ties.random()
         heapq.heappush(self._timers, (handle.when(), tie, next(self._order), handle))

@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
-from kvloom.lab.workload.results import CURVE, Course, Latency, Results, Tally, show_upheaval
+from kvloom.lab.workload.results import CURVE, Course, Latency, Results, Tally, show_fleet_events
 from kvloom.page import uplot
 from kvloom.page.report import style
 from kvloom.types.numbers import show_number, show_seconds
@@ -232,8 +232,8 @@ def _said(results: Results) -> str:
         parts.append(f"The client sent its requests {show_seconds(results.lateness.p99)} late (P99).")
     if results.client_cores is not None:
         parts.append(f"It used {results.client_cores:.2f} cores.")
-    if results.upheaval is not None:
-        parts.append(f"On the way: {show_upheaval(results.upheaval)}.")
+    if results.fleet_events is not None:
+        parts.append(f"On the way: {show_fleet_events(results.fleet_events)}.")
     return " ".join(parts)
 
 

@@ -71,7 +71,7 @@ class Slept(Struct, frozen=True, kw_only=True):
     """The time from the arrival of these until their model was awake."""
 
 
-class Upheaval(Struct, frozen=True, kw_only=True):
+class FleetEvents(Struct, frozen=True, kw_only=True):
     """The moves of requests and the starts of units on the way."""
 
     preempted: int
@@ -88,7 +88,7 @@ class Upheaval(Struct, frozen=True, kw_only=True):
     """The wakings of weights; None if no weights could sleep."""
 
 
-def show_upheaval(found: Upheaval) -> str:
+def show_fleet_events(found: FleetEvents) -> str:
     """Returns `3 preemptions; 12 requests moved, 1 could not; 2.40 units in the mean, 1 to 4`, and what was
     waited for weights."""
     parts = [_counted(found.preempted, "preemption")]
@@ -138,7 +138,7 @@ class Results(Struct, frozen=True, kw_only=True):
     """The time by which the client sent its requests too late; None if there was no client."""
     client_cpu: float | None = None
     """The CPU seconds of the client while it asked; None if there was no client."""
-    upheaval: Upheaval | None = None
+    fleet_events: FleetEvents | None = None
     """The moves and starts of the run; None if they are not known."""
 
     @property

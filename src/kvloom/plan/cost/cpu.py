@@ -26,7 +26,7 @@ class CpuCosts:
         self.cores = profile.computer.cores
         """The number of the machine's cores."""
         self._overheads = {overhead.role: overhead for overhead in profile.overheads}
-        self._over, self._slowdowns = _median_slowdowns(profile.oversubscribed)
+        self._excess, self._slowdowns = _median_slowdowns(profile.oversubscribed)
         self._losses = _losses_beside_loop(profile.beside_loop)
         self._speeds: dict[tuple[str, bool, float], float] = {}
 
@@ -36,13 +36,13 @@ class CpuCosts:
         idle = CpuOverhead(role=role, request=0.0, prompt=0.0, token=0.0, turn=0.0)
         return self._overheads.get(role, idle)
 
-    def slowdown(self, over: float) -> float:
-        """Returns how many times longer a job takes while `over` more threads want to run than the machine
+    def slowdown(self, excess: float) -> float:
+        """Returns how many times longer a job takes while `excess` more threads want to run than the machine
         has cores, straight between what was measured, and beyond it."""
-        most = self._over[-1]
-        if over <= most or not most:
-            return float(np.interp(over, self._over, self._slowdowns))
-        return 1.0 + (self._slowdowns[-1] - 1.0) * over / most
+        most = self._excess[-1]
+        if excess <= most or not most:
+            return float(np.interp(excess, self._excess, self._slowdowns))
+        return 1.0 + (self._slowdowns[-1] - 1.0) * excess / most
 
     def speed_beside_loop(self, work: Work, cores: float) -> float:
         """Returns the part of its own speed that a job keeps while its process's loop works, as was measured
@@ -66,16 +66,16 @@ def _median_slowdowns(rows: Iterable[Oversubscribed]) -> tuple[list[float], list
     differs from profile to profile."""
     found: dict[int, list[float]] = defaultdict(list)
     for row in rows:
-        found[row.over].append(row.seconds / row.alone)
+        found[row.excess].append(row.seconds / row.alone)
     threads = sorted(found)
-    return [0.0, *map(float, threads)], [1.0, *(max(1.0, median(found[over])) for over in threads)]
+    return [0.0, *map(float, threads)], [1.0, *(max(1.0, median(found[excess])) for excess in threads)]
 
 
 def _losses_beside_loop(rows: Iterable[BesideLoop]) -> dict[KindOnCores, list[float]]:
     """Returns the part of the time of its loop's work that jobs of each kind lost."""
     found: dict[KindOnCores, list[float]] = defaultdict(list)
     for row in rows:
-        doing = row.doing
+        job = row.job
         loss = (row.seconds - row.alone) / row.busy
-        found[doing.model, doing.phase is Phase.DECODE, doing.cores].append(loss)
+        found[job.model, job.phase is Phase.DECODE, job.cores].append(loss)
     return found

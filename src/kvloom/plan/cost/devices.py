@@ -8,8 +8,8 @@ from msgspec import Struct
 
 from kvloom.types.errors import ConfigError
 
-_PCIE4: Final = 32e9  # bytes a second, one way
-_PCIE5: Final = 64e9
+PCIE4: Final = 32e9  # bytes a second, one way
+PCIE5: Final = 64e9
 
 
 class DeviceSpec(Struct, frozen=True, kw_only=True):
@@ -32,19 +32,19 @@ class DeviceSpec(Struct, frozen=True, kw_only=True):
 
 def _a100(name: str, memory: int, bandwidth: float) -> DeviceSpec:
     return DeviceSpec(
-        name=name, flops=312e12, memory=memory, bandwidth=bandwidth, sms=108, link=600e9, host=_PCIE4
+        name=name, flops=312e12, memory=memory, bandwidth=bandwidth, sms=108, link=600e9, host=PCIE4
     )
 
 
 def _hopper(name: str, memory: int, bandwidth: float) -> DeviceSpec:
     return DeviceSpec(
-        name=name, flops=989e12, memory=memory, bandwidth=bandwidth, sms=132, link=900e9, host=_PCIE5
+        name=name, flops=989e12, memory=memory, bandwidth=bandwidth, sms=132, link=900e9, host=PCIE5
     )
 
 
 def _without_nvlink(name: str, flops: float, memory: int, bandwidth: float, sms: int) -> DeviceSpec:
     return DeviceSpec(
-        name=name, flops=flops, memory=memory, bandwidth=bandwidth, sms=sms, link=2 * _PCIE4, host=_PCIE4
+        name=name, flops=flops, memory=memory, bandwidth=bandwidth, sms=sms, link=2 * PCIE4, host=PCIE4
     )
 
 

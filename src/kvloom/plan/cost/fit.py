@@ -16,7 +16,7 @@ _EASY: Final = 0.05  # errors beyond it count by their size, not its square: out
 _REWEIGHTED: Final = 8
 
 
-def fit_positive(features: F64, seconds: F64) -> F64:
+def fit_nonnegative(features: F64, seconds: F64) -> F64:
     """Returns the coefficients ≥ 0 [C] for which features [R, C] @ coefficients comes nearest to seconds [R]:
     by the ratio, with weights that tame outliers."""
     scale = np.abs(features).max(axis=0)
@@ -79,7 +79,7 @@ class Curve:
         begins, ends = np.array(knots), np.array([*knots[1:], np.inf])
         rises = np.clip(at - begins, 0.0, ends - begins)
         features = np.column_stack([np.ones(len(x)), rises, np.asarray(others, float)])
-        found = fit_positive(features, np.asarray(seconds, float))
+        found = fit_nonnegative(features, np.asarray(seconds, float))
         slopes = found[1 : 1 + len(knots)]
         values = found[0] + np.concatenate([[0.0], np.cumsum(slopes[:-1] * np.diff(begins))])
         return Curve(knots, values.tolist(), float(slopes[-1]), found[1 + len(knots) :].tolist())

@@ -14,7 +14,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from kvloom.plan.cost.fit import Curve, Spread
-from kvloom.plan.cost.profile import Colocated, Profile, Stepped, Timed, TimedMixed
+from kvloom.plan.cost.profile import Colocated, EngineStep, Profile, Timed, TimedMixed
 from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.cost.work import MOST_PARTS, Operator, Work, layer_parts
 from kvloom.types.errors import ConfigError
@@ -46,17 +46,17 @@ class _CurvesByCores:
         return float(few ** (1.0 - part) * many**part)
 
 
-class Measured:
-    """Satisfies `Operated`. `cores` is the number that the unit has; by default it has all of the profile's.
+class ProfiledCostModel:
+    """Satisfies `OperatorCostModel`. `cores` is the number that the unit has; by default it has all of the
+    profile's.
 
     A prefill takes f(tokens) + a · pairs + b · context + c · sequences, a decode step f(sequences) + a ·
     context, fitted for each model and number of cores to what was measured. A decode step's time is
     multiplied by a factor of its model: that under an engine, where one step follows the other, over the
     fitted one, in the median. A mixed job takes what the prefill and the decode step in it take one after the
     other, less a decode step of one empty sequence, because the weights are read once for both, times another
-    such factor. Factors are 1 if nothing was measured. Beside others a job takes as many times longer as
-    pairs of such jobs did, in proportion to the others' shares, and if all shares are more than the whole, as
-    many times more.
+    such factor. Factors are 1 if nothing was measured. Beside others a job is slowed by the measured slowdown
+    of each pair, scaled by the other's share; if the shares exceed the whole, by their sum as well.
 
     Operators were not measured. Attention is what a job takes longer for its pairs and its context; the rest
     is spread over the products by the weights that they read. Launch and poll times are 0: they are contained
@@ -70,8 +70,8 @@ class Measured:
         self._cores = cores or profile.cores
         self._curves_of = _fit_all(profile)
         self._colocation = _colocation(profile.colocated, profile.cores, profile.shapes)
-        self._between = _between(profile)
-        self._prompted = {row.model: row.between for row in profile.prompted}
+        self._step_gaps = _step_gaps(profile)
+        self._prefill_gaps = {row.model: row.gap for row in profile.prefill_gaps}
         self._shapes = profile.shapes
         self._stepping: dict[str, float] = {}  # the factors are found with none of them
         self._stepping = self._stepping_factors(profile.steps, profile.cores / self._cores)
@@ -104,7 +104,7 @@ class Measured:
         read = self._alone(Work.decode(step.model, step.share, (0,)))
         return self._alone(prompts) + self._alone(step) - read
 
-    def _stepping_factors(self, steps: Iterable[Stepped], share: float) -> dict[str, float]:
+    def _stepping_factors(self, steps: Iterable[EngineStep], share: float) -> dict[str, float]:
         """Returns by model how many times as long decode steps took under an engine, one after the other, as
         those that were measured alone. share: that of their cores, in this unit's."""
         seen: dict[str, list[float]] = defaultdict(list)
@@ -149,31 +149,31 @@ class Measured:
         step = Work(model, Phase.DECODE, 1.0, rows, rows, rows, rows + context, context)
         return (self.seconds(step) - self.seconds(replace(step, context=0))) / shape.layers
 
-    def between(self, work: Work) -> float:
-        """Returns the seconds of the engine's own work around a job: from its result to the next launch, and,
-        if it has prompts, what these cost before its launch and after its result. 0 if that was not
-        measured."""
-        prompted = 0.0 if work.phase is Phase.DECODE else self._prompted.get(work.model, 0.0)
-        return self.between_steps(work.batch) + prompted
+    def engine_gap(self, work: Work) -> float:
+        """Returns the seconds of the engine's own work for a job: from its result to the next launch, and, if
+        it has prompts, what these cost before its launch and after its result. 0 if that was not measured."""
+        prefill = 0.0 if work.phase is Phase.DECODE else self._prefill_gaps.get(work.model, 0.0)
+        return self.step_gap(work.batch) + prefill
 
-    def between_steps(self, sequences: int) -> float:
+    def step_gap(self, sequences: int) -> float:
         """Returns likewise the seconds after a decode step of so many sequences."""
-        return self._between.seconds(sequences, 0.0, 0.0, 0.0) if self._between else 0.0
+        return self._step_gaps.seconds(sequences, 0.0, 0.0, 0.0) if self._step_gaps else 0.0
 
 
 def cross_validate(profile: Profile) -> dict[str, Spread]:
     """Returns the spread of the prediction error by '<model>, <phase>', and over all jobs under 'all'. Each
     job is predicted by a fit that has not seen it."""
     order = random.Random(0).sample(profile.jobs, len(profile.jobs))
-    order.sort(key=lambda timed: (timed.doing.model, timed.doing.phase, timed.doing.cores))  # even folds
+    order.sort(key=lambda timed: (timed.job.model, timed.job.phase, timed.job.cores))  # even folds
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for fold in range(FOLDS):
         seen = tuple(timed for i, timed in enumerate(order) if i % FOLDS != fold)
-        model = Measured(replace(profile, jobs=seen, steps=()))  # no factor: they were measured alone
+        alone = replace(profile, jobs=seen, steps=())  # no factor: they were measured alone
+        model = ProfiledCostModel(alone)
         for timed in order[fold::FOLDS]:
-            doing = timed.doing
-            pair = model.seconds(doing.work(profile.cores)), median(timed.seconds)
-            for key in (f"{doing.model}, {doing.phase.value}", "all"):
+            job = timed.job
+            pair = model.seconds(job.work(profile.cores)), median(timed.seconds)
+            for key in (f"{job.model}, {job.phase.value}", "all"):
                 found[key].append(pair)
     return {key: Spread.of(*zip(*pairs, strict=True)) for key, pairs in sorted(found.items())}
 
@@ -191,8 +191,8 @@ def _fit_all(profile: Profile) -> dict[Kind, _CurvesByCores]:
         (model, decode): {} for model in profile.shapes for decode in (False, True)
     }
     for timed in profile.jobs:
-        kind = timed.doing.model, timed.doing.phase is Phase.DECODE
-        groups[kind].setdefault(timed.doing.cores, []).append(timed)
+        kind = timed.job.model, timed.job.phase is Phase.DECODE
+        groups[kind].setdefault(timed.job.cores, []).append(timed)
     return {kind: _CurvesByCores(_curves(kind, of_cores)) for kind, of_cores in groups.items()}
 
 
@@ -202,7 +202,7 @@ def _curves(kind: Kind, groups: Mapping[int, Sequence[Timed]]) -> dict[int, Curv
         raise ConfigError(f"no {phase.value} of {kind[0]} was measured; `kvloom profile` measures it")
     curves = {}
     for cores, group in groups.items():
-        rows = [_features(timed.doing.work(cores)) for timed in group]
+        rows = [_features(timed.job.work(cores)) for timed in group]
         seconds = [median(timed.seconds) for timed in group]
         curves[cores] = Curve.fit([x for x, *_ in rows], [others for _, *others in rows], seconds)
     return curves
@@ -216,7 +216,7 @@ def _colocation(
     seen: dict[tuple[Kind, Kind], list[float]] = defaultdict(list)
     phases: dict[tuple[bool, bool], list[float]] = defaultdict(list)
     for pair in colocated:
-        one, other = [(doing.model, doing.phase is Phase.DECODE) for doing in (pair.doing, pair.beside)]
+        one, other = [(job.model, job.phase is Phase.DECODE) for job in (pair.job, pair.beside)]
         rate = max(0.0, pair.seconds / pair.alone - 1.0) * cores / pair.beside.cores
         seen[one, other].append(rate)
         phases[one[1], other[1]].append(rate)
@@ -229,8 +229,8 @@ def _colocation(
     return rates
 
 
-def _between(profile: Profile) -> Curve | None:
+def _step_gaps(profile: Profile) -> Curve | None:
     if not profile.steps:
         return None
-    counts = [stepped.sequences for stepped in profile.steps]
-    return Curve.fit(counts, [(0.0, 0.0, 0.0)] * len(counts), [stepped.between for stepped in profile.steps])
+    counts = [step.sequences for step in profile.steps]
+    return Curve.fit(counts, [(0.0, 0.0, 0.0)] * len(counts), [step.gap for step in profile.steps])

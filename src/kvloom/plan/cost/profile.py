@@ -1,4 +1,5 @@
-"""A profile: how long a machine's real executor took for jobs. A JSON file, written by `kvloom profile`."""
+"""A profile: the times of a machine's jobs, alone and beside other work, and the CPU time that its server
+spends besides. It is a JSON file that `kvloom profile` writes."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from kvloom.types.errors import ConfigError
 from kvloom.types.files import replacing
 from kvloom.types.job import Phase
 
-PROFILE_VERSION: Final = 7
+PROFILE_VERSION: Final = 8
 
 _Count = Annotated[int, Meta(ge=0, lt=2**53)]
 _Some = Annotated[int, Meta(ge=1, lt=2**31)]
@@ -24,7 +25,7 @@ _ZeroOrMore = Annotated[float, Meta(ge=0.0)]
 Role = Literal["client", "gateway", "engine"]
 
 
-class JobMeasured(Struct, frozen=True, kw_only=True):
+class MeasuredJob(Struct, frozen=True, kw_only=True):
     """A job as `Work` describes it, on so many cores."""
 
     model: str
@@ -37,8 +38,8 @@ class JobMeasured(Struct, frozen=True, kw_only=True):
     context: _Count
 
     @staticmethod
-    def of(work: Work, cores: int) -> JobMeasured:
-        return JobMeasured(
+    def of(work: Work, cores: int) -> MeasuredJob:
+        return MeasuredJob(
             model=work.model,
             phase=work.phase,
             cores=cores,
@@ -60,33 +61,33 @@ class JobMeasured(Struct, frozen=True, kw_only=True):
 class Timed(Struct, frozen=True, kw_only=True):
     """The times of a job alone, from launch to result, as often as it was measured."""
 
-    doing: JobMeasured
+    job: MeasuredJob
     seconds: Annotated[tuple[_Seconds, ...], Meta(min_length=1)]
 
 
 class TimedMixed(Struct, frozen=True, kw_only=True):
     """The times of a mixed job alone, likewise, and the two jobs that are in it."""
 
-    prompts: JobMeasured
-    step: JobMeasured
+    prompts: MeasuredJob
+    step: MeasuredJob
     seconds: Annotated[tuple[_Seconds, ...], Meta(min_length=1)]
 
 
 class Colocated(Struct, frozen=True, kw_only=True):
     """The median times of a job alone, and with `beside` running all the while."""
 
-    doing: JobMeasured
-    beside: JobMeasured
+    job: MeasuredJob
+    beside: MeasuredJob
     alone: _Seconds
     seconds: _Seconds
 
 
-class Stepped(Struct, frozen=True, kw_only=True):
+class EngineStep(Struct, frozen=True, kw_only=True):
     """The medians of decode steps under the real engine."""
 
     model: str
     sequences: _Some
-    between: _Seconds
+    gap: _Seconds
     """The seconds from a step's result to the next one's launch."""
     step: _Seconds
     """The seconds from launch to result. The engine hands out no tokens meanwhile."""
@@ -94,44 +95,50 @@ class Stepped(Struct, frozen=True, kw_only=True):
     """The tokens that all sequences had before such a step."""
 
 
-class PromptedSeconds(Struct, frozen=True, kw_only=True):
-    """The engine's own work around a job with prompts, in the median: the seconds before its launch and after
-    its result, over those of a decode step."""
+class PrefillGap(Struct, frozen=True, kw_only=True):
+    """The engine's own work for a job with prompts, in the median."""
 
     model: str
-    between: _ZeroOrMore
+    gap: _ZeroOrMore
+    """The seconds before the job's launch and after its result, less those of a decode step."""
 
 
 class Oversubscribed(Struct, frozen=True, kw_only=True):
-    """The median time of a job alone, and with what it loses in the mean while `over` more threads of other
-    processes want to run than there are cores, scaled from processes that work for a part of the time."""
+    """The time of a job beside busy processes."""
 
-    doing: JobMeasured
-    over: _Some
+    job: MeasuredJob
+    excess: _Some
+    """How many threads more want to run than there are cores."""
     alone: _Seconds
+    """The median time of the job alone."""
     seconds: _Seconds
+    """The same, and what the job loses in the mean beside so many threads, scaled from what it lost beside
+    processes that work for a part of the time."""
 
 
 class BesideLoop(Struct, frozen=True, kw_only=True):
     """The median times of a job alone, and while the loop's thread of its own process worked for `busy`
     seconds."""
 
-    doing: JobMeasured
+    job: MeasuredJob
     busy: _Seconds
     alone: _Seconds
     seconds: _Seconds
 
 
 class CpuOverhead(Struct, frozen=True, kw_only=True):
-    """CPU seconds of a role's work besides jobs: for each request, for each token of its prompt, for each
-    token of the answer, and for each time that such tokens come, however many. The role `engine` is that of
-    its loop's thread, without what `Stepped` and `PromptedSeconds` have as `between`."""
+    """CPU seconds of a role's work besides jobs. The role `engine` is that of its loop's thread, without what
+    `EngineStep` and `PrefillGap` have as `gap`."""
 
     role: Role
     request: _ZeroOrMore
+    """The seconds for each request."""
     prompt: _ZeroOrMore
+    """The seconds for each token of a prompt."""
     token: _ZeroOrMore
+    """The seconds for each token of an answer."""
     turn: _ZeroOrMore
+    """The seconds for each time that tokens of answers come, however many."""
 
 
 class Computer(Struct, frozen=True, kw_only=True):
@@ -159,8 +166,8 @@ class Profile(Struct, frozen=True, kw_only=True):
     shapes: Annotated[dict[str, ModelShape], Meta(min_length=1)]
     jobs: tuple[Timed, ...]
     colocated: tuple[Colocated, ...]
-    steps: tuple[Stepped, ...]
-    prompted: tuple[PromptedSeconds, ...] = ()
+    steps: tuple[EngineStep, ...]
+    prefill_gaps: tuple[PrefillGap, ...] = ()
     mixed: tuple[TimedMixed, ...] = ()
     oversubscribed: tuple[Oversubscribed, ...] = ()
     beside_loop: tuple[BesideLoop, ...] = ()
@@ -175,7 +182,8 @@ class _Versioned(Struct):
 
 
 def read_profile(file: Path) -> Profile:
-    """Raises ConfigError for a file that is cut off, of another version, or no profile."""
+    """Returns the profile in a file. Raises ConfigError for a file that is cut off, of another version, or no
+    profile."""
     again = "`kvloom profile` writes a right one"
     try:
         text = file.read_bytes()
@@ -188,7 +196,7 @@ def read_profile(file: Path) -> Profile:
         profile = msgspec.json.decode(text, type=Profile)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: no profile ({' '.join(str(error).split())}); {again}") from error
-    strange = {timed.doing.model for timed in profile.jobs} ^ set(profile.shapes)
+    strange = {timed.job.model for timed in profile.jobs} ^ set(profile.shapes)
     if strange:
         raise ConfigError(f"{file}: {', '.join(sorted(strange))}: not both a shape and jobs; {again}")
     return profile

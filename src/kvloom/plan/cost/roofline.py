@@ -69,7 +69,7 @@ class _Parts(Struct, frozen=True, gc=False):
 
 
 class Roofline:
-    """Satisfies `Operated`: `gpus` devices of one node share every layer (tensor parallelism).
+    """Satisfies `OperatorCostModel`: `gpus` devices of one node share every layer (tensor parallelism).
 
     Products overlap with the reading of their weights, so a step takes √(compute² + reading²) for them,
     between the larger of the two and their sum; attention, the traffic between kernels and two all-reduces a

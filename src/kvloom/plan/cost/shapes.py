@@ -173,7 +173,7 @@ def read_shape(checkpoint: Path, itemsize: int | None = None) -> ModelShape:
     it lacks."""
     config = _read_config(checkpoint)
     try:
-        return shape_of(config, itemsize)
+        return shape_from_config(config, itemsize)
     except ConfigError as error:
         raise ConfigError(f"{checkpoint / CONFIG}: {error.message}") from error
 
@@ -206,7 +206,7 @@ def _decoder(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**{key: config[key] for key in ("dtype", "torch_dtype") if key in config}, **nested}
 
 
-def shape_of(config: Mapping[str, Any], itemsize: int | None = None) -> ModelShape:
+def shape_from_config(config: Mapping[str, Any], itemsize: int | None = None) -> ModelShape:
     """Returns the shape that a config.json describes. Raises ConfigError saying what is missing, or what of
     it no shape can say."""
     config = _decoder(config)

@@ -127,7 +127,7 @@ class Operator(NamedTuple):
 
 
 @runtime_checkable
-class Operated(CostModel, Protocol):
+class OperatorCostModel(CostModel, Protocol):
     """A cost model that knows its device's operators."""
 
     @property

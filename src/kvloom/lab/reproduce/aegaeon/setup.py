@@ -25,8 +25,8 @@ from msgspec import structs
 from kvloom.lab.reproduce.muxserve.setup import SHAREGPT
 from kvloom.lab.reproduce.setup import VOCAB, TellPart, poisson_requests
 from kvloom.lab.sim.content import NoContent
-from kvloom.lab.sim.fleet import simulated
-from kvloom.lab.sim.run import play, slept
+from kvloom.lab.sim.fleet import run_fleet
+from kvloom.lab.sim.run import send_workload, slept
 from kvloom.lab.sim.unit import (
     CONTEXT,
     MAX_RUNNING,
@@ -285,14 +285,14 @@ def play_load(system: System, load: Load, tell: TellPart) -> Found:
 
     async def main() -> Slept | None:
         clock = LoopClock(asyncio.get_running_loop())
-        async with simulated([unit], load_program("least_loaded", {})) as fleet:
+        async with run_fleet([unit], load_program("least_loaded", {})) as fleet:
             weights = {name: shape.weight_bytes for name, shape in models.items()}
             server: Generator = fleet.router
             if system.room is not None:
                 server = RequestLevel(server, weights, int(system.room * shared_bytes(BUDGET)))
             with suppress(TimeoutError):
                 async with asyncio.timeout(last):  # no token is in time after that
-                    await play(server, served, Prompts(VOCAB), clock, end)
+                    await send_workload(server, served, Prompts(VOCAB), clock, end)
             return slept(fleet)
 
     told = run_virtual(main())

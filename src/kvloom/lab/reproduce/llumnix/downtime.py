@@ -13,7 +13,7 @@ from typing import Final
 from kvloom.lab.reproduce.llumnix.setup import LINK, MODEL, make_units
 from kvloom.lab.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell, cells
 from kvloom.lab.reproduce.setup import VOCAB
-from kvloom.lab.sim.fleet import SimulatedFleet, simulated
+from kvloom.lab.sim.fleet import SimulatedFleet, run_fleet
 from kvloom.lab.sim.virtual_time import run_virtual
 from kvloom.lab.workload.request import Prompts, WorkloadRequest
 from kvloom.plan.cost.work import Work
@@ -97,7 +97,7 @@ def downtime(length: int) -> tuple[float, float]:
     )
 
     async def main() -> list[float]:
-        async with simulated(units, load_program("data_parallel", {})) as fleet:
+        async with run_fleet(units, load_program("data_parallel", {})) as fleet:
             return await _moved(fleet, body)
 
     gaps = [after - before for before, after in pairwise(run_virtual(main()))]
@@ -129,7 +129,7 @@ def beside(length: int) -> tuple[float, float]:
     async def main() -> tuple[list[float], float, float]:
         loop, times, warm = asyncio.get_running_loop(), list[float](), asyncio.Event()
         async with (
-            simulated(units, Program("to the first", _to_first, {})) as fleet,
+            run_fleet(units, Program("to the first", _to_first, {})) as fleet,
             asyncio.TaskGroup() as group,
         ):
 

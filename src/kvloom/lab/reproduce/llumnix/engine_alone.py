@@ -19,8 +19,8 @@ from kvloom.lab.reproduce.llumnix.systems import INFAAS, ROUND_ROBIN, ByStep, pr
 from kvloom.lab.reproduce.llumnix.traffic import MEDIUM
 from kvloom.lab.reproduce.report import Claim, Grid, Report, Scale, Tell, cells, duration
 from kvloom.lab.reproduce.setup import VOCAB, TellPart, check_answered, play_all, tell_each
-from kvloom.lab.sim.fleet import SimulatedFleet, simulated
-from kvloom.lab.sim.run import play
+from kvloom.lab.sim.fleet import SimulatedFleet, run_fleet
+from kvloom.lab.sim.run import send_workload
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.lab.workload.request import Prompts, RequestResult, WorkloadRequest
@@ -155,12 +155,12 @@ def _played(
 
     async def main() -> dict[str, list[float]]:
         clock = LoopClock(asyncio.get_running_loop())
-        async with simulated(units, program) as fleet, asyncio.TaskGroup() as group:
+        async with run_fleet(units, program) as fleet, asyncio.TaskGroup() as group:
             serves(fleet)
             losses = PreemptionLosses(fleet.server, clock.now)
             fleet.journal.follow(losses.keep)
             group.create_task(looking(fleet, clock))
-            await play(losses, asked, Prompts(VOCAB), clock, end, interval=1)
+            await send_workload(losses, asked, Prompts(VOCAB), clock, end, interval=1)
         return losses.seconds
 
     return results, run_virtual(main())

@@ -14,12 +14,12 @@ from kvloom.lab.reproduce.llumnix.setup import make_units
 from kvloom.lab.reproduce.llumnix.systems import System, program_of
 from kvloom.lab.reproduce.report import duration
 from kvloom.lab.reproduce.setup import VOCAB, check_answered
-from kvloom.lab.sim.fleet import SimulatedFleet, simulated
-from kvloom.lab.sim.run import play, upheaval
+from kvloom.lab.sim.fleet import SimulatedFleet, run_fleet
+from kvloom.lab.sim.run import count_fleet_events, send_workload
 from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.lab.workload.request import Prompts, RequestResult, WorkloadRequest
-from kvloom.lab.workload.results import Upheaval
+from kvloom.lab.workload.results import FleetEvents
 from kvloom.types.geometry import F64
 from kvloom.types.load import UnitLoad
 from kvloom.types.request import Level
@@ -91,20 +91,20 @@ def play_point(
         results.append(result)
         tell(result)
 
-    async def main() -> tuple[Upheaval, PreemptionLosses]:
+    async def main() -> tuple[FleetEvents, PreemptionLosses]:
         clock = LoopClock(asyncio.get_running_loop())
         async with (
-            simulated(units, program, rescheduling=system.rescheduling) as fleet,
+            run_fleet(units, program, rescheduling=system.rescheduling) as fleet,
             asyncio.TaskGroup() as group,
         ):
             serves(fleet)
             losses = PreemptionLosses(fleet.server, clock.now)
             fleet.journal.follow(losses.keep)
             looking = group.create_task(_look(fleet, clock, look)) if look else None
-            await play(losses, requests, Prompts(VOCAB), clock, end, interval=INTERVAL)
+            await send_workload(losses, requests, Prompts(VOCAB), clock, end, interval=INTERVAL)
             if looking is not None:
                 looking.cancel()
-            return await upheaval(fleet), losses
+            return await count_fleet_events(fleet), losses
 
     found, losses = run_virtual(main())
     return Point(

@@ -16,7 +16,7 @@ from kvloom.lab.reproduce.llumnix.systems import BLOCK, INFAAS, LLUMNIX, OWN, Sy
 from kvloom.lab.reproduce.llumnix.traffic import LONG
 from kvloom.lab.reproduce.report import Cell, Claim, Grid, Options, Report, Scale, Tell, cells
 from kvloom.lab.reproduce.setup import TellPart, play_or_read, tell_each
-from kvloom.lab.sim.fleet import Rescheduling
+from kvloom.lab.sim.fleet import ReschedulingSettings
 from kvloom.lab.workload.arrivals import gamma, poisson
 from kvloom.types.service import GroupSpec
 from kvloom.types.service import Scale as Range
@@ -117,7 +117,7 @@ def elastic(system: System, low: float, instances: int) -> System:
     be one more. A system that moves nothing counts memory as INFaaS++ does."""
     names = tuple(unit.spec.unit for unit in make_units(instances))
     scale = Range(least=1, most=instances, low=BLOCK * low, high=BLOCK * (low + BAND), seconds=CHECK)
-    own = system.rescheduling or Rescheduling(thresholds=NO_MOVES, usage=wanted)
+    own = system.rescheduling or ReschedulingSettings(thresholds=NO_MOVES, usage=wanted)
     first = max(1, FIRST * instances // INSTANCES)
     return replace(
         system,

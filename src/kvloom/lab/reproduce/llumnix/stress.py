@@ -25,8 +25,8 @@ from kvloom.lab.reproduce.llumnix.systems import System
 from kvloom.lab.reproduce.llumnix.traffic import SHORT
 from kvloom.lab.reproduce.report import Grid, Report, Scale, Tell
 from kvloom.lab.reproduce.setup import VOCAB, TellPart, check_answered, play_all, tell_each
-from kvloom.lab.sim.fleet import SimulatedFleet, simulated
-from kvloom.lab.sim.run import play
+from kvloom.lab.sim.fleet import SimulatedFleet, run_fleet
+from kvloom.lab.sim.run import send_workload
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.lab.workload.request import Prompts, RequestResult, WorkloadRequest
 from kvloom.router import Call
@@ -126,8 +126,10 @@ def step_cost(few: int = 4, many: int = 64, tokens: int = 400) -> Decision:
         async def main() -> None:
             units = [replace(unit, max_steps=1) for unit in make_units(1)]
             clock = LoopClock(asyncio.get_running_loop())
-            async with simulated(units, load_program("data_parallel", {})) as fleet:
-                await play(fleet.server, asked, Prompts(VOCAB), clock, check_answered, interval=tokens)
+            async with run_fleet(units, load_program("data_parallel", {})) as fleet:
+                await send_workload(
+                    fleet.server, asked, Prompts(VOCAB), clock, check_answered, interval=tokens
+                )
 
         began = thread_time()
         run_virtual(main())
@@ -168,7 +170,7 @@ def stress(rate: float, requests: int, decision: Decision, tell: TellPart) -> St
     """Raises RuntimeError if a request is not answered. `decision` is that of the scheduler in one place."""
     central = Central(decision)
     units = [
-        replace(unit, max_steps=1, between=lambda work: central.stall(work.batch))
+        replace(unit, max_steps=1, engine_gap=lambda work: central.stall(work.batch))
         for unit in make_units(STRESSED)
     ]
     asked = SHORT.requests(rate, requests)
@@ -191,14 +193,14 @@ class _Stress:
         clock = LoopClock(asyncio.get_running_loop())
         units = make_units(STRESSED)
         async with (
-            simulated(units, Program("freest, timed", self._freest, {})) as fleet,
+            run_fleet(units, Program("freest, timed", self._freest, {})) as fleet,
             Rescheduler(fleet.router, clock) as rescheduler,
             asyncio.TaskGroup() as group,
         ):
             scheduler = FleetScheduler(Watched(rescheduler, self._period), clock, period=PERIOD)
             watching = [group.create_task(scheduler.run()), group.create_task(self._ask(fleet, clock))]
             requests = SHORT.requests(self._rate, self._requests)
-            await play(fleet.server, requests, Prompts(VOCAB), clock, self._add, interval=INTERVAL)
+            await send_workload(fleet.server, requests, Prompts(VOCAB), clock, self._add, interval=INTERVAL)
             for task in watching:
                 task.cancel()
         return Stress(

@@ -18,7 +18,7 @@ from kvloom.engine.batching.baselines import WATERMARK
 from kvloom.engine.freeness import Arrival, Thresholds, wanted
 from kvloom.lab.reproduce.llumnix.setup import KVLOOM, PUBLISHED, EngineKind
 from kvloom.lab.reproduce.llumnix.traffic import THRESHOLD, Traffic
-from kvloom.lab.sim.fleet import Rescheduling, SimulatedFleet
+from kvloom.lab.sim.fleet import ReschedulingSettings, SimulatedFleet
 from kvloom.router import Call, Fleet, Frames, Replica
 from kvloom.router.program import Program, load_program
 from kvloom.types.load import UnitLoad
@@ -123,7 +123,7 @@ class System:
     name: str
     engine: EngineKind
     dispatch: Program | ByStep
-    rescheduling: Rescheduling | None = None
+    rescheduling: ReschedulingSettings | None = None
 
     def of(self, traffic: Traffic) -> System:
         """Returns the system with the thresholds that the paper's runs have for a workload, if it is the
@@ -139,7 +139,7 @@ def _published_thresholds(blocks: float) -> Thresholds:
     return Thresholds(BLOCK * blocks, BLOCK * blocks, floor=0.0)
 
 
-AS_PUBLISHED: Final = Rescheduling(
+AS_PUBLISHED: Final = ReschedulingSettings(
     UPDATES * STEP, _published_thresholds(THRESHOLD), usage=wanted, measure=published_freeness
 )
 ROUND_ROBIN: Final = System("round-robin", PUBLISHED, load_program("data_parallel", {}))
@@ -150,5 +150,5 @@ LLUMNIX_BY_COUNT: Final = System(
     "Llumnix by count", PUBLISHED, ByStep(published_dispatch, counts=True), AS_PUBLISHED
 )
 OWN_INFAAS: Final = System("kvloom, infaas", KVLOOM, load_program("infaas", {}))
-OWN: Final = System("kvloom", KVLOOM, load_program("freest", {}), Rescheduling())
+OWN: Final = System("kvloom", KVLOOM, load_program("freest", {}), ReschedulingSettings())
 """kvloom's Llumnix as it is shipped: its engine, gateway and fleet scheduler."""

@@ -11,7 +11,7 @@ from typing import Final
 from kvloom.lab.reproduce.microserving.setup import DATA_PARALLEL, MODEL, units
 from kvloom.lab.reproduce.report import Cell, Claim, Grid, Report, Scale, Tell, cells
 from kvloom.lab.reproduce.setup import VOCAB
-from kvloom.lab.sim.fleet import simulated
+from kvloom.lab.sim.fleet import run_fleet
 from kvloom.lab.sim.links import Link
 from kvloom.lab.sim.unit import SimulatedUnit, timed_link
 from kvloom.lab.sim.virtual_time import run_virtual
@@ -81,7 +81,7 @@ def move(context: int, *, cached: bool) -> Move:
         loop = asyncio.get_running_loop()
         prompt = Prompts(VOCAB)(0, WorkloadRequest(at=0.0, model=MODEL, prompt=context + UNIQUE, output=1))
         program = load_program(DATA_PARALLEL.program.name)
-        async with simulated(units(2), program, link=watched) as fleet:
+        async with run_fleet(units(2), program, link=watched) as fleet:
             source, target = fleet.engines.values()
             if cached:
                 await _prefill(source, prompt[:context])

@@ -40,7 +40,7 @@ class Mesh(Struct, frozen=True):
     index: int
 
 
-class Measured(Struct, frozen=True):
+class MeasuredModel(Struct, frozen=True):
     """The published results of one LLM. Times are in seconds, and `mps` has the percent of prefill and
     decode."""
 
@@ -54,7 +54,7 @@ class Measured(Struct, frozen=True):
 
 
 class _Run(Struct, frozen=True):
-    systems: dict[str, dict[str, Measured]]
+    systems: dict[str, dict[str, MeasuredModel]]
 
 
 class _Runs(Struct, frozen=True):
@@ -65,7 +65,7 @@ class _Runs(Struct, frozen=True):
             raise ValueError(f"no run {lacking[0]!r}")
 
 
-Published = Mapping[str, Mapping[str, Measured]]
+Published = Mapping[str, Mapping[str, MeasuredModel]]
 """The published results, by system, then by LLM."""
 SYSTEMS: Final[Mapping[str, System]] = {
     "flexsm": MUXSERVE,
@@ -83,11 +83,11 @@ def published_runs() -> Mapping[float, Published]:
     return {rate: found.runs[run].systems for rate, run in RUNS.items()}
 
 
-def published_plan(load: Load, published: Mapping[str, Measured]) -> PlacementPlan:
+def published_plan(load: Load, published: Mapping[str, MeasuredModel]) -> PlacementPlan:
     """Returns the placement as a plan: meshes and shares are the published ones, and pools as large as those
     configurations made them."""
     by_number = {int(name.removeprefix("llm-")): one for name, one in published.items()}
-    units: dict[int, list[tuple[Served, Measured]]] = {}
+    units: dict[int, list[tuple[Served, MeasuredModel]]] = {}
     for model in load.models:
         one = by_number[int(model.name.split("-")[0])]
         units.setdefault(one.mesh.index, []).append((model, one))
@@ -98,7 +98,7 @@ def published_plan(load: Load, published: Mapping[str, Measured]) -> PlacementPl
     )
 
 
-def _unit(index: int, members: Sequence[tuple[Served, Measured]]) -> PlannedUnit:
+def _unit(index: int, members: Sequence[tuple[Served, MeasuredModel]]) -> PlannedUnit:
     gpus = members[0][1].mesh.gpus
     nodes = cluster(8)
     demands = [model.demand for model, _ in members]
@@ -180,7 +180,7 @@ def _naming(tell: Tell, what: str) -> Callable[[float], None]:
     return lambda part: tell(what, part)
 
 
-def _cells(row: str, load: Load, theirs: Mapping[str, Measured], point: Point) -> list[Cell]:
+def _cells(row: str, load: Load, theirs: Mapping[str, MeasuredModel], point: Point) -> list[Cell]:
     """Returns the cell of the throughput, weighted with rates."""
     whole = sum(model.rate for model in load.models)
     paper = (
@@ -194,7 +194,7 @@ Pair = tuple[str, str, float, float]
 """A system, a measure, what was published of it and what was found."""
 
 
-def _pairs(system: str, load: Load, theirs: Mapping[str, Measured], point: Point) -> list[Pair]:
+def _pairs(system: str, load: Load, theirs: Mapping[str, MeasuredModel], point: Point) -> list[Pair]:
     found: list[Pair] = []
     for model in load.models:
         one, times = _of(theirs, model), point.times[model.name]
@@ -225,7 +225,7 @@ def _claims(pairs: Sequence[Pair]) -> list[Claim]:
     return found
 
 
-def _rows(row: str, load: Load, theirs: Mapping[str, Measured], point: Point) -> list[tuple[str, ...]]:
+def _rows(row: str, load: Load, theirs: Mapping[str, MeasuredModel], point: Point) -> list[tuple[str, ...]]:
     return [
         (
             row,
@@ -237,7 +237,7 @@ def _rows(row: str, load: Load, theirs: Mapping[str, Measured], point: Point) ->
     ]
 
 
-def _beside(one: Measured, throughput: float, times: ModelTimes) -> tuple[str, ...]:
+def _beside(one: MeasuredModel, throughput: float, times: ModelTimes) -> tuple[str, ...]:
     """Returns what was found of an LLM, each with how many times the measured it is."""
     return (
         f"{throughput:.2f}, {throughput / one.throughput:.2f}×",
@@ -247,5 +247,5 @@ def _beside(one: Measured, throughput: float, times: ModelTimes) -> tuple[str, .
     )
 
 
-def _of(theirs: Mapping[str, Measured], model: Served) -> Measured:
+def _of(theirs: Mapping[str, MeasuredModel], model: Served) -> MeasuredModel:
     return theirs[f"llm-{model.name.split('-')[0]}"]

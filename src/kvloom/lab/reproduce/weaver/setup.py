@@ -31,7 +31,7 @@ from kvloom.lab.reproduce.setup import (
 )
 from kvloom.lab.reproduce.weaver.ranks import MODEL, RANKED
 from kvloom.lab.sim.fleet import SimulatedFleet
-from kvloom.lab.sim.unit import SimulatedUnit
+from kvloom.lab.sim.unit import PARTS, SimulatedUnit
 from kvloom.lab.workload.lengths import STAND_INS, Sides
 from kvloom.lab.workload.request import RequestResult, WorkloadRequest
 from kvloom.plan.cost.devices import DeviceSpec, find_device
@@ -50,8 +50,7 @@ LONGEST: Final = 2048  # tokens of a sequence; longer ones the paper leaves out
 TAKEN: Final = 8.0e9  # bytes of a GPU that hold neither weights nor K and V: see `pool_bytes`
 
 _PAGE: Final = 32  # tokens: blocks of 16 KiB hold as many
-_PARTS: Final = 10  # that a GPU's compute is shared out in, as MuxServe does
-_LEAST: Final = 1 / _PARTS  # of the compute, for a prefill that computes nothing
+_LEAST: Final = 1 / PARTS  # of the compute, for a prefill that computes nothing
 
 
 class Decoder(Roofline):
@@ -99,12 +98,12 @@ def unit(
     spec = structs.replace(
         engine_spec(name, given, kv_bytes=room, block_bytes=block_bytes),
         policy=policy,
-        threads=_PARTS,
+        threads=PARTS,
         overload=0.2,
         weave=weave,
     )
     cost = Decoder(sheet, gpus, dict.fromkeys(models, shape), RANKED)
-    return SimulatedUnit(spec, dict.fromkeys(models, page), _PARTS, cost, bandwidth=sheet.link / 2)
+    return SimulatedUnit(spec, dict.fromkeys(models, page), PARTS, cost, bandwidth=sheet.link / 2)
 
 
 @dataclass(frozen=True, slots=True)

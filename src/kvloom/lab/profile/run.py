@@ -23,9 +23,9 @@ from kvloom.exec.cpu.executor import TorchExecutor
 from kvloom.exec.huggingface import hide_progress
 from kvloom.kv.memory import keep_freed_memory
 from kvloom.lab.profile.jobs import WatchedExecutor
-from kvloom.lab.profile.serving import LOADS, Bounds, OwnWork, measure_serving
+from kvloom.lab.profile.serving import LOADS, Bounds, EngineGaps, measure_serving
 from kvloom.lab.profile.session import QUICK, Effort, measure, this_computer
-from kvloom.plan.cost.measured import Measured, cross_validate
+from kvloom.plan.cost.measured import ProfiledCostModel, cross_validate
 from kvloom.plan.cost.profile import Computer, CpuOverhead, Profile, write_profile
 from kvloom.plan.cost.shapes import CONFIG, ModelShape, itemsize_of, read_shape
 from kvloom.serve.engine import require_hub
@@ -36,7 +36,7 @@ POOL = 2 << 30  # bytes at most; more would measure longer contexts, and take lo
 QUIET = 0.5  # load average above which the user is warned that the machine is busy
 
 
-def conduct(
+def run_profile(
     config: Config, output: Path, *, temperature: float, quick: bool, arguments: Sequence[str]
 ) -> Profile:
     """Profiles the config's machine and writes the file. `arguments` are those of `kvloom serve` for this
@@ -85,7 +85,7 @@ def measure_jobs(
     )
     keep_freed_memory()  # as the process of an engine does
     try:
-        shapes = {model.name: shape_of(executor, model) for model in spec.models}
+        shapes = {model.name: measured_shape(executor, model) for model in spec.models}
         columns = BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
         with (
             Progress(*columns, console=console) as bar,
@@ -130,14 +130,14 @@ async def measure_server(
 ) -> tuple[CpuOverhead, ...]:
     """Starts `kvloom serve` and measures it. Returns what it does besides jobs. Raises ConfigError if it does
     not answer."""
-    cost = Measured(profile)
+    cost = ProfiledCostModel(profile)
     with _with_key(config, arguments) as (key, given):
         return await measure_serving(
             given,
             key,
-            OwnWork(
-                cost.between_steps,
-                fmean(row.between for row in profile.prompted) if profile.prompted else 0.0,
+            EngineGaps(
+                cost.step_gap,
+                fmean(row.gap for row in profile.prefill_gaps) if profile.prefill_gaps else 0.0,
             ),
             [load.requests(cost, bounds, effort.load_seconds) for load in LOADS],
             lambda text: console.print(f"serving: {text}", style="dim"),
@@ -171,7 +171,7 @@ def whole_machine(config: Config) -> EngineSpec:
     )
 
 
-def shape_of(executor: WatchedExecutor, model: ModelSpec) -> ModelShape:
+def measured_shape(executor: WatchedExecutor, model: ModelSpec) -> ModelShape:
     """Returns what the checkpoint's config says, and what attention was seen to keep."""
     geometry, folder = executor.geometries[model.name], Path(model.path)
     card = executor.cards[model.name]
@@ -212,7 +212,7 @@ def overhead_table(profile: Profile) -> Table:
 def factors_table(profile: Profile) -> Table:
     """Returns a table of how many times longer than the fit says decode steps under an engine take, and mixed
     jobs."""
-    cost = Measured(profile)
+    cost = ProfiledCostModel(profile)
     rows = [(name, *(f"{factor:.2f}×" for factor in cost.factors(name))) for name in profile.shapes]
     return _table("Factors of jobs over the fit", ("", "decode steps", "mixed jobs"), rows)
 

@@ -1,4 +1,4 @@
-"""Devices whose jobs take so many seconds a token, for worlds that need no real one."""
+"""Cost models whose jobs take so many seconds a token, for simulations that need no real device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvloom.plan.cost.work import Operator, Work
 from kvloom.types.job import Phase
 
 
-class Evenly:
+class LinearCost:
     """Satisfies `CostModel`: so many seconds a job and a token, more with less of the device or beside
     others."""
 
@@ -18,7 +18,7 @@ class Evenly:
 
     @property
     def pace(self) -> float:
-        """Seconds of a token."""
+        """Returns the seconds of a token."""
         return self._seconds
 
     def seconds(self, work: Work, beside: Sequence[Work] = ()) -> float:
@@ -26,8 +26,8 @@ class Evenly:
         return self._seconds * (10 + tokens / work.share + work.context / 50) * (1 + len(beside) / 4)
 
 
-class EvenlyOperated(Evenly):
-    """Satisfies `Operated`: ten operators a job, each with as many parts as it likes."""
+class LinearOperatorCost(LinearCost):
+    """Satisfies `OperatorCostModel`: ten operators a job, each with as many parts as it likes."""
 
     start = 0.0
     poll = 0.0
