@@ -229,7 +229,7 @@ def damaged(profile: Profile) -> dict[str, bytes]:
     return {
         "cut": text[: len(text) // 2],
         "empty": b"",
-        "other version": text.replace(b'"version":7', b'"version":8', 1),
+        "other version": text.replace(b'"version":8', b'"version":9', 1),
         "no version": b"{}",
         "text": b"\xff\xfe",
         "negative": text.replace(b'"batch":4', b'"batch":-4', 1),
@@ -242,7 +242,7 @@ def damaged(profile: Profile) -> dict[str, bytes]:
     [
         ("cut", "no profile"),
         ("empty", "no profile"),
-        ("other version", f"version {PROFILE_VERSION + 1}, and this kvloom reads {PROFILE_VERSION}"),
+        ("other version", "version 9, and this kvloom reads 8"),
         ("no version", "version"),
         ("text", "no profile"),
         ("negative", "batch"),
