@@ -22,8 +22,8 @@ from kvloom.lab.reproduce.llumnix.setup import MODEL, make_units
 from kvloom.lab.reproduce.llumnix.stress import STRESSED, Central, section_66
 from kvloom.lab.reproduce.llumnix.systems import OWN
 from kvloom.lab.reproduce.report import Options
-from kvloom.lab.sim.unit import LOADING, STARTING
 from kvloom.lab.sim.virtual_time import run_virtual
+from kvloom.plan.cost.loading import LOADING, STARTING
 from kvloom.plan.cost.shapes import find_shape
 from tests.lab.reproduce.played import played, quiet
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,7 +18,7 @@ from kvloom.lab.sim.links import Link, TimedLink
 from kvloom.plan.cluster import CPU, Abilities
 from kvloom.plan.cost.cpu import CpuCosts
 from kvloom.plan.cost.devices import PCIE4, find_device
-from kvloom.plan.cost.loading import MAPPED, load_bandwidth
+from kvloom.plan.cost.loading import MAPPED, load_bandwidth, start_seconds
 from kvloom.plan.cost.measured import ProfiledCostModel
 from kvloom.plan.cost.profile import Profile
 from kvloom.plan.cost.roofline import Roofline
@@ -41,10 +41,6 @@ CONTEXT = 8192  # tokens, of a model of which neither spec nor checkpoint says i
 DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}  # by the bytes of a number
 
 LATENCY: Final = 20e-6  # seconds from one unit's memory to another's
-STARTING: Final = 4.0  # seconds without weights: the demo fleet's start, by benchmarks.memory_start
-LOADING: Final = 1.1e9
-"""Bytes of weights a second: the 16 GB of Llama-3-8B from a cloud's disk (AWS gp3) to an A10G took 14.3 s at
-best (NVIDIA, Run:ai Model Streamer, 2024)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +71,6 @@ class SimulatedUnit:
         block = self.spec.block_bytes
         weights = -(-self.shapes[model].weight_bytes // block) if self.spec.sleep_dir else 0
         return self.spec.kv_bytes // block - weights
-
-
-def start_seconds(shapes: Iterable[ModelShape]) -> float:
-    """Returns the seconds until a new process that serves these models can answer."""
-    return STARTING + sum(shape.weight_bytes for shape in shapes) / LOADING
 
 
 def timed_link(unit: SimulatedUnit) -> Link:

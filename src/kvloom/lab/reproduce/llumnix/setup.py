@@ -13,8 +13,9 @@ from msgspec import structs
 
 from kvloom.lab.reproduce.report import Scale
 from kvloom.lab.reproduce.setup import Hosted, engine_spec, in_one_layer
-from kvloom.lab.sim.unit import SimulatedUnit, start_seconds
+from kvloom.lab.sim.unit import SimulatedUnit
 from kvloom.plan.cost.devices import find_device
+from kvloom.plan.cost.loading import start_seconds
 from kvloom.plan.cost.roofline import Roofline
 from kvloom.plan.cost.shapes import find_shape
 from kvloom.types.request import Level
