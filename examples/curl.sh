@@ -3,6 +3,11 @@
 set -eu
 URL="${KVLOOM_URL:-http://127.0.0.1:8000}"
 
+curl --silent --show-error --output /dev/null "$URL/v1/models" || {
+  echo "no server answers at $URL; \`kvloom serve\` starts one" >&2
+  exit 1
+}
+
 # what the server says, without what differs from run to run
 ask() {
   curl --silent --show-error "$@" | sed -E 's/"(chatcmpl|cmpl)-[0-9a-f]+"/"\1-…"/g; s/"created":[0-9]+/"created":0/g; s/"cached_tokens":[0-9]+/"cached_tokens":0/g'

@@ -19,6 +19,7 @@ from openai import AsyncOpenAI
 
 URL = os.environ.get("KVLOOM_URL", "http://127.0.0.1:8000")
 SECONDS = 60.0
+BLOCKS = 1024  # of a pool that these requests can fill
 STORIES, STORY_TOKENS = 24, 200
 ANSWERS, ANSWER_TOKENS = 6, 150
 _SAMPLE = re.compile(r'^(kvloom_kv_blocks\w*){(?:model="(\w+)",)?unit="unit-0"} (\S+)$', re.MULTILINE)
@@ -36,12 +37,17 @@ class Shares:
         return f"stories {self.stories:.0%}, guide {self.guide:.0%}, free {self.free:.0%}"
 
 
-def shares() -> Shares:
+def blocks() -> dict[tuple[str, str], float]:
+    """What the server says of its blocks, by metric and model."""
     with urllib.request.urlopen(f"{URL}/metrics") as response:
         text = response.read().decode()
-    blocks = {(name, model): float(value) for name, model, value in _SAMPLE.findall(text)}
-    total = blocks["kvloom_kv_blocks", ""]
-    used = {model: value / total for (name, model), value in blocks.items() if name.endswith("_used")}
+    return {(name, model): float(value) for name, model, value in _SAMPLE.findall(text)}
+
+
+def shares() -> Shares:
+    now = blocks()
+    total = now["kvloom_kv_blocks", ""]
+    used = {model: value / total for (name, model), value in now.items() if name.endswith("_used")}
     return Shares(used["guide"], used["stories"], free=1 - sum(used.values()))
 
 
@@ -72,6 +78,9 @@ async def ask(client: AsyncOpenAI, model: str, question: str, tokens: int) -> in
 
 
 async def main() -> None:
+    if (there := blocks()["kvloom_kv_blocks", ""]) > BLOCKS:
+        right = f"`kvloom serve examples/config.yaml` has {BLOCKS:,}"
+        sys.exit(f"a pool of {there:,.0f} blocks is too large for these requests to fill; {right}")
     async with AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0) as client:
         async with asyncio.TaskGroup() as group:
 

@@ -17,7 +17,7 @@ from tests.commands import kvloom
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        ((), ["COMMAND"]),
+        ((), ["a command is missing; known are serve, chat"]),
         (("-x",), ["'-x'; known are serve, chat, run, models"]),
         (("unit", "lst"), ["lst", '"list"', "`kvloom unit --help`"]),
         (("unit", "list", "more"), ["more", "`kvloom unit list --help`"]),
@@ -39,13 +39,13 @@ from tests.commands import kvloom
         (("serve", "--host", "two..dots"), ["host", "two..dots", "an address of this machine"]),
         (("serve", "--host", "203.0.113.1"), ["host", "203.0.113.1", "is not this machine"]),
         (("serve", "nowhere.yaml"), ["nowhere.yaml", "No such file"]),
-        (("program",), ["ACTION", "`kvloom program --help`"]),
+        (("program",), ["known are show", "`kvloom program --help`"]),
         (("program", "set"), ["NAME", "`kvloom program set --help`"]),
         (("program", "show", "--ulr", "x"), ["--ulr", "`kvloom program show --help`"]),
         (("program", "show", "--url", "localhost:8000"), ["--url localhost:8000", "http://HOST:PORT"]),
         (("program", "show", "--url", "http://h:port"), ["--url http://h:port", "http://HOST:PORT"]),
         (("program", "show", "--admin-key-file", "/dev/null"), ["--admin-key-file", "no key"]),
-        (("unit",), ["ACTION", "`kvloom unit --help`"]),
+        (("unit",), ["a command is missing", "`kvloom unit --help`"]),
         (("unit", "drain"), ["NAME", "`kvloom unit drain --help`"]),
         (("unit", "drain", "unit-0", "--seconds", "x"), ["--seconds", "'x'"]),
         (

@@ -210,7 +210,8 @@ def _call(arguments: list[str]) -> int:
             return _refuse(f"there is no command {word[:40]!r}; {hint}", ())
     chain, apps, rest = app.parse_commands(arguments)
     if not rest and apps[-1].default_command is None:
-        return _refuse(f"{'ACTION' if chain else 'COMMAND'} is missing", chain)
+        known = ", ".join(name for name in apps[-1] if not name.startswith("-"))
+        return _refuse(f"a command is missing; known are {known}", chain)
     code = app(arguments)
     return code if isinstance(code, int) else 0
 

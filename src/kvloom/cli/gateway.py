@@ -67,7 +67,7 @@ class Connection:
         certificate: Path | None = None,
         key: Path | None = None,
         wants: str = "",
-        remedy: str = "--url names another server",
+        remedy: str = "`kvloom serve` starts one, and --url names another",
     ) -> None:
         """`bearer` is the key that is sent. `ca` holds the authorities that may have signed the server's
         certificate, None for the system's; `certificate` and `key` are the caller's own. `wants` says how a

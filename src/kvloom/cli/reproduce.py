@@ -125,6 +125,7 @@ def _chosen(paper: str, figures: Sequence[str], options: Options) -> list[Experi
     of them has no such options."""
     known: tuple[Experiment, ...] = import_module(f"kvloom.lab.reproduce.{paper}").EXPERIMENTS
     names = [experiment.name for experiment in known]
+    figures = [figure.removeprefix("figure-") for figure in figures]
     for figure in figures:
         if figure not in names:
             raise ConfigError(f"--figure {figure[:40]!r}: not of {paper}; {', '.join(names)} are right")

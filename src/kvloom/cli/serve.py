@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
 
 from cyclopts import App, Parameter
 
@@ -13,6 +13,7 @@ from kvloom.cli.cluster import require_ray
 from kvloom.serve.machine import raise_open_files
 from kvloom.serve.processes.prefork import LaunchedForkServer, launched
 from kvloom.types.errors import ConfigError
+from kvloom.types.spec import DEFAULT_POLICY, Policy
 
 if TYPE_CHECKING:
     from kvloom.config.file import Settings
@@ -25,14 +26,14 @@ examples:
   kvloom serve --model chat=Qwen/Qwen3-0.6B --model code=/models/coder
   kvloom serve fleet.yaml --port 9000
 
-CONFIG.yaml, with the defaults:
+CONFIG.yaml, with the defaults, or an example if there is none:
   host: 127.0.0.1
   port: 8000
   kv_memory: auto        # the pool: `512MiB`, `2GB`, or a third of free memory
   memory: 8GiB           # instead of kv_memory: for weights and pool together
   sleep_dir: /var/tmp    # where weights that sleep lie, on a disk
   block_bytes: 16KiB     # a power of two
-  policy: slack          # or adbs, fcfs, round-robin, partitioned
+  policy: slack          # or another one: see --policy
   max_running: 256       # sequences a model decodes together
   max_waiting: 1024      # requests that may queue for a model
   chunk_tokens: 512      # prompt tokens a prefill job takes; 2048 on GPUs
@@ -102,9 +103,7 @@ def serve(
         str | None,
         Parameter(metavar="SIZE", help="for weights and pool together: models that do not fit sleep"),
     ] = None,
-    policy: Annotated[
-        str | None, Parameter(help="slack, adbs, fcfs, round-robin, partitioned (slack)")
-    ] = None,
+    policy: Annotated[str | None, Parameter(help=f"{', '.join(get_args(Policy))} ({DEFAULT_POLICY})")] = None,
     api_key_file: Annotated[
         Path | None, Parameter(help="serve only who knows one of its keys, one a line")
     ] = None,

@@ -177,5 +177,6 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(
 def test_a_server_that_is_not_there(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["bench", "serve", "--workload", str(workload), "--url", "http://127.0.0.1:9"]) == 1
-    error = "kvloom: http://127.0.0.1:9: cannot be reached: Connection refused; --url names another server\n"
+    remedy = "`kvloom serve` starts one, and --url names another"
+    error = f"kvloom: http://127.0.0.1:9: cannot be reached: Connection refused; {remedy}\n"
     assert capsys.readouterr().err == error

@@ -141,11 +141,10 @@ class ChatBody(GenerationBody):
         None, Unserved("an answer always begins after the last message", False)
     ] = None
     echo: Annotated[None, Unserved("served for completions only", False)] = None
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None  # of a completion, 0 is right, too
 
     @model_validator(mode="after")
     def _chat_coherent(self) -> ChatBody:
-        if self.max_tokens == 0:
-            raise wrong("max_tokens", "max_tokens must be at least 1")
         if self.top_logprobs is not None and not self.logprobs:
             raise wrong("top_logprobs", "top_logprobs needs logprobs to be true")
         names = [tool.function.name for tool in self.tools or []]

@@ -146,7 +146,8 @@ class Endpoint:
             async with self._session.get(f"{self.url}/v1/models") as response:
                 data = await response.read()
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerError(f"{self.url}: {_said(error)}; --url names another server") from error
+            remedy = "`kvloom serve` starts one, and --url names another"
+            raise ServerError(f"{self.url}: {_said(error)}; {remedy}") from error
         if response.status in (401, 403):
             raise ServerError(f"{self.url}: {_refusal(response.status, data)}; --key is its API key")
         try:
