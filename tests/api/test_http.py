@@ -105,6 +105,7 @@ BAD_COMPLETION: list[tuple[dict[str, Any], str]] = [
 BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"max_completion_tokens": 600}, "max_completion_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
     ({"messages": [{"role": "user", "content": "x " * 999}]}, "messages"),
     ({"messages": [{"role": "bob", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0]"),

@@ -39,7 +39,7 @@ from tests.commands import kvloom
         (("serve", "--host", "two..dots"), ["host", "two..dots", "an address of this machine"]),
         (("serve", "--host", "203.0.113.1"), ["host", "203.0.113.1", "is not this machine"]),
         (("serve", "nowhere.yaml"), ["nowhere.yaml", "No such file"]),
-        (("program",), ["known are show", "`kvloom program --help`"]),
+        (("program",), ["known are set, show", "`kvloom program --help`"]),
         (("program", "set"), ["NAME", "`kvloom program set --help`"]),
         (("program", "show", "--ulr", "x"), ["--ulr", "`kvloom program show --help`"]),
         (("program", "show", "--url", "localhost:8000"), ["--url localhost:8000", "http://HOST:PORT"]),
