@@ -71,6 +71,15 @@ def run_with(
     asyncio.run(main())
 
 
+def test_an_engine_is_told_from_the_next_one_by_when_it_began() -> None:
+    clock = ManualClock()
+    first = engine_over(ModelledExecutor(400, models=["wide"]), clock=clock)
+    clock.time = 7.0
+    second = engine_over(ModelledExecutor(400, models=["wide"]), clock=clock)
+    clock.time = 9.0
+    assert [engine.load_now().began for engine in (first, second)] == [0.0, 7.0]
+
+
 def test_a_begun_prompt_counts_whole() -> None:
     """Chunk by chunk its blocks come to be held; together with those to come they are always the prompt's."""
     seen: list[UnitLoad] = []

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Mapping
 from contextlib import suppress
+
+import pytest
+from msgspec.structs import replace
 
 from kvloom.lab.sim.virtual_time import LoopClock, run_virtual
 from kvloom.serve.processes.pulse import tell_pulse
 from kvloom.types.errors import Unavailable
 from kvloom.types.load import UnitLoad
+from kvloom.types.service import Service
 from tests.cluster.loads import model, unit
 
 
@@ -19,6 +24,7 @@ class Router:
     begun = 0
     busy = False
     asked = 0
+    services: Mapping[str, Service] = {"unit-0": "up"}
 
     async def loads(self) -> dict[str, UnitLoad]:
         self.asked += 1
@@ -49,18 +55,25 @@ def test_a_line_comes_while_something_runs() -> None:
     assert lines[2] == lines[1]
 
 
-Units = dict[str, tuple[int, int, int]]
-"""Tokens made, computed and found cached, by unit."""
+Units = dict[str, tuple[int, ...]]
+"""Tokens made, computed and found cached, by unit, and when its engine began, if not at 0."""
 
 
 class Scripted:
     """A router whose units tell one after the other of these counts."""
 
-    def __init__(self, first: Units, *ticks: tuple[int, bool, Units | None]) -> None:
+    def __init__(
+        self,
+        first: Units | None,
+        *ticks: tuple[int, bool, Units | None],
+        services: Mapping[str, Service] | None = None,
+    ) -> None:
         """ticks: requests that begin before each, whether it is busy then, and the counts, None for an error
-        or if nobody is to ask."""
+        or if nobody is to ask. services: the states of the units at first; by itself, those that answer are
+        up."""
         self.begun = 0
         self.busy = False
+        self.services: Mapping[str, Service] = services or dict.fromkeys(first or (), "up")
         self._ticks = list(ticks)
         self._counts: Units | None = first
 
@@ -77,12 +90,15 @@ class Scripted:
     async def loads(self) -> dict[str, UnitLoad]:
         if self._counts is None:
             raise Unavailable("no unit answers")
-        return {
-            name: unit(
-                model(output_tokens_total=made, prompt_tokens_total=computed, cached_tokens_total=cached)
-            )
-            for name, (made, computed, cached) in self._counts.items()
-        }
+        loads = {}
+        for name, (made, computed, cached, *began) in self._counts.items():
+            counts = {
+                "output_tokens_total": made,
+                "prompt_tokens_total": computed,
+                "cached_tokens_total": cached,
+            }
+            loads[name] = replace(unit(model(**counts)), began=float(sum(began)))
+        return loads
 
     def tell(self) -> list[tuple[str, str, str]]:
         """The lines' requests, tokens and prefix hits."""
@@ -109,12 +125,40 @@ def test_a_unit_that_begins_anew_or_is_not_heard_adds_what_it_has_made_only() ->
     million = 10**6
     router = Scripted(
         {"a": (million, 0, 0), "b": (million, 0, 0)},
-        (1, True, {"a": (million + 100, 0, 0), "b": (50, 0, 0)}),
+        (1, True, {"a": (million + 100, 0, 0), "b": (50, 0, 0, 1)}),
         (0, True, {"a": (million + 200, 0, 0)}),
-        (0, True, {"a": (million + 300, 0, 0), "b": (90, 0, 0)}),
-        (0, True, {"a": (million + 400, 0, 0), "b": (100, 0, 0)}),
+        (0, True, {"a": (million + 300, 0, 0), "b": (90, 0, 0, 1)}),
+        (0, True, {"a": (million + 400, 0, 0), "b": (100, 0, 0, 1)}),
     )
-    assert [tokens for _, tokens, _ in router.tell()] == ["15", "10", "10", "11"]
+    assert [tokens for _, tokens, _ in router.tell()] == ["15", "10", "14", "11"]
+
+
+@pytest.mark.parametrize("before", ["starting", "restarting", "away", None])
+def test_a_new_process_counts_from_the_beginning(before: Service | None) -> None:
+    """None: the unit was added later."""
+    services: dict[str, Service] = {"a": "up"}
+    if before is not None:
+        services["b"] = before
+    router = Scripted({"a": (7, 0, 0)}, (1, True, {"a": (7, 0, 0), "b": (300, 20, 60, 1)}), services=services)
+    assert router.tell() == [("0.1", "30", "75 %")]
+
+
+def test_a_restarted_process_that_did_more_than_the_one_before_counts_whole() -> None:
+    router = Scripted({"a": (200, 10, 0)}, (1, True, {"a": (300, 20, 60, 1)}))
+    assert router.tell() == [("0.1", "30", "75 %")]
+
+
+@pytest.mark.parametrize("first", [{}, None])
+def test_an_older_process_that_does_not_answer_at_first_counts_from_its_first_answer(
+    first: Units | None,
+) -> None:
+    router = Scripted(
+        first,
+        (1, True, {"a": (5_000_000, 0, 0)}),
+        (0, True, {"a": (5_000_100, 0, 0)}),
+        services={"a": "down"},
+    )
+    assert [tokens for _, tokens, _ in router.tell()] == ["0", "10"]
 
 
 def test_the_tail_of_a_stream_is_told_at_its_end() -> None:

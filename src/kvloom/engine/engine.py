@@ -75,6 +75,7 @@ class Engine:
         takes what the unit decides to the journal."""
         self._spec = spec
         self._check = check
+        self._began = clock.now()
         self._stopping = False
         self._wake = asyncio.Event()
         self.pool, queues = make_pool_and_queues(executor, spec, clock, reserved=MAX_RESERVED, record=record)
@@ -387,6 +388,7 @@ class Engine:
             waits,
             self.lender.recalled,
             self._transport,
+            self._began,
             draining=self._stopping,
             weights={} if self._residency is None else self._residency.loads(),
             bases=self._queues.bases,

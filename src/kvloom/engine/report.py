@@ -21,20 +21,22 @@ def unit_load(
     waits: Waits | None,
     recalled: int,
     transport: Transport,
+    began: float,
     weights: Mapping[str, WeightLoad],
     *,
     draining: bool,
     bases: Mapping[str, str],
 ) -> UnitLoad:
     """Returns the load of the unit. waits: those of tasks that this unit does for another one; recalled: lent
-    blocks that it wants back; weights: the states of weights that can sleep; bases: the base of each
-    adapter."""
+    blocks that it wants back; began: when the engine began, by its clock; weights: the states of weights that
+    can sleep; bases: the base of each adapter."""
     return UnitLoad(
         total_blocks=pool.total,
         free_blocks=pool.free,
         block_bytes=spec.block_bytes,
         policy=spec.policy,
         models={name: model_load(q, spec.priorities, weights.get(name)) for name, q in queues.items()},
+        began=began,
         moves=spec.abilities.moves,
         draining=draining,
         lent_blocks=pool.lent,

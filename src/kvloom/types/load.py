@@ -114,6 +114,7 @@ class UnitLoad(Struct, frozen=True, kw_only=True):
     block_bytes: int
     policy: str
     models: dict[str, ModelLoad]
+    began: float = 0.0  # when the engine began, by its own clock: another time is another engine
     moves: bool = True  # requests may move to this unit and from it
     draining: bool = False  # what runs here is to end or to go elsewhere, and nothing is to come
     lent_blocks: int = 0  # lent to another unit for a while

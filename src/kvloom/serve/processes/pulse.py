@@ -9,10 +9,13 @@ from typing import Final, Protocol
 from kvloom.types.clock import Clock
 from kvloom.types.errors import KvloomError
 from kvloom.types.load import UnitLoad
+from kvloom.types.service import Service
 
 PULSE: Final = "kvloom.pulse"
 """The logger of the line."""
 PULSE_SECONDS: Final = 10.0
+_TO_COME: Final[tuple[Service, ...]] = ("restarting", "starting", "away")
+"""The states of units whose next answer is that of a new process."""
 
 
 class Counted(Protocol):
@@ -26,6 +29,10 @@ class Counted(Protocol):
     def busy(self) -> bool:
         """True while a request is under way."""
 
+    @property
+    def services(self) -> Mapping[str, Service]:
+        """The states of all units."""
+
     async def loads(self) -> dict[str, UnitLoad]: ...
 
 
@@ -33,15 +40,19 @@ class Counted(Protocol):
 class Totals:
     """The counts of one model of one unit since its engine began, or those of a while."""
 
-    output: int = 0
-    prompt: int = 0
-    cached: int = 0
+    began: float
+    """The time when the engine began: `UnitLoad.began`."""
+    output: int
+    prompt: int
+    cached: int
 
-    def since(self, last: Totals) -> Totals:
-        """Returns what was counted since `last`; an engine that has begun anew counts from 0."""
-        if self.output < last.output or self.prompt < last.prompt or self.cached < last.cached:
+    def since(self, last: Totals | None) -> Totals:
+        """Returns what was counted since `last`. Another engine than that of `last` counts from 0."""
+        if last is None or self.began != last.began:
             return self
-        return Totals(self.output - last.output, self.prompt - last.prompt, self.cached - last.cached)
+        return Totals(
+            self.began, self.output - last.output, self.prompt - last.prompt, self.cached - last.cached
+        )
 
 
 By = dict[tuple[str, str], Totals]
@@ -50,7 +61,9 @@ By = dict[tuple[str, str], Totals]
 
 def totals(loads: Mapping[str, UnitLoad]) -> By:
     return {
-        (unit, name): Totals(model.output_tokens_total, model.prompt_tokens_total, model.cached_tokens_total)
+        (unit, name): Totals(
+            load.began, model.output_tokens_total, model.prompt_tokens_total, model.cached_tokens_total
+        )
         for unit, load in loads.items()
         for name, model in load.models.items()
     }
@@ -60,9 +73,14 @@ async def tell_pulse(
     router: Counted, clock: Clock, tell: Callable[[str], object], seconds: float = PULSE_SECONDS
 ) -> None:
     """Tells a line each `seconds` until it is cancelled, and one more when what ran is over; nothing, and no
-    engine is asked, while none runs. What cannot be told in time is in the next line."""
+    engine is asked, while none runs. What cannot be told in time is in the next line.
+
+    A process that begins after this does counts from 0. One that was there before counts from its first
+    answer on."""
     begun, since, more = router.begun, clock.now(), False
-    last = totals(await _loads(router) or {})
+    heard = await _loads(router) or {}
+    last = totals(heard)
+    silent = {unit for unit, service in router.services.items() if service not in _TO_COME} - heard.keys()
     while True:
         await clock.sleep(seconds)
         now, begun_now, busy = clock.now(), router.begun, router.busy
@@ -73,8 +91,11 @@ async def tell_pulse(
         if loads is None:
             continue
         present = totals(loads)
+        last = {key: counts for key, counts in present.items() if key[0] in silent} | last
         tell(pulse(loads, present, last, begun_now - begun, now - since))
-        begun, since, more, last = begun_now, now, busy, present
+        begun, since, more = begun_now, now, busy
+        last |= present
+        silent -= loads.keys()
 
 
 async def _loads(router: Counted) -> dict[str, UnitLoad] | None:
@@ -86,9 +107,8 @@ async def _loads(router: Counted) -> dict[str, UnitLoad] | None:
 
 
 def pulse(loads: Mapping[str, UnitLoad], now: By, last: By, requests: int, seconds: float) -> str:
-    """Returns the line. Of what is in one of the two counts only nothing is told. requests: those that have
-    begun; seconds: between the two."""
-    done = [now[one].since(last[one]) for one in now.keys() & last.keys()]
+    """Returns the line. requests: those that have begun; seconds: between the two counts."""
+    done = [counts.since(last.get(key)) for key, counts in now.items()]
     made = sum(one.output for one in done)
     computed, cached = sum(one.prompt for one in done), sum(one.cached for one in done)
     models = [model for load in loads.values() for model in load.models.values()]
