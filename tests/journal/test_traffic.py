@@ -22,6 +22,7 @@ from kvloom.journal.traffic import (
     bucket,
     decode_hours,
     encode_hours,
+    nearest_rank,
     quantile,
     rebuild,
 )
@@ -45,9 +46,29 @@ def test_lengths_are_had_back_with_their_mean_and_within_a_factor_of_two(lengths
     assert sum(length * count for length, count in found) == pytest.approx(sum(lengths))
     ranked = sorted(lengths)
     for q in (0.0, 0.5, 0.95, 1.0):
-        true, value = ranked[int(q * (len(ranked) - 1))], quantile(found, q)
+        true, value = ranked[nearest_rank(q, len(ranked)) - 1], quantile(found, q)
         assert true / 2 <= value <= 2 * true
         assert bucket(int(value + 1e-6)) == bucket(true)
+
+
+def test_a_high_quantile_of_few_lengths_is_the_largest() -> None:
+    assert [quantile([(11.0, 1), (318.0, 1)], q) for q in (0.0, 0.5, 0.51, 0.95, 1.0)] == [
+        11,
+        11,
+        318,
+        318,
+        318,
+    ]
+    assert quantile([(1.0, 1), (2.0, 1), (3.0, 1)], 0.99) == 3
+    assert quantile([], 0.95) == 0
+
+
+@pytest.mark.parametrize(
+    ("q", "count", "rank"),
+    [(0.0, 9, 1), (0.5, 3, 2), (0.95, 20, 19), (0.99, 99, 99), (0.99, 100, 99), (0.07, 100, 7), (1.0, 9, 9)],
+)
+def test_the_nearest_rank(q: float, count: int, rank: int) -> None:
+    assert nearest_rank(q, count) == rank
 
 
 _parts = st.builds(

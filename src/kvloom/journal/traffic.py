@@ -3,6 +3,7 @@ of a request's content is in it, and nothing of who has asked."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Final
@@ -15,6 +16,7 @@ MINUTE: Final = 60
 MINUTES: Final = 60
 """The number of minutes of an hour."""
 _BITS: Final = 64
+_ROUNDING: Final = 1e-9  # by which a whole rank may be missed: 0.07 · 100 is 7.000000000000001
 
 _Count = Annotated[int, Meta(ge=0)]
 _Bucket = Annotated[int, Meta(ge=0, le=_BITS)]
@@ -87,13 +89,19 @@ def rebuild(lengths: Mapping[int, int], total: int) -> list[tuple[float, int]]:
 
 
 def quantile(found: Sequence[tuple[float, int]], q: float) -> float:
-    """Returns the value of rank ⌊q · (count − 1)⌋ of what `rebuild` has returned; 0 if that is nothing."""
-    rank, seen = int(q * (sum(count for _, count in found) - 1)), 0
+    """Returns the q-quantile of what `rebuild` has returned, by its nearest rank; 0 if that is nothing."""
+    rank, seen = nearest_rank(q, sum(count for _, count in found)), 0
     for length, count in found:
         seen += count
-        if seen > rank:
+        if seen >= rank:
             return length
     return 0.0
+
+
+def nearest_rank(q: float, count: int) -> int:
+    """Returns the rank ⌈q · count⌉, from 1 on, of the q-quantile of so many values: the least value that is
+    no less than a share q of all. The 99th percentile of fewer than a hundred is the largest."""
+    return max(1, math.ceil(q * count - _ROUNDING))
 
 
 def _borders(at: int) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -24,12 +25,31 @@ def filled(numbers: list[float]) -> Histogram:
     return histogram
 
 
+def ranked(numbers: list[float]) -> list[float]:
+    """Returns the quantiles of AT, exactly."""
+    count = len(numbers)
+    ranks = [max(1, math.ceil(Fraction(str(q)) * count)) for q in AT]
+    return [sorted(numbers)[rank - 1] for rank in ranks]
+
+
+def test_high_quantiles_of_few_values_are_the_largest() -> None:
+    assert filled([318.0, 11.0]).quantiles((0.5, 0.8, 0.95, 0.99)) == pytest.approx(
+        [11, 318, 318, 318], rel=RELATIVE
+    )
+    assert filled([1.0, 2.0, 3.0]).quantiles((0.99,)) == [3.0]
+
+
+def test_the_latencies_that_stored_reports_have_are_of_the_lower_rank() -> None:
+    latency = filled([1.0, 2.0, 3.0]).latency()
+    assert latency is not None
+    assert latency.p99 == pytest.approx(2.0, rel=RELATIVE)
+
+
 @settings(max_examples=150, deadline=None)
 @given(values)
-def test_quantiles_are_numpys(numbers: list[float]) -> None:
+def test_quantiles_are_of_the_nearest_rank(numbers: list[float]) -> None:
     histogram = filled(numbers)
-    exact = np.percentile(numbers, [100 * q for q in AT], method="lower")
-    assert histogram.quantiles(AT) == pytest.approx(exact, rel=RELATIVE)
+    assert histogram.quantiles(AT) == pytest.approx(ranked(numbers), rel=RELATIVE)
     assert histogram.mean == pytest.approx(np.mean(numbers))
     assert (histogram.least, histogram.most) == (min(numbers), max(numbers))
 

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Literal
 
+from kvloom.journal.traffic import nearest_rank
 from kvloom.lab.workload.request import Objective, RequestResult, WorkloadRequest
 from kvloom.lab.workload.results import CURVE, Course, Latency, Results, Tally
 
@@ -65,29 +66,37 @@ class Histogram:
             self._buckets[bucket] += count
 
     def quantiles(self, at: Sequence[float]) -> list[float]:
-        """Returns for each q in [0, 1], in ascending order, the value of rank ⌊q · (count − 1)⌋, within ERROR
-        of it; 0 if nothing was added."""
+        """Returns for each q in [0, 1], in ascending order, the value of its nearest rank, within ERROR of
+        it; 0 if nothing was added."""
         if not self.count:
             return [0.0] * len(at)
+        return self._ranked(nearest_rank(q, self.count) for q in at)
+
+    def _ranked(self, ranks: Iterable[int]) -> list[float]:
+        """Returns the values of these ranks, which ascend from 1 on."""
         found: list[float] = []
         buckets = iter(sorted(self._buckets))
         value, seen = 0.0, self._small
-        for q in at:
-            rank = math.floor(q * (self.count - 1))
-            while seen <= rank:
+        for rank in ranks:
+            while seen < rank:
                 bucket = next(buckets)
                 seen += self._buckets[bucket]
                 value = 2 * _GAMMA**bucket / (_GAMMA + 1)
-            last = rank == self.count - 1
-            found.append(self.most if last else min(max(value, self.least), self.most))
+            found.append(self.most if rank == self.count else min(max(value, self.least), self.most))
         return found
 
     def latency(self) -> Latency | None:
-        """Returns the distribution; None if nothing was added."""
+        """Returns the distribution; None if nothing was added. A quantile is the value of rank
+        1 + ⌊q · (count − 1)⌋, which may be one below the nearest: the reports of `docs/reproduction` have it
+        so."""
         if not self.count:
             return None
-        p50, p80, p95, p99 = self.quantiles((0.5, 0.8, 0.95, 0.99))
-        curve = self.quantiles(CURVE)
+
+        def quantiles(at: Sequence[float]) -> list[float]:
+            return self._ranked(1 + math.floor(q * (self.count - 1)) for q in at)
+
+        p50, p80, p95, p99 = quantiles((0.5, 0.8, 0.95, 0.99))
+        curve = quantiles(CURVE)
         return Latency(mean=self.mean, p50=p50, p80=p80, p95=p95, p99=p99, most=self.most, curve=curve)
 
 
