@@ -52,6 +52,32 @@ def test_errors_have_an_id_too() -> None:
         assert "request" not in line
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "model"),
+    [
+        ("/v1/completions", {"model": "tiny", "prompt": SECRET, "max_tokens": -1}, "tiny"),
+        ("/v1/completions", {"model": "tiny", "prompt": SECRET * 9000, "max_tokens": -1}, "tiny"),
+        ("/v1/chat/completions", {"model": "tiny"}, "tiny"),
+        ("/v1/messages", {"model": "tiny", "messages": []}, "tiny"),
+        ("/api/chat", {"model": "tiny:latest", "messages": 1}, "tiny"),
+        ("/v1/completions", {"model": "other", "prompt": SECRET, "max_tokens": -1}, "unknown"),
+        ("/v1/completions", {"model": 7, "prompt": SECRET}, "unknown"),
+        ("/v1/completions", [SECRET], "unknown"),
+    ],
+)
+def test_a_refused_request_has_the_name_of_its_model_if_that_is_served(
+    path: str, body: object, model: str
+) -> None:
+    answer, line = asked(path, body)
+    assert (answer.status_code, line["status"], line["model"]) == (400, 400, model)
+
+
+def test_a_stream_that_cannot_be_resumed_has_the_name_of_its_model() -> None:
+    body = {"model": "tiny", "prompt": SECRET}
+    answer, line = asked("/v1/completions", body, **{"last-event-id": "x-1"})
+    assert (answer.status_code, line["model"]) == (400, "tiny")
+
+
 @pytest.mark.parametrize("given", ["", "two words", "x" * 129, "t\tb"])
 def test_an_id_that_is_none_is_replaced(given: str) -> None:
     answer, line = asked("/health", **{"x-request-id": given})

@@ -293,7 +293,7 @@ def test_metrics(http: TestClient, engine: ScriptedEngine) -> None:
     assert "_created" not in text
     for line in (
         'kvloom_requests_total{model="tiny",status="200"} 2.0',
-        'kvloom_requests_total{model="unknown",status="400"} 1.0',
+        'kvloom_requests_total{model="tiny",status="400"} 1.0',
         'kvloom_requests_waiting{model="tiny",unit="unit-0"} 1.0',
         'kvloom_requests_running{model="tiny",unit="unit-0"} 2.0',
         'kvloom_kv_blocks_used{model="tiny",unit="unit-0"} 40.0',

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvloom.api.live.samples import LiveSamples, SampleStream
 from kvloom.api.live.totals import model_totals
 from kvloom.api.metrics import Metrics
 from kvloom.journal.samples import Sample, SampleHistory, encode_sample, make_sample
+from kvloom.types.errors import BadRequest
 from kvloom.types.load import ModelLoad, UnitLoad, Waits, WeightLoad
 from kvloom.types.service import Service
 from tests.modelled import turns
@@ -118,6 +120,8 @@ def test_a_sample_has_the_numbers_of_metrics() -> None:
     metrics = Metrics()
     for model in ("chat", "chat", "code"):
         streamed(metrics, model)
+    with suppress(BadRequest), metrics.watch().preparing():  # of no model that is served
+        raise BadRequest("no JSON")
     sample = make_sample(1.0, LOADS, SERVICES, model_totals(metrics), borrowers={"unit-0": "unit-1"})
     told, there = json.loads(encode_sample(sample)), scraped(metrics)
     unit, silent = told["units"]

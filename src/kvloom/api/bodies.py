@@ -200,6 +200,23 @@ def parse(schema: type[B], raw: bytes) -> B:
     return body
 
 
+class _Named(msgspec.Struct):
+    """The part of a body that names a model."""
+
+    model: str = ""
+
+
+_named = msgspec.json.Decoder(_Named)
+
+
+def named_model(raw: bytes) -> str:
+    """Returns the model that a body names, however wrong its other fields are; empty if it names none."""
+    try:
+        return _named.decode(raw).model
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""
+
+
 def translated(make: Callable[[], T]) -> T:
     """Returns what `make` makes of a request: the same request in another API's form. Raises BadRequest that
     names the field."""

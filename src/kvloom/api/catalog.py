@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
@@ -14,7 +15,7 @@ from kvloom.api.texts.prompts import InlineTexts, Prompt, TextModel, Texts, grou
 from kvloom.api.texts.template import ChatTemplate
 from kvloom.api.tokenizer import Tokenizer
 from kvloom.types.client import ModelServer
-from kvloom.types.errors import BadRequest, ConfigError, Unavailable, UnknownModel
+from kvloom.types.errors import BadRequest, ConfigError, KvloomError, Unavailable, UnknownModel
 from kvloom.types.request import ModelCard
 
 NO_UNIT: Final = "the fleet has no unit; `kvloom config apply` adds some"
@@ -108,6 +109,19 @@ class Catalog:
         if isinstance(found, UnreadableModel):
             raise Unavailable(found.why, param="model")
         return found
+
+    async def card(self, name: str, may_use: Callable[[str], bool] = _any, tag: str = "") -> ModelCard | None:
+        """Returns the card of a model, which is not read for it. Returns None if `get` would not know it, or
+        if no unit can be asked."""
+        if not may_use(name):
+            return None
+        if name not in self._models:
+            with suppress(KvloomError):
+                await self._refresh()
+        found = self._models.get(name)
+        if found is None and tag and name.endswith(tag):
+            return await self.card(name.removesuffix(tag), may_use)
+        return None if found is None else found.card
 
     async def chosen(self, name: str | None, may_use: Callable[[str], bool] = _any) -> ServedModel:
         """Returns a model, or the only one if none is named. Raises BadRequest if there are several."""

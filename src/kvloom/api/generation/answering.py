@@ -19,7 +19,7 @@ from kvloom.api.access.log import measured_by
 from kvloom.api.access.tenants import NOBODY, Access, access_of
 from kvloom.api.access.turns import LARGE, Pace
 from kvloom.api.auth import priority
-from kvloom.api.bodies import OPEN_BYTES, PARSED, Account, account, read_body
+from kvloom.api.bodies import OPEN_BYTES, PARSED, Account, account, named_model, read_body
 from kvloom.api.catalog import Catalog, ServedModel
 from kvloom.api.errors import ID_STATE
 from kvloom.api.generation.pieces import Generation, Piece
@@ -39,6 +39,7 @@ from kvloom.journal.lives import Lives, Tokens
 from kvloom.types.client import ModelServer
 from kvloom.types.clock import together
 from kvloom.types.errors import BadRequest
+from kvloom.types.request import ModelCard
 
 encode = msgspec.json.Encoder().encode
 
@@ -84,8 +85,7 @@ class EndpointContext:
             async with limit.kept():
                 raw = await read_body(request)
                 held.add(OPEN_BYTES + PARSED * len(raw))
-                body = await self._read(request, raw, read)
-                origin = _origin(request, body, raw)
+                body, origin = await self._read_for(watch, request, raw, read)
             del raw
             body.priority = priority(request.scope, body.priority)
         stream = bool(body.stream)
@@ -109,6 +109,30 @@ class EndpointContext:
         reading = self.pace.run(access_of(request.scope).tenant, partial(read, raw))
         return await while_connected(request.receive, reading)
 
+    async def _read_for(
+        self, watch: Watch, request: Request, raw: bytes, read: Callable[[bytes], Body]
+    ) -> tuple[Body, Origin]:
+        """Reads a body as `_read` does. One that is refused counts for the model that it names, if that is
+        served."""
+        name = ""
+
+        def reading(raw: bytes) -> tuple[Body, Origin]:
+            nonlocal name
+            try:
+                body = read(raw)
+                return body, _origin(request, body, raw)
+            except BadRequest:
+                name = named_model(raw)
+                raise
+
+        try:
+            return await self._read(request, raw, reading)
+        except BadRequest:
+            may_use = access_of(request.scope).may_use
+            if (card := await self.catalog.card(name, may_use, self.tag)) is not None:
+                _count_for(card, watch)
+            raise
+
     async def _prepared(
         self,
         body: Body,
@@ -123,8 +147,7 @@ class EndpointContext:
         with watch.preparing():
             async with limit.kept():
                 model = await self.catalog.get(body.model, access.may_use, self.tag)
-                watch.model = watch.life.model = model.card.name
-                watch.base = model.card.parent or ""
+                _count_for(model.card, watch)
                 prepared = await prepare(body, model, watch, access.tenant, origin)
                 answering = replace(prepared, access=access, limit=limit)
             watch.request = answering.request
@@ -132,6 +155,12 @@ class EndpointContext:
             answering.tell(self.metrics.lives)
             held.settle(answering.bytes_held)
             return answering
+
+
+def _count_for(card: ModelCard, watch: Watch) -> None:
+    """Lets a request count for the model."""
+    watch.model = watch.life.model = card.name
+    watch.base = card.parent or ""
 
 
 def _origin(request: Request, body: ModelBody, raw: bytes) -> Origin:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Histogram
 
-from kvloom.api.metrics import Metrics
+from kvloom.api.metrics import UNKNOWN, Metrics
 from kvloom.journal.samples import ModelTotals
 
 
 def model_totals(metrics: Metrics) -> tuple[ModelTotals, ...]:
-    """Returns the counts of requests by model, and the sums of their times."""
+    """Returns the counts of requests by model, and the sums of their times. Requests that name no model that
+    is served are left out."""
     requests = _by_model(metrics.requests, "_total")
     sums = [_by_model(one, "_sum") for one in (metrics.first_token, metrics.per_token)]
     counts = [_by_model(one, "_count") for one in (metrics.first_token, metrics.per_token)]
@@ -23,6 +24,7 @@ def model_totals(metrics: Metrics) -> tuple[ModelTotals, ...]:
             tpot_count=int(counts[1].get(model, 0)),
         )
         for model, number in requests.items()
+        if model != UNKNOWN
     )
 
 
