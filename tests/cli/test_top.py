@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from rich.cells import cell_len
 
 from kvloom.cli.__main__ import main
@@ -223,6 +224,15 @@ def test_totals_that_began_anew_are_no_negative_rates() -> None:
         fleet.take(ServerEvent("sample", "", msgspec.json.encode(one)))
     assert fleet.paces()["chat"].tokens == 0.0
     assert fleet.paces()["chat"].requests == 2.0
+
+
+def test_the_first_request_of_a_model_counts_for_its_rate() -> None:
+    """A gateway has no totals of a model before its first request has ended."""
+    fleet = Watched("http://here")
+    for one in (replace(sample(100.0), models=()), sample(110.0, 100)):
+        fleet.take(ServerEvent("sample", "", msgspec.json.encode(one)))
+    pace = fleet.paces()["chat"]
+    assert (pace.tokens, pace.requests, pace.first) == (10.0, 1.0, 0.1)
 
 
 def read_until(terminal: int, wanted: bytes) -> bytes:

@@ -123,8 +123,8 @@ def _pace(
     cached = sum(now.cached_tokens - then.cached_tokens for now, then in pairs)
     first = per_token = requests = None
     if new is not None:
-        if old is None or old.requests > new.requests:
-            old = ModelTotals(model=new.model) if old else new
+        if old is None or old.requests > new.requests:  # The first one came in between, or a gateway began.
+            old = ModelTotals(model=new.model)
         first = _mean(new.ttft_sum - old.ttft_sum, new.ttft_count - old.ttft_count)
         per_token = _mean(new.tpot_sum - old.tpot_sum, new.tpot_count - old.tpot_count)
         requests = _mean(new.requests - old.requests, seconds)
