@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from kvloom.cli.__main__ import main
+from kvloom.cli.plan.traffic import traffic_table
 from kvloom.journal.traffic import HOUR, TrafficHour, encode_hours
 from kvloom.plan.plan import read_plan
-from kvloom.plan.traffic import seen_traffic
+from kvloom.plan.traffic import covered_seconds, seen_traffic
 from kvloom.types.errors import ConfigError
 
 BEGIN = 490_000 * HOUR
@@ -72,6 +73,28 @@ def test_an_hour_that_is_not_over_counts_only_if_there_is_no_other() -> None:
     short = TrafficHour(hour=BEGIN, model="a", requests=30, prompt_tokens=30, minutes={10: 10, 11: 20})
     seen = seen_traffic([short], ["a"], "peak", BEGIN + 720.0)
     assert (seen.seconds, seen.models["a"].rate) == (120, 0.25)
+
+
+def test_the_table_of_traffic_has_the_rates_that_are_planned_for() -> None:
+    now = BEGIN + 120.0
+    hours = [TrafficHour(hour=BEGIN, model="guide", requests=80, minutes={0: 30, 1: 50})]
+    shown = traffic_table(hours, covered_seconds(hours, now)).columns[4]
+    assert (shown.header, [*shown.cells]) == ("per second", ["0.667"])
+    assert seen_traffic(hours, ["guide"], "peak", now).models["guide"].rate == pytest.approx(80 / 120)
+
+
+def test_the_seconds_of_an_hour_that_a_log_has() -> None:
+    def at(n: int, *minutes: int) -> TrafficHour:
+        return TrafficHour(hour=BEGIN + n * HOUR, model="a", requests=1, minutes=dict.fromkeys(minutes, 1))
+
+    hours = [at(0, 50), at(1, 30), at(2, 4), at(2, 9)]
+    assert covered_seconds(hours, BEGIN + 2.5 * HOUR) == {
+        BEGIN: 600,
+        BEGIN + HOUR: HOUR,
+        BEGIN + 2 * HOUR: 600,
+    }
+    assert covered_seconds(hours, LATER)[BEGIN + 2 * HOUR] == HOUR
+    assert covered_seconds([], LATER) == {}
 
 
 def test_requests_without_an_answer_count_and_those_of_adapters_are_the_bases() -> None:

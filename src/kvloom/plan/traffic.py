@@ -95,20 +95,15 @@ def seen_traffic(hours: Sequence[TrafficHour], models: Collection[str], at: At, 
         there = ", ".join(sorted({hour.base or hour.model for hour in hours})) or "none"
         raise ConfigError(f"no traffic for {', '.join(models)}; models with traffic: {there}")
     first, last = _ends(ours)
-
-    def is_whole(hour: int) -> bool:
-        return first <= hour and hour + HOUR <= now
-
+    covered = covered_seconds(ours, now)
     every, each = _Window(last - first), dict[int, _Window]()
     for part in ours:
-        begin = part.hour
-        seconds = HOUR if is_whole(begin) else min(last, begin + HOUR) - max(first, begin)
         every.add(part)
-        each.setdefault(begin, _Window(seconds)).add(part)
+        each.setdefault(part.hour, _Window(covered[part.hour])).add(part)
     found = {name: asked.demand(every.seconds) for name, asked in every.models.items()}
     begun, seconds = None, every.seconds
     if at == "peak":
-        able = {begin: one for begin, one in each.items() if is_whole(begin)} or each
+        able = {begin: one for begin, one in each.items() if _is_whole(begin, first, now)} or each
         begun, peak = max(able.items(), key=lambda pair: (pair[1].work / pair[1].seconds, pair[0]))
         seconds = peak.seconds
         found = {name: _higher(mean, peak.models.get(name), seconds) for name, mean in found.items()}
@@ -119,6 +114,24 @@ def seen_traffic(hours: Sequence[TrafficHour], models: Collection[str], at: At, 
         seconds=seconds,
         others=tuple(sorted({hour.base or hour.model for hour in hours} - {*models})),
     )
+
+
+def covered_seconds(hours: Sequence[TrafficHour], now: float) -> dict[int, int]:
+    """Returns for each hour of a log how many of its seconds the log has. The hour in which the log begins
+    counts from its first minute with a request, and the one that is not over counts to its last. `now` is in
+    seconds since the epoch."""
+    if not hours:
+        return {}
+    first, last = _ends(hours)
+    return {
+        begin: HOUR if _is_whole(begin, first, now) else min(last, begin + HOUR) - max(first, begin)
+        for begin in {hour.hour for hour in hours}
+    }
+
+
+def _is_whole(hour: int, first: int, now: float) -> bool:
+    """Returns whether an hour is over and all of it is in a log that begins at `first`."""
+    return first <= hour and hour + HOUR <= now
 
 
 def _higher(mean: SeenDemand, peak: _Asked | None, seconds: int) -> SeenDemand:

@@ -26,7 +26,7 @@ from kvloom.journal.traffic import (
     quantile,
     rebuild,
 )
-from kvloom.plan.traffic import At, SeenTraffic, seen_traffic
+from kvloom.plan.traffic import At, SeenTraffic, covered_seconds, seen_traffic
 from kvloom.types.errors import ConfigError
 from kvloom.types.numbers import show_number
 
@@ -49,21 +49,23 @@ def traffic_command(
 
     Only counts and lengths are kept, for 35 days. Tokens are shown as mean: P50 / P95; these are less than a
     factor of two from the true ones. Burstiness is the variance of the requests a minute over their mean: 1
-    if they arrive at random, more if they come in bursts."""
+    if they arrive at random, more if they come in bursts. Of an hour in which the log begins, or that is not
+    over, requests per second are those of the minutes that the log has."""
     if hours < 0:
         raise ConfigError(f"--hours: {hours}; 0 or more is right")
     with server.asked() as gateway:
         found = gateway.traffic()
-    since = time.time() - (hours + 1) * HOUR if hours else 0.0
+    now = time.time()
+    since = now - (hours + 1) * HOUR if hours else 0.0
     shown = [hour for hour in found if hour.hour > since]
     if json:
         sys.stdout.write(encode_hours(shown).decode())
     else:
-        console_for().print(traffic_table(shown))
+        console_for().print(traffic_table(shown, covered_seconds(found, now)))
 
 
-def traffic_table(hours: Sequence[TrafficHour]) -> Table:
-    """Returns a row for each model and hour."""
+def traffic_table(hours: Sequence[TrafficHour], covered: Mapping[int, int]) -> Table:
+    """Returns a row for each model and hour. `covered` has the seconds of each hour that the log has."""
     table = Table(title="Traffic, by hours of UTC", title_justify="left")
     for head in ("hour", "model"):
         table.add_column(head)
@@ -76,16 +78,16 @@ def traffic_table(hours: Sequence[TrafficHour]) -> Table:
     for hour in hours:
         if last is not None and hour.hour != last:
             table.add_section()
-        table.add_row(shown_hour(hour.hour) if hour.hour != last else "", *_cells(hour))
+        table.add_row(shown_hour(hour.hour) if hour.hour != last else "", *_cells(hour, covered[hour.hour]))
         last = hour.hour
     return table
 
 
-def _cells(hour: TrafficHour) -> Iterator[str]:
+def _cells(hour: TrafficHour, seconds: int) -> Iterator[str]:
     yield f"{hour.model} ({hour.base})" if hour.base else hour.model
     yield f"{hour.requests:,}"
     yield f"{hour.unanswered:,}"
-    yield show_number(hour.asked / HOUR)
+    yield show_number(hour.asked / seconds)
     yield f"{show_number(hour.peak * MINUTES / HOUR)}/s"
     yield show_number(hour.burstiness)
     yield _tokens(hour.prompts, hour.prompt_tokens)
