@@ -13,8 +13,8 @@ import pytest
 from kvloom.cli.doctor import hardware, software
 from kvloom.cli.doctor.software import Processor
 from kvloom.config.config import Config
-from kvloom.config.fields import show_size
 from kvloom.config.machine import Machine
+from kvloom.types.numbers import show_size
 from tests.commands import kvloom
 
 HERE = Machine(cores=8, memory=1 << 34)

@@ -124,7 +124,7 @@ def test_another_program_of_a_config_runs(fleet: Administered, url: str, tmp_pat
     file.write_text(CONFIG + "program: {name: balanced, ratio: 0.25}\n")
     done = kvloom("config", "apply", str(file), "--yes", "--url", url)
     assert done.stdout.splitlines()[3:] == [
-        "the program is balanced",
+        "program: the config's → balanced (ratio 0.25)",
         DONE,
     ]
     assert kvloom("program", "show", "--url", url).stdout == "balanced --option ratio=0.25\n"

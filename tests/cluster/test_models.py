@@ -224,4 +224,30 @@ def test_nothing_is_different_where_units_have_merely_come_or_gone() -> None:
     same = Wanted(engines=(engine("a"),), first=("a",))
     assert differences(fleet, same, 5.0).lines == ()
     other = differences(fleet, replace(same, program=ProgramSpec("balanced")), 5.0)
-    assert other.lines == ("the program is balanced",)
+    assert other.lines == ("program: the config's → balanced",)
+
+
+def test_a_difference_has_what_was_and_what_will_be_as_people_write_it() -> None:
+    engines = [replace(engine(name), kv_bytes=64 << 20, max_running=4) for name in "ab"]
+    fleet = FleetSpec(
+        units={one.unit: UnitSpec(engine=one) for one in engines},
+        program=ProgramSpec("disaggregate", {"prefill": 1}),
+        groups={"units.0": GroupSpec(("a",), Scale(1, 2))},
+    )
+    wanted = Wanted(
+        engines=(
+            replace(engines[0], kv_bytes=4 << 20, max_running=8),
+            replace(engines[1], kv_bytes=(64 << 20) + 1),
+        ),
+        first=("a", "b"),
+        groups={"units.0": GroupSpec(("a", "b"), Scale(1, 2, low=80))},
+        program=ProgramSpec("data_parallel"),
+    )
+    assert differences(fleet, wanted, 5.0).lines == (
+        "a starts anew: kv_bytes 64 MiB → 4 MiB, max_running 4 → 8",
+        "b starts anew: kv_bytes 67108864 → 67108865",
+        "units that come and go: a (1 to 2) → a, b (1 to 2, low 80)",
+        "program: disaggregate (prefill 1) → data_parallel",
+    )
+    gone = differences(fleet, Wanted(engines=tuple(engines), first=("a", "b")), 5.0)
+    assert gone.lines == ("units that come and go: a (1 to 2) → none",)

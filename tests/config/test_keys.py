@@ -181,8 +181,8 @@ def test_writers_wait_for_each_other(tmp_path: Path) -> None:
     [
         ("a: 1", "no list; mappings that begin with `- name: NAME` are right"),
         ("- 5", "key 1: 5; a mapping is right"),
-        ("- {name: a}", "key 1: salt: is missing (and 1 more)"),
-        ("- {SAME, nmae: b}", "key 1: nmae: unknown key; did you mean `name`? (and 1 more)"),
+        ("- {name: a}", "key 1: salt: is missing (and 1 more error)"),
+        ("- {SAME, nmae: b}", "key 1: nmae: unknown key; did you mean `name`? (and 1 more error)"),
         ("- {SAME, name: a, salt: 12}", "key 1: salt: no 32 hexadecimal digits"),
         ("- {SAME, name: a, concurrency: 0}", "key 1: concurrency: 0; 1 or more is right"),
         ("- {SAME, name: a, concurrency: }", "key 1: concurrency: nothing; a value is right"),

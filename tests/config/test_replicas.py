@@ -52,7 +52,7 @@ def test_a_single_unit_that_comes_and_goes_needs_a_scheduler(folder: Path) -> No
         ("{most: 2, idle: 0s}", "units.0.replicas.idle: 0 s; 1 s to 3600 s is right"),
         ("many", "units.0.replicas: 'many'; a number, or a mapping with `least` and `most`, is right"),
         ("", "units.0.replicas: nothing; a number, or a mapping"),
-        ("{most: 65, least: 65}", "units.0.replicas.least: 65; 64 or less is right (and 1 more)"),
+        ("{most: 65, least: 65}", "units.0.replicas.least: 65; 64 or less is right (and 1 more error)"),
     ],
 )
 def test_what_cannot_be(folder: Path, replicas: str, message: str) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvloom.plan.cluster import CPU, Nodes
 from kvloom.plan.estimate import Estimator
-from kvloom.plan.explain import check_each, gigabytes, more_devices, shortfalls
+from kvloom.plan.explain import check_each, more_devices, shortfalls
 from kvloom.plan.planner import plan_placement
 from kvloom.types.errors import ConfigError
 from tests.plan.clusters import demand, formula, nodes, roofline
@@ -25,21 +25,21 @@ def refused(cluster: list[Nodes], *demands: tuple[str, float]) -> str:
 def test_a_model_that_no_mesh_can_hold() -> None:
     said = refused([nodes("A10", 4)], ("llama-7b", 1.0), ("llama-65b", 1.0))
     assert said.startswith(
-        "model 'm1' needs 132 GB for weights, activations and one request; the largest mesh"
+        "model 'm1' needs 123.4 GiB for weights, activations and one request; the largest mesh"
     )
-    assert said.endswith("4 × A10, has 91.2 GB; 8 × A10 in a node would be enough")
+    assert said.endswith("4 × A10, has 84.94 GiB; 8 × A10 in a node would be enough")
     plan_placement(Estimator([demand("m1", "llama-65b", 1.0)], roofline), [nodes("A10", 8)])
 
 
 def test_devices_that_its_heads_cannot_be_split_over_do_not_count() -> None:
     said = refused([Nodes("A10", 10**10, 8, 1)], ("llama-30b", 1.0))  # 52 heads
-    assert "4 × A10, has 38 GB; 13 × A10 in a node would be enough" in said
+    assert "4 × A10, has 35.39 GiB; 13 × A10 in a node would be enough" in said
 
 
 def test_models_that_have_no_room_beside_each_other() -> None:
     said = refused([nodes("A100-80", 1)], ("llama-13b", 1.0), ("llama-13b", 1.0), ("llama-13b", 1.0))
     assert "no memory is left for m" in said
-    assert "the cluster has 76 GB; 1 more A100-80 would be enough" in said
+    assert "the cluster has 70.78 GiB; 1 more A100-80 would be enough" in said
     estimator = Estimator([demand(f"m{n}", "llama-13b", 1.0) for n in range(3)], roofline)
     assert not plan_placement(estimator, [nodes("A100-80", 1, 2)]).left
 
@@ -72,7 +72,6 @@ def test_a_demand_of_thousands_is_written_out() -> None:
     (one,) = shortfalls(estimator, plan_placement(estimator, [nodes("A100-80", 1)]))
     assert " of 2,000 requests/s, 1," in one.text
     assert "e+" not in one.text
-    assert gigabytes(2 * 10**12) == "2,000 GB"
 
 
 def test_compute_that_is_short() -> None:

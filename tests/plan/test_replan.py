@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from kvloom.cli.app import CommandFailed
 from kvloom.cli.gateway import AdminClient, GatewayError
-from kvloom.cli.plan.replan import replan
+from kvloom.cli.plan.replan import plan_by_traffic, replan
+from kvloom.journal.traffic import HOUR, TrafficHour
 from kvloom.plan.cost.shapes import find_shape
 from kvloom.plan.plan import (
     PROCESS_BYTES,
@@ -24,6 +25,7 @@ from kvloom.plan.target import new_names
 from kvloom.types.errors import ConfigError
 from kvloom.types.service import Admit, Drain, Placement, Service, UnitState
 from kvloom.types.spec import EngineSpec, ModelSpec, WeaveSpec
+from tests.plan.cost.profiles import make_profile
 
 GIB = 1 << 30
 SHAPE = find_shape("llama-7b")
@@ -81,6 +83,9 @@ def planned(*units: str, kv_bytes: int = GIB, gpus: int = 1, **more: str) -> Pla
     )
 
 
+HOURS = 490_000 * HOUR  # when the traffic began
+
+
 class Played(AdminClient):
     """A fleet with that many bytes of memory. At the order number `fails` it can no longer be reached."""
 
@@ -91,6 +96,10 @@ class Played(AdminClient):
         self.orders: list[str] = []
         self.states: dict[str, Service] = {}  # of those that are not up
         self.fails = fails
+        self.asked: list[TrafficHour] = []
+
+    def traffic(self) -> list[TrafficHour]:
+        return self.asked
 
     def placement(self) -> Placement:
         return self.fleet
@@ -262,6 +271,63 @@ def test_what_cannot_be_is_one_line_and_changes_nothing(
     assert message in error.value.message
     assert "\n" not in error.value.message
     assert not played.orders
+
+
+def test_replicas_that_go_are_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fleet = Played(spec("unit-0", "a", "b"), spec("unit-1", "a"), memory=5 * ALONE)
+    write_plan(file, planned("ab"))
+    replan(file, fleet, apply=False)
+    assert "a has 1 replica then, instead of 2" in capsys.readouterr().out.splitlines()
+    write_plan(file, planned("ab", "a"))
+    replan(file, fleet, apply=False)
+    assert "replica" not in capsys.readouterr().out
+
+
+def asked(requests: int, minutes: int) -> list[TrafficHour]:
+    """One hour of traffic, or as many minutes of it."""
+    counts = {0: requests - 1, minutes - 1: 1} if minutes > 1 else {0: requests}
+    made = TrafficHour(hour=HOURS, model="one", requests=requests, minutes=counts)
+    return [replace(made, prompt_tokens=10 * requests, output_tokens=5 * requests)]
+
+
+@pytest.mark.parametrize(
+    ("requests", "minutes", "said"),
+    [
+        (2, 1, "the log has 1 minute, 2 requests: too little to size a fleet by; 1 hour and 100 requests, "),
+        (2000, 59, "the log has 59 minutes, 2,000 requests: too little"),
+        (99, 60, "the log has 1 hour, 99 requests: too little"),
+        (100, 60, ""),
+    ],
+)
+def test_little_traffic_is_told_and_not_applied(
+    requests: int, minutes: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = Played(spec("unit-0", "one"), spec("unit-1", "one"), memory=64 * GIB)
+    fleet.asked = asked(requests, minutes)
+    made = plan_by_traffic(fleet, make_profile(), "peak", apply=False)
+    assert [model.name for unit in made.units for model in unit.models] == ["one"]
+    warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    if not said:
+        assert not warned
+        assert plan_by_traffic(fleet, make_profile(), "peak", apply=True) == made
+        return
+    [line] = warned
+    assert said in line
+    with pytest.raises(ConfigError, match=r"`kvloom replan plan.json --apply` does it all the same") as error:
+        plan_by_traffic(fleet, make_profile(), "peak", apply=True)
+    assert error.value.message.startswith("--apply: ")
+    assert said in error.value.message
+    assert capsys.readouterr().out == ""
+
+
+def test_a_fleet_that_no_plan_is_for_is_refused_before_one_is_made(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fleet = Played(spec("unit-0", "one"), scaled=("unit-0",))
+    fleet.asked = asked(1000, 60)
+    with pytest.raises(ConfigError, match=r"^--from-traffic: unit-0 come and go by themselves"):
+        plan_by_traffic(fleet, make_profile(), "peak", apply=False)
+    assert capsys.readouterr().out == ""
 
 
 def test_names_that_nobody_has() -> None:

@@ -125,14 +125,27 @@ def test_a_plan_from_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     told = capsys.readouterr()
     assert "rates are those of the busiest hour" in told.out
     assert "left out: gone" in told.out
-    assert "1 damaged lines are left out" in told.err
+    assert "1 damaged line left out" in told.err
+    assert "warning" not in told.out
     assert "4.7% off in the median, 13.5% at the 90th percentile" in told.out
     rates = {model.name: model.rate for unit in read_plan(out).units for model in unit.models}
     assert rates["a"] == 0.2
     assert [unit.gpus for unit in read_plan(out).units] == [1]  # which is ample
     assert main(["plan", str(cluster), "--from-traffic", str(log), "--at", "mean", "-o", str(out)]) == 0
+    assert "rates are means of 3 hours of traffic" in capsys.readouterr().out
     rates = {model.name: model.rate for unit in read_plan(out).units for model in unit.models}
     assert rates["a"] == pytest.approx(1440 / (3 * HOUR))
+
+
+def test_little_traffic_is_told_in_minutes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster, log = tmp_path / "cluster.yaml", tmp_path / "log.jsonl"
+    cluster.write_text(PAIR)
+    log.write_bytes(encode_hours([TrafficHour(hour=BEGIN, model="a", requests=3, minutes={10: 1, 11: 2})]))
+    for at, said in (("peak", ", of which the log has 2 minutes"), ("mean", "means of 2 minutes of traffic")):
+        assert main(["plan", str(cluster), "--from-traffic", str(log), "--at", at]) == 0
+        told = capsys.readouterr().out
+        assert said in told
+        assert "warning: the log has 2 minutes, 3 requests: too little" in told
 
 
 @pytest.mark.parametrize(

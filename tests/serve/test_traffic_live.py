@@ -55,10 +55,14 @@ def test_a_fleet_is_planned_anew_by_what_it_was_asked(
         assert sum(line["requests"] for line in lines) == 9
         assert sum(line["prompt_tokens"] for line in lines) == 27
         arguments = ["replan", "--from-traffic", "--profile", str(profile), "--url", url, "-o", str(plan)]
+        assert main([*arguments, "--apply"]) == 2  # the log has too little
+        assert not plan.exists()
+        assert "too little to size a fleet by" in capsys.readouterr().err
         with streams(url, 100, one=1, two=1) as ended:
-            assert main([*arguments, "--apply"]) == 0
+            assert main(arguments) == 0
+            assert "rates are those of the busiest hour" in capsys.readouterr().out
+            assert main(["replan", str(plan), "--url", url, "--apply"]) == 0
             said = capsys.readouterr().out
-            assert "rates are those of the busiest hour" in said
             assert said.splitlines()[-1] == "the fleet is as planned"
             count = len(ended)
             while not {"one", "two"} <= {*ended[count:]}:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvloom.types.numbers import show_number, show_seconds
+from kvloom.types.numbers import show_count, show_number, show_seconds, show_size
 
 
 @pytest.mark.parametrize(
@@ -20,3 +20,13 @@ def test_seconds(seconds: float, shown: str) -> None:
 )
 def test_numbers(value: float, shown: str) -> None:
     assert show_number(value) == shown
+
+
+@pytest.mark.parametrize(("size", "shown"), [(100, "100 bytes"), (4096, "4 KiB"), (3 << 29, "1.5 GiB")])
+def test_sizes(size: int, shown: str) -> None:
+    assert show_size(size) == shown
+
+
+@pytest.mark.parametrize(("number", "shown"), [(0, "0 lines"), (1, "1 line"), (1234, "1,234 lines")])
+def test_counts(number: int, shown: str) -> None:
+    assert show_count(number, "line") == shown

@@ -16,8 +16,9 @@ from cyclopts import App, Parameter, Token
 
 from kvloom.cli.app import DEFAULT_URL, CommandFailed, Url, interruptible, print_columns
 from kvloom.cli.gateway import AdminClient, GatewayError
-from kvloom.config.fields import parse_program, show_size
+from kvloom.config.fields import parse_program
 from kvloom.types.errors import ConfigError
+from kvloom.types.numbers import show_size
 from kvloom.types.service import LONGEST_DRAIN, Admit, Drain, NodeState, ProgramState, RestartStep, UnitState
 from kvloom.types.spec import ProgramSpec
 

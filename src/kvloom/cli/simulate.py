@@ -35,7 +35,7 @@ from kvloom.lab.sim.fleet import ReschedulingSettings
 from kvloom.lab.sim.recording import Recording
 from kvloom.lab.sim.run import check_models, scaled
 from kvloom.lab.sim.unit import SimulatedUnit, cpu_costs_from, measured_units, planned_units
-from kvloom.lab.workload.make import faster, open_workload
+from kvloom.lab.workload.make import faster, is_spec, open_workload
 from kvloom.lab.workload.request import Prompts, RequestResult, WorkloadRequest
 from kvloom.lab.workload.summary import Summary, Traffic
 from kvloom.page.assembly import recorded_page
@@ -55,6 +55,8 @@ JournalFlag = Annotated[
 PageFile = Annotated[
     Path | None, Parameter(metavar="FILE", help="write a page that plays the run, to be opened in a browser")
 ]
+
+_RIGHT = "the path of a plan or of a config"
 
 app = App(name="simulate")
 
@@ -210,7 +212,7 @@ def _only_simulated(units: Sequence[SimulatedUnit]) -> Iterator[str]:
 def _planned(path: Path, policy: Policy | None, profile: Path | None, client_here: bool) -> _Fleet:
     """Returns the fleet of a plan, whose requests move as they do if `kvloom serve` is given the plan. Raises
     ConfigError."""
-    plan = read_plan(path)
+    plan = read_plan(path, _RIGHT)
     on_cores = [unit.device == CPU for unit in plan.units]
     if profile is not None and not any(on_cores):
         raise ConfigError("--profile: a plan's GPUs are known by their sheets; a plan for cores is right")
@@ -235,7 +237,9 @@ def _planned(path: Path, policy: Policy | None, profile: Path | None, client_her
 def _configured(path: Path, profile: Path | None, policy: Policy | None, client_here: bool) -> _Fleet:
     """Returns the fleet of a config, on the machine that a profile has measured, or on several like it, if
     the config names nodes. Raises ConfigError."""
-    settings = read_yaml(path)
+    settings = read_yaml(path, _RIGHT)
+    if is_spec(settings):
+        raise ConfigError(f"{path}: is a workload; {_RIGHT} is right")
     if "nodes" in settings and "models" in settings and "units" not in settings:
         raise ConfigError(
             f"{path}: describes a cluster; `kvloom plan {path} -o plan.json` makes a plan, which is right"

@@ -4,16 +4,20 @@ and tells the state of nodes."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 from kvloom.cluster.edits import UnitEdit, adapter_edits
 from kvloom.cluster.placement import rooms
-from kvloom.cluster.state import ALIVE, FleetSpec, FleetStatus, UnitSpec, is_drained
+from kvloom.cluster.state import ALIVE, FleetSpec, FleetStatus, UnitSpec, is_drained, program_name
 from kvloom.types.errors import BadRequest, Conflict, UnknownModel
-from kvloom.types.service import GroupSpec, NodeState, Service
+from kvloom.types.numbers import show_size
+from kvloom.types.service import GroupSpec, NodeState, Scale, Service
 from kvloom.types.spec import EngineSpec, ModelSpec, ProgramSpec
+
+_SIZES: Final = ("kv_bytes", "block_bytes", "memory", "cache_size")  # fields of a unit that are bytes
 
 
 class ModelState(Struct, frozen=True, kw_only=True):
@@ -162,11 +166,11 @@ def differences(spec: FleetSpec, wanted: Wanted, seconds: float) -> Differences:
     groups: dict[str, GroupSpec] | UnsetType = UNSET
     if wanted.groups != spec.groups:
         groups = wanted.groups
-        lines.append(f"units that come and go: {', '.join(wanted.groups) or 'none'}")
+        lines.append(f"units that come and go: {_groups(spec.groups)} → {_groups(wanted.groups)}")
     program: ProgramSpec | UnsetType | None = UNSET
     if wanted.program is not None and wanted.program != spec.program:
         program = wanted.program
-        lines.append(f"the program is {wanted.program.name}")
+        lines.append(f"program: {_program(spec.program)} → {_program(wanted.program)}")
     return Differences(
         added=added,
         adapted=adapted,
@@ -208,8 +212,27 @@ def _changes(before: EngineSpec, engine: EngineSpec) -> str:
         if field == "models" and old != new:
             said.append(f"models {_models(before)} → {_models(engine)}")
         elif old != new:
-            said.append(f"{field} {old} → {new}")
+            shown = [show_size(value) if field in _SIZES else str(value) for value in (old, new)]
+            said.append(f"{field} {' → '.join(shown if shown[0] != shown[1] else [str(old), str(new)])}")
     return ", ".join(said)
+
+
+def _groups(groups: Mapping[str, GroupSpec]) -> str:
+    """Names the units that come and go, and how many of each group there are."""
+    return "; ".join(map(_group, groups.values())) or "none"
+
+
+def _group(group: GroupSpec) -> str:
+    scale, usual = group.scale, Scale(group.scale.least, group.scale.most)
+    bounds = {name: getattr(scale, name) for name in ("low", "high", "seconds", "idle")}
+    told = "".join(f", {name} {at:g}" for name, at in bounds.items() if at != getattr(usual, name))
+    return f"{', '.join(group.units)} ({scale.least} to {scale.most}{told})"
+
+
+def _program(program: ProgramSpec | None) -> str:
+    """Returns a program's name, with its options."""
+    options = "" if program is None else ", ".join(f"{key} {value}" for key, value in program.options.items())
+    return f"{program_name(program)} ({options})" if options else program_name(program)
 
 
 def node_states(spec: FleetSpec, status: FleetStatus) -> list[NodeState]:

@@ -47,7 +47,6 @@ from kvloom.config.fields import (
     no_bool,
     read_api_keys,
     read_keys,
-    show_size,
 )
 from kvloom.config.keys import read_key_file
 from kvloom.config.machine import Machine
@@ -78,6 +77,7 @@ from kvloom.config.units import (
 from kvloom.plan.plan import PROCESS_BYTES
 from kvloom.router.programs import name_problem
 from kvloom.types.errors import ConfigError
+from kvloom.types.numbers import show_size
 from kvloom.types.service import PATIENCE, GroupSpec
 from kvloom.types.spec import (
     DEFAULT_POLICY,

@@ -3,7 +3,6 @@ one is told."""
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +29,8 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from kvloom.config.machine import Machine
+from kvloom.types.errors import nearest
+from kvloom.types.numbers import show_count, show_size
 from kvloom.types.request import Level
 from kvloom.types.spec import ProgramSpec
 
@@ -47,16 +48,6 @@ def parse_size(text: str | int) -> int:
         raise ValueError(f"{str(text)[:40]!r} is no size; `512MiB`, `2GB` or a number of bytes is right")
     number, unit, binary = found.groups()
     return int(float(number) * (1024 if binary else 1000) ** _POWERS[unit.lower()])
-
-
-def show_size(size: int) -> str:
-    """Returns the size as people write it, with four digits: `1.5 GiB`."""
-    value = float(size)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"
 
 
 def check_collector(url: str) -> str:
@@ -108,6 +99,7 @@ _WANTED: Final = {
     "less_than_equal": "{le} or less",
     "tuple_type": "a list",
 }
+_TINY: Final = 1e-6  # a bound so low stands for 0 to people
 _SECTIONS: Final = {
     "ModelConfig": "a path, a hub id or a mapping with `path`",
     "UnitConfig": "a mapping with `models`",
@@ -135,14 +127,8 @@ def explain(error: ValidationError, root: type[BaseModel], origin: Mapping[str, 
         where[0] = origin[where[0]]
     key = ".".join(where)
     line = f"{key}: {_reason(found[0], root)}" if key else _reason(found[0], root)
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    more = f" (and {show_count(len(found) - 1, 'more error')})" if len(found) > 1 else ""
     return " ".join((line + more).split())
-
-
-def nearest(key: str, known: Sequence[str]) -> str:
-    """Returns a hint at the known key that is most like `key`, or at all of them if none is like it."""
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f"did you mean `{close[0]}`?" if close else f"known are {', '.join(known)}"
 
 
 def _reason(error: ErrorDetails, root: type[BaseModel]) -> str:
@@ -156,6 +142,8 @@ def _reason(error: ErrorDetails, root: type[BaseModel]) -> str:
     if kind == "value_error":
         return str(context["error"])
     wanted = _WANTED.get(kind)
+    if kind == "greater_than_equal" and 0 < context["ge"] <= _TINY:
+        wanted = "more than 0" if float(error["input"]) <= 0 else wanted
     said = f"{wanted.format(**context)} is right" if wanted else error["msg"][0].lower() + error["msg"][1:]
     return f"{_short(error.get('input'))}; {said}"
 

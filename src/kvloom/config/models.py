@@ -16,9 +16,9 @@ from kvloom.config.fields import (
     Revision,
     Sha256,
     Surroundings,
-    nearest,
     no_bool,
 )
+from kvloom.types.errors import nearest
 from kvloom.types.geometry import KVDtype
 from kvloom.types.spec import (
     AdapterSpec,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from kvloom.config.fields import Auto, show_size
+from kvloom.config.fields import Auto
 from kvloom.config.machine import Machine
 from kvloom.config.units import CPU, CUDA, ConfiguredEngine, Device
+from kvloom.types.numbers import show_size
 from kvloom.types.spec import gpu_index
 
 

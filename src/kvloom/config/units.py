@@ -21,13 +21,13 @@ from kvloom.config.fields import (
     Some,
     Steps,
     Threads,
-    nearest,
     no_bool,
 )
 from kvloom.config.models import ModelConfig
 from kvloom.engine.freeness import Thresholds
 from kvloom.plan.plan import checkpoint_bytes
 from kvloom.router.programs import MOVING, PROGRAMS
+from kvloom.types.errors import nearest
 from kvloom.types.service import GroupSpec, Scale
 from kvloom.types.spec import (
     AdapterSpec,

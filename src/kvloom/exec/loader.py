@@ -445,7 +445,7 @@ def count_blocks(models: Mapping[str, LoadedModel], kv_bytes: int, block_bytes: 
     for name, model in models.items():
         if model.geometry.blocks_per_page > blocks:
             raise ConfigError(
-                f"kv_memory: {kv_bytes:,} bytes hold no page of {name}; "
-                f"at least {model.geometry.blocks_per_page * block_bytes * ranks:,} are needed"
+                f"kv_memory: {kv_bytes:,} bytes, which this unit has of it, hold no page of {name}; at least "
+                f"{model.geometry.blocks_per_page * block_bytes * ranks:,} for each unit are needed"
             )
     return blocks

@@ -22,6 +22,7 @@ from kvloom.journal.traffic import (
 )
 from kvloom.types.clock import Clock
 from kvloom.types.files import replacing
+from kvloom.types.numbers import show_count
 
 KEPT_HOURS: Final = 35 * 24
 MOST_BYTES: Final = 64 << 20
@@ -75,7 +76,7 @@ class TrafficLog:
     def _decoded(self, lines: bytes) -> list[TrafficHour]:
         found, damaged = decode_hours(lines)
         if damaged:
-            _log.warning("%s: %d damaged lines of the traffic log are left out", self.path, damaged)
+            _log.warning("%s: %s of the traffic log left out", self.path, show_count(damaged, "damaged line"))
         return found
 
     def _make_anew(self, file: int, now: float) -> int:

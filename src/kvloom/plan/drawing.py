@@ -7,9 +7,8 @@ from typing import Final
 
 from kvloom.page.report import Bar, Card, Part, report_page
 from kvloom.plan.cluster import CPU
-from kvloom.plan.explain import gigabytes
 from kvloom.plan.plan import PlacementPlan, PlannedModel, PlannedUnit
-from kvloom.types.numbers import show_number
+from kvloom.types.numbers import show_number, show_size
 
 _SHADES: Final = "weights are dark, K and V pale"
 
@@ -52,12 +51,12 @@ def _memory(unit: PlannedUnit, colours: dict[str, int], largest: float) -> Bar:
     parts = []
     for model in unit.models:
         pool = model.quota * unit.kv_bytes
-        told = f"{model.name}: {gigabytes(int(pool))} of K and V"
+        told = f"{model.name}: {show_size(int(pool))} of K and V"
         if not unit.memory:
             size = model.shape.weight_bytes
-            parts.append(Part(size, colours[model.name], said=f"{model.name}: {gigabytes(size)} of weights"))
+            parts.append(Part(size, colours[model.name], said=f"{model.name}: {show_size(size)} of weights"))
         parts.append(Part(pool, colours[model.name], pale=True, said=told))
-    told = f"{gigabytes(int(_bytes(unit)))}, of which {gigabytes(unit.kv_bytes)} are the pool"
+    told = f"{show_size(int(_bytes(unit)))}, of which {show_size(unit.kv_bytes)} are the pool"
     return Bar("memory", parts, told, largest)
 
 

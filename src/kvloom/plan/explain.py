@@ -16,7 +16,7 @@ from kvloom.plan.estimate import Estimator, Item
 from kvloom.plan.plan import fixed_bytes, request_bytes, usable_bytes
 from kvloom.plan.search import MOST
 from kvloom.types.errors import ConfigError
-from kvloom.types.numbers import show_number
+from kvloom.types.numbers import show_number, show_size
 from kvloom.types.spec import RESERVE
 
 _LARGEST: Final = 64  # devices of a mesh that are thought of
@@ -48,9 +48,9 @@ class Shortfall:
         """Returns the shortfall as one line."""
         what = f"the compute of {self.kind} is used up"
         if self.bound == "memory":
-            what = f"its KV pool of {gigabytes(self.pool)} is full"
+            what = f"its KV pool of {show_size(self.pool)} is full"
             if self.wanted > self.pool:
-                what += f", {gigabytes(self.wanted)} would be enough"
+                what += f", {show_size(self.wanted)} would be enough"
         enough = f"; {self.meshes} such meshes instead of one would be enough" if self.meshes else ""
         return (
             f"{self.model} on unit-{self.unit}: {show_number(self.answered)} of {show_number(self.rate)} "
@@ -122,11 +122,11 @@ def _too_large(demand: Demand, kinds: Sequence[MeshKind]) -> str:
     needed = fixed_bytes(demand.shape, largest) + request_bytes(demand, largest)
     what = "weights and one request" if largest.budget else "weights, activations and one request"
     line = (
-        f"model {demand.name!r} needs {gigabytes(needed)} for {what}; "
-        f"the largest mesh that it can be split over, {largest}, has {gigabytes(usable_bytes(largest))}"
+        f"model {demand.name!r} needs {show_size(needed)} for {what}; "
+        f"the largest mesh that it can be split over, {largest}, has {show_size(usable_bytes(largest))}"
     )
     if largest.budget:
-        return f"{line}; a --memory of {gigabytes(budget_of(needed))} would be enough"
+        return f"{line}; a --memory of {show_size(budget_of(needed))} would be enough"
     for gpus in range(1, _LARGEST + 1):
         kind = largest._replace(gpus=gpus)
         needed = fixed_bytes(demand.shape, kind) + request_bytes(demand, kind)
@@ -152,16 +152,16 @@ def check_left(estimator: Estimator, cluster: Sequence[Nodes], placement: BoardP
     if cluster[0].budget:
         enough = "lower rates, or more machines, are right"
         if needed > there:
-            enough = f"a --memory of {gigabytes(budget_of(needed))} would hold all"
+            enough = f"a --memory of {show_size(budget_of(needed))} would hold all"
         raise ConfigError(
-            f"no memory is left for {', '.join(dict.fromkeys(names))}: all models need {gigabytes(needed)} "
-            f"for weights and one request each, and in {gigabytes(there)} weights would be loaded all of the "
+            f"no memory is left for {', '.join(dict.fromkeys(names))}: all models need {show_size(needed)} "
+            f"for weights and one request each, and in {show_size(there)} weights would be loaded all of the "
             f"time, or leave no K and V; {enough}"
         )
     pieces = "" if needed > there else " in pieces that are too small"
     raise ConfigError(
-        f"no memory is left for {', '.join(dict.fromkeys(names))}: all models need {gigabytes(needed)} for "
-        f"weights, activations and one request each, the cluster has {gigabytes(there)}{pieces}; "
+        f"no memory is left for {', '.join(dict.fromkeys(names))}: all models need {show_size(needed)} for "
+        f"weights, activations and one request each, the cluster has {show_size(there)}{pieces}; "
         f"{' and '.join(f'{n} more {device}' for device, n in more.items())} would be enough"
     )
 
@@ -185,7 +185,3 @@ def cost_errors(devices: Collection[str], profile: Profile | None) -> Iterator[s
 def budget_of(size: int) -> int:
     """Returns the least budget of which weights and pool have so many bytes."""
     return size * RESERVE // (RESERVE - 1) + 1
-
-
-def gigabytes(size: int) -> str:
-    return f"{show_number(size / 1e9)} GB"

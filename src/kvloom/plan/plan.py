@@ -183,12 +183,13 @@ def is_plan(file: Path) -> bool:
     return False
 
 
-def read_plan(file: Path) -> PlacementPlan:
-    """Raises ConfigError, which says what is wrong and where it stands."""
+def read_plan(file: Path, right: str = "the path of a plan") -> PlacementPlan:
+    """Returns the plan in `file`. right: what there could be instead of no file. Raises ConfigError, which
+    says what is wrong and where it stands."""
     try:
         text = file.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}; the path of a plan is right") from error
+        raise ConfigError(f"{file}: {error.strerror}; {right} is right") from error
     try:
         version = msgspec.json.decode(text, type=_Head).version
         if version != PLAN_VERSION:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from kvloom.plan.cost.shapes import ModelShape
 from kvloom.plan.plan import PROCESS_BYTES, PlacementPlan, PlannedUnit, host_bytes
 from kvloom.plan.repair import Placed
 from kvloom.types.errors import ConfigError
+from kvloom.types.numbers import show_count
 from kvloom.types.service import Placement
 from kvloom.types.spec import EngineSpec, ModelSpec
 
@@ -31,21 +33,8 @@ class ReplanTarget:
 
 def read_target(file: Path, plan: PlacementPlan, fleet: Placement) -> ReplanTarget:
     """Returns what the fleet is and what it is to become. Raises ConfigError if it cannot become so."""
-    if fleet.scaled:
-        raise ConfigError(
-            f"{file}: {', '.join(fleet.scaled)} come and go by themselves (`replicas` is a range); a plan is "
-            "for a fleet whose `replicas` are numbers"
-        )
-    asleep = [unit.name for unit in plan.units if unit.memory]
-    asleep += [spec.unit for spec in (*fleet.units, *fleet.away) if spec.sleep_dir]
-    if asleep:
-        raise ConfigError(
-            f"{file}: the weights of {', '.join(asleep)} sleep (memory); plans and fleets whose weights stay "
-            "can be changed while they serve"
-        )
-    woven = [spec.unit for spec in (*fleet.units, *fleet.away) if spec.weave]
-    if woven:
-        raise ConfigError(f"{file}: `weave` is set for {', '.join(woven)}; plans are for units that do not")
+    check_fleet(file, fleet)
+    _check_asleep(file, [unit.name for unit in plan.units if unit.memory])
     _check_devices(file, plan, fleet)
     every = (*fleet.units, *fleet.away)
     known = {model.name: model for unit in every for model in unit.models}
@@ -61,13 +50,49 @@ def read_target(file: Path, plan: PlacementPlan, fleet: Placement) -> ReplanTarg
     )
 
 
+def check_fleet(file: Path, fleet: Placement) -> None:
+    """Raises ConfigError if no plan is for such a fleet."""
+    if fleet.scaled:
+        raise ConfigError(
+            f"{file}: {', '.join(fleet.scaled)} come and go by themselves (`replicas` is a range); a plan is "
+            "for a fleet whose `replicas` are numbers"
+        )
+    every = (*fleet.units, *fleet.away)
+    _check_asleep(file, [spec.unit for spec in every if spec.sleep_dir])
+    woven = [spec.unit for spec in every if spec.weave]
+    if woven:
+        raise ConfigError(f"{file}: `weave` is set for {', '.join(woven)}; plans are for units that do not")
+    _check_cpu(file, [spec.device for spec in fleet.units])
+
+
+def _check_asleep(file: Path, asleep: Sequence[str]) -> None:
+    if asleep:
+        raise ConfigError(
+            f"{file}: the weights of {', '.join(asleep)} sleep (memory); plans and fleets whose weights stay "
+            "can be changed while they serve"
+        )
+
+
+def _check_cpu(file: Path, devices: Sequence[str]) -> None:
+    for device in devices:
+        if device != CPU:
+            raise ConfigError(f"{file}: units on {device}; plan and fleet on device {CPU} are right")
+
+
+def fewer_units(target: ReplanTarget) -> Iterator[str]:
+    """Says of which models there will be fewer replicas than now."""
+    before = Counter(name for unit in target.now.values() for name in unit.models)
+    after = Counter(name for unit in target.units for name in unit.models)
+    for name, count in before.items():
+        if after[name] < count:
+            yield f"{name} has {show_count(after[name], 'replica')} then, instead of {count}"
+
+
 def _check_devices(file: Path, plan: PlacementPlan, fleet: Placement) -> None:
     nodes = {unit.node for unit in plan.units}
     if len(nodes) > 1:
         raise ConfigError(f"{file}: units on {len(nodes)} nodes; a plan for this fleet's machine is right")
-    for device in [*(unit.device for unit in plan.units), *(spec.device for spec in fleet.units)]:
-        if device != CPU:
-            raise ConfigError(f"{file}: units on {device}; plan and fleet on device {CPU} are right")
+    _check_cpu(file, [unit.device for unit in plan.units])
     cores = sum(unit.gpus for unit in plan.units)
     if cores > fleet.cores:
         raise ConfigError(f"{file}: a plan for {cores} cores; the fleet has {fleet.cores}")

@@ -12,6 +12,10 @@ from kvloom.types.errors import ConfigError
 At = Literal["peak", "mean"]
 """The part of the traffic that a plan is for: its busiest hour, or all of it."""
 
+LEAST_SECONDS: Final = HOUR
+"""The shortest time of traffic by which a fleet can be sized."""
+LEAST_REQUESTS: Final = 100
+"""The fewest requests by which a fleet can be sized: the rate of so many is a tenth off, at random."""
 _MINUTE: Final = HOUR // MINUTES
 
 
@@ -39,6 +43,15 @@ class SeenTraffic:
     """The seconds over which they were counted."""
     others: tuple[str, ...]
     """The models of the log for which nobody plans."""
+    covered: int
+    """The seconds from the first minute with a request to the last, of the whole log."""
+    asked: int
+    """The requests of the whole log for these models."""
+
+    @property
+    def is_scarce(self) -> bool:
+        """Returns whether the log has too little to size a fleet by."""
+        return self.covered < LEAST_SECONDS or self.asked < LEAST_REQUESTS
 
 
 @dataclass(slots=True)
@@ -113,6 +126,8 @@ def seen_traffic(hours: Sequence[TrafficHour], models: Collection[str], at: At, 
         hour=begun,
         seconds=seconds,
         others=tuple(sorted({hour.base or hour.model for hour in hours} - {*models})),
+        covered=every.seconds,
+        asked=every.all.asked,
     )
 
 

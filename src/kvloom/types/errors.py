@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import difflib
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, Self
 
 import msgspec
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Returns a hint at the known name that is most like `name`, or at all of them if none is like it."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean `{close[0]}`?" if close else f"known are {', '.join(known)}"
 
 
 class WireError(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -17,3 +17,18 @@ def show_seconds(seconds: float) -> str:
     if seconds == 0:
         return "0 s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.3g} µs"
+
+
+def show_size(size: int) -> str:
+    """Returns the bytes as people write them, with four digits: `1.5 GiB`."""
+    value = float(size)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"
+
+
+def show_count(number: int, what: str) -> str:
+    """Returns the number with its noun: `1 line`, `9 lines`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -50,7 +50,10 @@ def test_no_driver() -> None:
 def test_a_pool_that_holds_no_page(spec: EngineSpec) -> None:
     small = replace(spec, kv_bytes=2048)
     told = refusal(lambda: load_executor(small, host_device(4), plain_operations()))
-    assert told == "kv_memory: 2,048 bytes hold no page of m; at least 6,144 are needed"
+    assert told == (
+        "kv_memory: 2,048 bytes, which this unit has of it, hold no page of m; "
+        "at least 6,144 for each unit are needed"
+    )
 
 
 @pytest.mark.parametrize(("architecture", "name"), [("gpt_oss", "sinks"), ("bloom", "slopes")])

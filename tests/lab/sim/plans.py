@@ -144,4 +144,5 @@ def write_files(folder: Path) -> None:
     long = SPEC.replace("[a, b]", "[one, two]").replace("[2, 40]", "[150, 300]").replace("400", "6")
     (folder / "long.yaml").write_text(long)
     (folder / "empty.yaml").write_text(SPEC.replace("requests: 40", "seconds: 0.0000001"))
+    (folder / "cluster.yaml").write_text("nodes: [{device: A10, gpus: 1}]\nmodels: {a: {shape: llama-7b}}\n")
     (folder / "bad.yaml").write_text(SPEC.replace("rate: 400", "rate: -4"))

@@ -123,7 +123,7 @@ DEMAND = "models: {m0: {rate: 1, prompt: 9, output: 9}}\n"
         ),
         (CORES, "8GiB", "--memory: 8 GiB of a machine that has 4 GiB"),
         (CORES, "much", "--memory: 'much' is no size"),
-        (CORES, "100MB", "model 'm0' needs 0.382 GB for weights and one request"),
+        (CORES, "100MB", "model 'm0' needs 363.8 MiB for weights and one request"),
     ],
 )
 def test_what_is_refused(nodes: str, memory: str, said: str) -> None:

@@ -19,12 +19,32 @@ from tests.lab.sim.plans import write_files
 BAD = [
     (("cut.json",), ["cut.json: no plan"]),
     (("later.json",), ["later.json: a plan of version 99"]),
-    (("nowhere.json",), ["nowhere.json: No such file"]),
+    (
+        ("nowhere.json",),
+        ["nowhere.json: No such file", "the path of a plan or of a config is right"],
+    ),
     (("abacus.json",), ["device 'abacus' is not known", "A10"]),
     (("plan.json", "--workload", "others.yaml"), ["asks for c, which no unit serves; a, b are served"]),
     (("plan.json", "--workload", "empty.yaml"), ["empty.yaml: asks for nothing"]),
-    (("plan.json", "--workload", "bad.yaml"), ["bad.yaml: rate: -4"]),
-    (("plan.json", "--workload", "nowhere.jsonl"), ["nowhere.jsonl: No such file"]),
+    (("plan.json", "--workload", "bad.yaml"), ["bad.yaml: rate: -4; more than 0 is right"]),
+    (
+        ("plan.json", "--workload", "nowhere.jsonl"),
+        ["nowhere.jsonl: No such file", "a workload or of a trace is right"],
+    ),
+    (
+        ("plan.json", "--workload", "none.yaml"),
+        ["none.yaml: No such file", "a workload or of a trace is right"],
+    ),
+    (("plan.json", "--workload", "several.yaml"), ["several.yaml: is a config; the path of a workload"]),
+    (
+        ("plan.json", "--workload", "plan.json"),
+        ["plan.json: is a plan; the path of a workload"],
+    ),
+    (
+        ("plan.json", "--workload", "cluster.yaml"),
+        ["cluster.yaml: is a cluster's file; the path of"],
+    ),
+    (("small.yaml",), ["small.yaml: is a workload; the path of a plan or of a config is right"]),
     (("plan.json", "--rate-scale", "-1"), ["kvloom: --rate-scale -1: more than 0"]),
     (("plan.json", "--rate-scale", "nan"), ["--rate-scale", "nan"]),
     (("plan.json", "--slo-scale", "0"), ["kvloom: --slo-scale 0: more than 0"]),
@@ -41,10 +61,16 @@ BAD = [
     (("many.json", "--profile", "profile.json"), ["measured on 4 cores, and node-0 has units of 6"]),
     (("unmeasured.json", "--profile", "profile.json"), ["unmeasured.json: the profile has no six"]),
     (("config.yaml",), ["config.yaml: --profile FILE is needed"]),
-    (("nowhere.yaml",), ["nowhere.yaml: No such file"]),
+    (
+        ("nowhere.yaml",),
+        ["nowhere.yaml: No such file", "the path of a plan or of a config is right"],
+    ),
     (("config.yaml", "--profile", "plan.json"), ["plan.json: no profile"]),
     (("config.yaml", "--profile", "nowhere"), ["nowhere: No such file"]),
-    (("config.yaml", "--profile", "profile.json"), ["asks for a, which no unit serves; one, two"]),
+    (
+        ("config.yaml", "--profile", "profile.json"),
+        ["asks for a, b, which no unit serves; one, two"],
+    ),
     (("three.yaml", "--profile", "profile.json"), ["the profile has no three, but one, two"]),
     (("sharded.json", "--program", "disaggregate"), ["unit-0: 2 ranks on GPUs", "neither sent nor received"]),
     (

@@ -129,7 +129,7 @@ def test_bad_files_are_one_line(tmp_path: Path, content: bytes | str, said: str)
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere", tmp_path):
-        with pytest.raises(ConfigError, match="the path of a workload file is right"):
+        with pytest.raises(ConfigError, match="the path of a workload or of a trace is right"):
             read_workload(path)
 
 

@@ -15,10 +15,10 @@ from typing import Final
 from kvloom.cli.doctor.finding import Finding, Verdict
 from kvloom.cli.doctor.software import Processor
 from kvloom.config.config import Config
-from kvloom.config.fields import show_size
 from kvloom.config.machine import Machine
 from kvloom.kv.memory import CGROUP
 from kvloom.serve.machine import OPEN_FILES
+from kvloom.types.numbers import show_size
 
 LEAST_MEMORY: Final = 1 << 30
 LEAST_SHARED: Final = 1 << 30

@@ -28,12 +28,12 @@ from kvloom.plan.cluster import CPU, Demand, DeviceCosts, Nodes
 from kvloom.plan.cost.profile import read_profile
 from kvloom.plan.drawing import draw_plan
 from kvloom.plan.estimate import Estimator
-from kvloom.plan.explain import Shortfall, cost_errors, gigabytes, more_devices, shortfalls
+from kvloom.plan.explain import Shortfall, cost_errors, more_devices, shortfalls
 from kvloom.plan.plan import PlacementPlan, PlannedUnit, write_plan
 from kvloom.plan.planner import memory_greedy, plan_placement, spatial, write_down, write_spatial
 from kvloom.plan.traffic import SeenTraffic
 from kvloom.types.errors import ConfigError
-from kvloom.types.numbers import show_number
+from kvloom.types.numbers import show_number, show_size
 
 EXAMPLE: Final = """\
 CLUSTER.yaml:
@@ -183,7 +183,7 @@ def _rows(unit: PlannedUnit) -> Iterator[list[str]]:
     last = unit.index + unit.gpus - 1
     numbers = "" if unit.device == CPU else f"{unit.index}" if unit.gpus == 1 else f"{unit.index}-{last}"
     where = [unit.name, unit.node or "any", f"{unit.gpus} × {unit.device}", numbers]
-    pool = gigabytes(unit.kv_bytes) + (f" of {gigabytes(unit.memory)}" if unit.memory else "")
+    pool = show_size(unit.kv_bytes) + (f" of {show_size(unit.memory)}" if unit.memory else "")
     for model in unit.models:
         yield [
             *where,

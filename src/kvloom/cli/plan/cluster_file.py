@@ -12,17 +12,7 @@ from typing import Annotated, Final, Self
 from msgspec.structs import replace
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from kvloom.config.fields import (
-    ConfigSection,
-    NoNull,
-    Size,
-    Some,
-    explain,
-    nearest,
-    no_bool,
-    parse_size,
-    show_size,
-)
+from kvloom.config.fields import ConfigSection, NoNull, Size, Some, explain, no_bool, parse_size
 from kvloom.config.file import read_yaml
 from kvloom.config.machine import Machine
 from kvloom.config.models import SloConfig, resolve_model
@@ -34,8 +24,9 @@ from kvloom.plan.cost.profile import Profile
 from kvloom.plan.cost.shapes import ModelShape, find_shape, read_shape
 from kvloom.plan.plan import CPU_ITEMSIZE, FLEET_BYTES, PROCESS_BYTES
 from kvloom.plan.traffic import SeenTraffic
-from kvloom.types.errors import ConfigError
+from kvloom.types.errors import ConfigError, nearest
 from kvloom.types.geometry import KVDtype
+from kvloom.types.numbers import show_size
 from kvloom.types.spec import BY_NAME
 
 MOST_DEVICES: Final = 4096

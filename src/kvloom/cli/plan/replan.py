@@ -16,9 +16,8 @@ from kvloom.cli.app import CommandFailed, interruptible
 from kvloom.cli.gateway import AdminClient, GatewayError
 from kvloom.cli.plan.app import estimator_shown, plan_table, summary
 from kvloom.cli.plan.cluster_file import cpu_nodes
-from kvloom.cli.plan.traffic import AtOption, read_seen, told
+from kvloom.cli.plan.traffic import AtOption, read_seen, scarcity, told
 from kvloom.cli.tables import console_for
-from kvloom.config.fields import show_size
 from kvloom.plan.cluster import CPU, Demand, DeviceCosts
 from kvloom.plan.cost.profile import Profile, read_profile
 from kvloom.plan.explain import cost_errors, shortfalls
@@ -33,13 +32,15 @@ from kvloom.plan.plan import (
 )
 from kvloom.plan.planner import plan_placement, write_down
 from kvloom.plan.repair import Repair, StartUnit, Unreachable, repair
-from kvloom.plan.target import ReplanTarget, new_names, read_target
+from kvloom.plan.target import ReplanTarget, check_fleet, fewer_units, new_names, read_target
 from kvloom.plan.traffic import At
 from kvloom.types.errors import ConfigError
+from kvloom.types.numbers import show_count, show_size
 from kvloom.types.service import Admit, Drain, Placement
 from kvloom.types.spec import EngineSpec
 
 _GOES_ON: Final = "`kvloom replan` again goes on from where this ended"
+_FROM_TRAFFIC: Final = Path("--from-traffic")  # in errors, in the place of a plan's file
 
 app = App(name="replan")
 
@@ -76,7 +77,7 @@ def replan_command(
     there is no room for old and new beside each other.
 
     With --from-traffic the plan is made for what the fleet was asked, on the cores that it has and in the
-    memory that it takes."""
+    memory that it takes. --apply then needs traffic of an hour, and 100 requests."""
     if from_traffic == (plan is not None):
         raise ConfigError("replan: a plan, or --from-traffic for one that is made now, is right")
     gateway = server.gateway()
@@ -87,21 +88,27 @@ def replan_command(
         raise ConfigError("--profile: is missing; what `kvloom profile` wrote is right with --from-traffic")
     measured = read_profile(profile)
     try:
-        made = plan_by_traffic(gateway, measured, at)
+        made = plan_by_traffic(gateway, measured, at, apply=apply)
     except GatewayError as error:
         raise CommandFailed(str(error)) from error
     if output is not None:
         write_plan(output, made)
-    bring_to(made, Path("--from-traffic"), gateway, apply=apply)
+    bring_to(made, _FROM_TRAFFIC, gateway, apply=apply)
 
 
-def plan_by_traffic(server: AdminClient, profile: Profile, at: At) -> PlacementPlan:
-    """Makes a plan for the fleet's models by its traffic, and prints it. Raises GatewayError, and ConfigError
-    if no plan can be made."""
+def plan_by_traffic(server: AdminClient, profile: Profile, at: At, *, apply: bool) -> PlacementPlan:
+    """Makes a plan for the fleet's models by its traffic, and prints it. apply: whether the fleet is to be
+    brought to it at once. Raises GatewayError, and ConfigError if no plan can be made, or none to apply."""
     fleet = server.placement()
+    check_fleet(_FROM_TRAFFIC, fleet)
     units = (*fleet.units, *fleet.away)
     models = {model.name: model for unit in units for model in unit.models}
     seen = read_seen(server.traffic(), [*models], at)
+    if apply and seen.is_scarce:
+        raise ConfigError(
+            f"--apply: {scarcity(seen)}; `kvloom replan --from-traffic -o plan.json` shows what a plan by it "
+            "is, and `kvloom replan plan.json --apply` does it all the same"
+        )
     missing = models.keys() - profile.shapes.keys()
     if missing:
         raise ConfigError(
@@ -173,6 +180,8 @@ def bring_to(plan: PlacementPlan, file: Path, server: AdminClient, *, apply: boo
                 print(f"keep   {_line(name, target.specs[unit])}")
             for change in changes:
                 print(change.shown)
+            for line in fewer_units(target):
+                print(line)
             if changes and not apply:
                 print("nothing is changed yet; --apply does it")
                 return
@@ -232,5 +241,4 @@ def _order(shown: str, doing: str, unit: str, what: str, body: Drain | Admit) ->
 
 def _line(name: str, spec: EngineSpec) -> str:
     models = ", ".join(model.name for model in spec.models)
-    cores = f"{spec.threads} core{'' if spec.threads == 1 else 's'}"
-    return f"{name}: {models} ({show_size(spec.kv_bytes)} of K and V, {cores})"
+    return f"{name}: {models} ({show_size(spec.kv_bytes)} of K and V, {show_count(spec.threads, 'core')})"

@@ -26,9 +26,9 @@ from kvloom.journal.traffic import (
     quantile,
     rebuild,
 )
-from kvloom.plan.traffic import At, SeenTraffic, covered_seconds, seen_traffic
+from kvloom.plan.traffic import LEAST_REQUESTS, LEAST_SECONDS, At, SeenTraffic, covered_seconds, seen_traffic
 from kvloom.types.errors import ConfigError
-from kvloom.types.numbers import show_number
+from kvloom.types.numbers import show_count, show_number
 
 DAY: Final = 24
 AtOption = Annotated[At, Parameter(help="plan for the busiest hour of the traffic, or for the mean of all")]
@@ -128,7 +128,7 @@ def read_hours(source: str, key_file: Path | None) -> list[TrafficHour]:
                 f"--from-traffic: {source}: no line of a traffic log; what `kvloom traffic --json` prints is "
                 "right"
             )
-        print(f"kvloom: {source}: {damaged} damaged lines are left out", file=sys.stderr)
+        print(f"kvloom: {source}: {show_count(damaged, 'damaged line')} left out", file=sys.stderr)
     return add_up(found)
 
 
@@ -141,12 +141,28 @@ def read_seen(hours: Sequence[TrafficHour], models: Sequence[str], at: At) -> Se
 
 
 def told(seen: SeenTraffic) -> Iterator[str]:
-    """Says of which time the rates are, and what is left out."""
-    minutes = -(-seen.seconds // (HOUR // MINUTES))
+    """Says of which time the rates are, what is left out, and if there is too little of it."""
     if seen.hour is None:
-        yield f"rates are means of {show_number(seen.seconds / HOUR)} hours of traffic"
+        yield f"rates are means of {_span(seen.seconds)} of traffic"
     else:
-        part = "" if seen.seconds == HOUR else f", of which the log has {minutes} minutes"
+        part = "" if seen.seconds == HOUR else f", of which the log has {_span(seen.seconds)}"
         yield f"rates are those of the busiest hour, from {shown_hour(seen.hour)} UTC{part}"
     if seen.others:
         yield f"traffic of models that are not planned for is left out: {', '.join(seen.others)}"
+    if seen.is_scarce:
+        yield f"warning: {scarcity(seen)}"
+
+
+def scarcity(seen: SeenTraffic) -> str:
+    """Returns what a log with too little traffic has, and how much is enough."""
+    return (
+        f"the log has {_span(seen.covered)}, {show_count(seen.asked, 'request')}: too little to size a fleet "
+        f"by; {_span(LEAST_SECONDS)} and {show_count(LEAST_REQUESTS, 'request')}, or more, are right"
+    )
+
+
+def _span(seconds: int) -> str:
+    """Returns the time in hours, or in whole minutes if it is shorter than one."""
+    if seconds < HOUR:
+        return show_count(-(-seconds // (HOUR // MINUTES)), "minute")
+    return "1 hour" if seconds == HOUR else f"{show_number(seconds / HOUR)} hours"

@@ -11,9 +11,8 @@ from rich.text import Text
 
 from kvloom.cli.app import printable
 from kvloom.cli.top.watched import Happening, Pace, Watched
-from kvloom.config.fields import show_size
 from kvloom.journal.samples import Sample, UnitModel, UnitSample
-from kvloom.types.numbers import show_number, show_seconds
+from kvloom.types.numbers import show_number, show_seconds, show_size
 
 LEAST_WIDTH: Final = 60
 LEAST_EVENTS: Final = 3

@@ -204,10 +204,11 @@ def _alone(unit: SimulatedUnit, request: WorkloadRequest) -> float:
 
 
 def check_models(asked: Iterable[str], units: Sequence[SimulatedUnit]) -> None:
-    """Raises ConfigError for a model that no unit serves."""
+    """Raises ConfigError if there are models that no unit serves."""
     served = {name for unit in units for name in unit.shapes}
-    for name in asked:
-        if name not in served:
-            raise ConfigError(
-                f"the workload asks for {name}, which no unit serves; {', '.join(sorted(served))} are served"
-            )
+    missing = [name for name in asked if name not in served]
+    if missing:
+        raise ConfigError(
+            f"the workload asks for {', '.join(missing)}, which no unit serves; "
+            f"{', '.join(sorted(served))} {'is' if len(served) == 1 else 'are'} served"
+        )

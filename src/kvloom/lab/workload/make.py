@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from bisect import bisect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -15,12 +15,14 @@ import msgspec
 import numpy as np
 from pydantic import ValidationError
 
+from kvloom.config.config import Config
 from kvloom.config.fields import explain
 from kvloom.config.file import read_yaml
 from kvloom.lab.workload.arrivals import Steps, arrivals, in_pieces, power_law
 from kvloom.lab.workload.request import Segment, WorkloadRequest, mix
 from kvloom.lab.workload.spec import Conversations, ModelSpec, SystemPrompts, WorkloadSpec
-from kvloom.lab.workload.traces import NAMELESS, VERSION, Header, Workload, read_workload, some
+from kvloom.lab.workload.traces import NAMELESS, RIGHT, VERSION, Header, Workload, read_workload, some
+from kvloom.plan.plan import is_plan
 from kvloom.types.errors import ConfigError
 from kvloom.types.geometry import F64
 
@@ -48,13 +50,35 @@ def open_workload(path: Path, **changes: Any) -> Workload:
 
 def read_spec(path: Path, **changes: Any) -> WorkloadSpec:
     """Raises ConfigError."""
-    settings = read_yaml(path) | changes
+    settings = read_yaml(path, RIGHT)
+    if (kind := _other_kind(path, settings)) is not None:
+        raise ConfigError(f"{path}: is a {kind}; {RIGHT} is right")
+    settings |= changes
     if "models" not in settings:
         raise ConfigError(f"{path}: models: is missing; a list of the models' names is right")
     try:
         return WorkloadSpec.model_validate(settings)
     except ValidationError as error:
         raise ConfigError(f"{path}: {explain(error, WorkloadSpec, {})}") from error
+
+
+def is_spec(settings: Mapping[str, Any]) -> bool:
+    """Returns whether the settings of a file are those of a workload, and of no config."""
+    return settings.keys() <= WorkloadSpec.model_fields.keys() and not _is_config(settings)
+
+
+def _other_kind(path: Path, settings: Mapping[str, Any]) -> str | None:
+    """Returns what the file is, if it describes a fleet instead of a workload."""
+    if is_plan(path):
+        return "plan"
+    if settings.keys() == {"nodes", "models"}:
+        return "cluster's file"
+    own = settings.keys() <= WorkloadSpec.model_fields.keys()
+    return "config" if _is_config(settings) and not own else None
+
+
+def _is_config(settings: Mapping[str, Any]) -> bool:
+    return settings.keys() <= Config.model_fields.keys()
 
 
 def _requests(path: Path, spec: WorkloadSpec) -> Iterator[WorkloadRequest]:

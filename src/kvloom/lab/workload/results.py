@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvloom.types.errors import ConfigError
-from kvloom.types.numbers import show_number
+from kvloom.types.numbers import show_count, show_number
 
 VERSION: Final = 1
 CURVE: Final = (*(i / 50 for i in range(50)), 0.99, 0.995, 0.999, 1.0)  # quantiles
@@ -91,9 +91,9 @@ class FleetEvents(Struct, frozen=True, kw_only=True):
 def show_fleet_events(found: FleetEvents) -> str:
     """Returns `3 preemptions; 12 requests moved, 1 could not; 2.40 units in the mean, 1 to 4`, and what was
     waited for weights."""
-    parts = [_counted(found.preempted, "preemption")]
+    parts = [show_count(found.preempted, "preemption")]
     if found.moved is not None:
-        parts.append(f"{_counted(found.moved, 'request')} moved, {found.stayed or 0:,} could not")
+        parts.append(f"{show_count(found.moved, 'request')} moved, {found.stayed or 0:,} could not")
     if found.least != found.most:
         parts.append(f"{found.units:.2f} units in the mean, {found.least} to {found.most}")
     if found.slept is not None:
@@ -104,17 +104,13 @@ def show_fleet_events(found: FleetEvents) -> str:
 def _show_slept(found: Slept) -> str:
     """Returns `weights woke 9 times and fell asleep 5 times; 7 requests waited for them, 0.31 s in the mean,
     0.9 s at most`."""
-    told = f"weights woke {_counted(found.wakes, 'time')} and fell asleep {_counted(found.sleeps, 'time')}"
+    woke, slept = show_count(found.wakes, "time"), show_count(found.sleeps, "time")
+    told = f"weights woke {woke} and fell asleep {slept}"
     if found.wait is None:
         return f"{told}; no request waited for them"
     mean, most = show_number(found.wait.mean), show_number(found.wait.most)
-    return (
-        f"{told}; {_counted(found.waited, 'request')} waited for them, {mean} s in the mean, {most} s at most"
-    )
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+    waited = show_count(found.waited, "request")
+    return f"{told}; {waited} waited for them, {mean} s in the mean, {most} s at most"
 
 
 class Results(Struct, frozen=True, kw_only=True):

@@ -70,14 +70,10 @@ class Histogram:
         it; 0 if nothing was added."""
         if not self.count:
             return [0.0] * len(at)
-        return self._ranked(nearest_rank(q, self.count) for q in at)
-
-    def _ranked(self, ranks: Iterable[int]) -> list[float]:
-        """Returns the values of these ranks, which ascend from 1 on."""
         found: list[float] = []
         buckets = iter(sorted(self._buckets))
         value, seen = 0.0, self._small
-        for rank in ranks:
+        for rank in (nearest_rank(q, self.count) for q in at):
             while seen < rank:
                 bucket = next(buckets)
                 seen += self._buckets[bucket]
@@ -86,17 +82,11 @@ class Histogram:
         return found
 
     def latency(self) -> Latency | None:
-        """Returns the distribution; None if nothing was added. A quantile is the value of rank
-        1 + ⌊q · (count − 1)⌋, which may be one below the nearest: the reports of `docs/reproduction` have it
-        so."""
+        """Returns the distribution; None if nothing was added."""
         if not self.count:
             return None
-
-        def quantiles(at: Sequence[float]) -> list[float]:
-            return self._ranked(1 + math.floor(q * (self.count - 1)) for q in at)
-
-        p50, p80, p95, p99 = quantiles((0.5, 0.8, 0.95, 0.99))
-        curve = quantiles(CURVE)
+        p50, p80, p95, p99 = self.quantiles((0.5, 0.8, 0.95, 0.99))
+        curve = self.quantiles(CURVE)
         return Latency(mean=self.mean, p50=p50, p80=p80, p95=p95, p99=p99, most=self.most, curve=curve)
 
 

@@ -26,6 +26,7 @@ AZURE_HEAD: Final = b"TIMESTAMP,ContextTokens,GeneratedTokens"
 BLOCK: Final = 512  # tokens that one of Mooncake's hash ids stands for
 LONGEST_LINE: Final = 16 << 20  # bytes
 _WIDEST: Final = 1 << 53
+RIGHT: Final = "the path of a workload or of a trace"
 _FORMS: Final = "a kvloom workload, an Azure CSV or a Mooncake JSONL is right"
 
 
@@ -223,7 +224,7 @@ def _read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 if text := line.strip():
                     yield number, text
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; the path of a workload file is right") from error
+        raise ConfigError(f"{path}: {error.strerror}; {RIGHT} is right") from error
 
 
 def _decode_line(path: Path, number: int, text: bytes, decode: Callable[[bytes], T]) -> T:

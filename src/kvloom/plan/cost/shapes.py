@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from kvloom.types.errors import ConfigError
+from kvloom.types.errors import ConfigError, nearest
 from kvloom.types.geometry import SCALED, Geometry, row_bytes
 
 _KV_ITEMSIZES: Final = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}
@@ -161,9 +161,8 @@ def find_shape(name: str) -> ModelShape:
     """Returns a well-known model's shape, by its name in any case. Raises ConfigError."""
     found = SHAPES.get(name.lower())
     if found is None:
-        raise ConfigError(
-            f"no shape is known of {name[:60]!r}; {', '.join(SHAPES)}, or the path of a checkpoint are right"
-        )
+        hint = nearest(name.lower(), [*SHAPES])
+        raise ConfigError(f"no shape is known of {name[:60]!r}; {hint} (or `path`, a checkpoint's folder)")
     return found
 
 
