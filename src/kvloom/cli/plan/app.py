@@ -164,8 +164,9 @@ def estimator_shown(console: Console, demands: Sequence[Demand], costs: DeviceCo
 
 def plan_table(plan: PlacementPlan) -> Table:
     """Returns a plan as a table, with a row for each model on each unit."""
-    table = Table(title=plan.made_by, title_justify="left")
-    for head in ("unit", "node", "devices", "GPUs", "model"):
+    told = "could be: requests/s that could be answered at most; prefill, decode: shares of the compute"
+    table = Table(title=plan.made_by, title_justify="left", caption=told, caption_justify="left")
+    for head in ("unit", "node", "devices", "numbers", "model"):
         table.add_column(head)
     for head in ("requests/s", "could be", "prefill", "decode", "quota", "KV pool"):
         table.add_column(head, justify="right")
