@@ -265,7 +265,7 @@ async def answered_at_most(subject: Subject, more: Settings, effort: Effort) -> 
     """Returns how many requests a second the simulation can answer."""
     settings = subject.workload(FLOOD, 1, requests=effort.flood_requests) | more
     flood = _write(subject.folder / "flood.yaml", settings)
-    return (await run_fleet(subject, flood, subject.folder / "flood.json")).total.requests_per_second
+    return (await simulated(subject, flood, subject.folder / "flood.json")).total.requests_per_second
 
 
 async def simulate_all(
@@ -277,7 +277,7 @@ async def simulate_all(
         settings = subject.workload(rate, seed, seconds=effort.seconds) | more
         spec, workload = _write(folder / f"{what}.yaml", settings), folder / f"{what}.jsonl"
         await kvloom("workload", "make", spec, "-o", workload)
-        modelled = await run_fleet(subject, workload, workload.with_suffix(".sim.json"))
+        modelled = await simulated(subject, workload, workload.with_suffix(".sim.json"))
         found.append(Foretold(f"{what} ({rate:.2f}/s)", workload, modelled))
     return found
 
@@ -295,7 +295,7 @@ async def asked(url: str, workload: Path, output: Path) -> Results:
     return read_results(output)
 
 
-async def run_fleet(subject: Subject, workload: Path, output: Path) -> Results:
+async def simulated(subject: Subject, workload: Path, output: Path) -> Results:
     given = ("--profile", subject.profile, "--workload", workload, "--client-here")
     await kvloom("simulate", subject.config_file, *given, "--json", output)
     return read_results(output)

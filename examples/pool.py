@@ -38,7 +38,7 @@ class Shares:
 
 
 def blocks() -> dict[tuple[str, str], float]:
-    """What the server says of its blocks, by metric and model."""
+    """Returns what the server says of its blocks, by metric and model."""
     with urllib.request.urlopen(f"{URL}/metrics") as response:
         text = response.read().decode()
     return {(name, model): float(value) for name, model, value in _SAMPLE.findall(text)}

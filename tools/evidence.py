@@ -228,19 +228,18 @@ def _git(*words: str) -> str:
 
 
 def _made_by_present_code(evidence: Evidence) -> bool:
-    """Returns whether nothing in `CODE` has changed since the figure was made. Raises CalledProcessError if
+    """Returns whether nothing in `CODE` has changed since the figure was made. Ends the command if
     the clone does not have the commit that made it."""
     words = ["git", "diff", "--quiet", evidence.commit, "HEAD", "--", CODE]
     done = subprocess.run(words, cwd=ROOT, check=False, capture_output=True, text=True)
     if done.returncode > 1:  # it is 1 if something has changed
-        done.check_returncode()
+        raise SystemExit(f"commit {evidence.commit}, which made a figure, is not in this clone: fetch all")
     return done.returncode == 0
 
 
 def _is_wanted(paper: str, experiment: Experiment, command: str, only_changed: bool) -> bool:
     """Returns whether a figure is to be made: it was not by this command and the present code, or if
-    `only_changed`, its small run differs from what it was. Raises CalledProcessError as
-    `_made_by_present_code` does."""
+    `only_changed`, its small run differs from what it was."""
     evidence = read_evidence(data_file(paper, experiment.name))
     if evidence is None:
         return True
@@ -259,12 +258,12 @@ def main(words: Sequence[str] | None = None) -> str | None:
     parser.add_argument("--draws", type=int, help="of each point")
     parser.add_argument("--scale", choices=("small", "full"), default="full", help="of the tables")
     parser.add_argument(
-        "--changed", action="store_true", help="only those whose small run gives other numbers"
+        "--changed", action="store_true", help="only those whose small run differs from what it was"
     )
     parser.add_argument("--page", action="store_true", help="only write the pages, from the data files")
     options = parser.parse_args(words)
     if not options.page:
-        papers, figures = options.papers or PAPERS, options.figure
+        papers, figures = options.papers or PAPERS, [one.removeprefix("figure-") for one in options.figure]
         chosen = [
             one for one in experiments() if one[0] in papers and one[1].name in (figures or [one[1].name])
         ]
@@ -292,20 +291,19 @@ def _make_all(
     console.print(f"{len(chosen)} figures, of which those made before took {_spent(left)} of one core")
     for at, (paper, experiment) in enumerate(chosen, 1):
         name = f"{at} of {len(chosen)}: {paper} {experiment.name}"
-        if experiment.published and not os.environ.get(FOLDER):
-            console.print(f"{name} is left as it is: {FOLDER} names no folder with {experiment.published}")
-        elif _is_wanted(paper, experiment, _command(paper, experiment, scale, options), only_changed):
+        if not _is_wanted(paper, experiment, _command(paper, experiment, scale, options), only_changed):
+            console.print(f"{name} stands")
+        elif experiment.published and not os.environ.get(FOLDER):
+            told = f"{FOLDER} names no folder with {experiment.published}"
+            console.print(f"{name} is to be made anew, and is left as it is: {told}")
+        else:
             evidence = make(paper, experiment, scale, options, commit, console)
             console.print(f"{name}, {_spent(evidence.seconds)}")
-        else:
-            console.print(f"{name} stands")
 
 
 if __name__ == "__main__":
     try:
         with quiet(logging.getLogger("kvloom")):
             sys.exit(main())
-    except subprocess.CalledProcessError as error:
-        sys.exit(f"{error.stderr.strip()}: figures are compared with the commits that made them")
     except KeyboardInterrupt:
         sys.exit("interrupted: what was made is written, and the same command goes on from there")

@@ -149,10 +149,14 @@ def test_other_models_are_as_none(named: Named) -> None:
         )
         assert (unknown.status_code, forbidden.status_code) == (404, 404)
         refused = http.post("/v1/completions", json={"model": "secret"}, headers=named.headers("some"))
-        assert refused.status_code == 400
+        tagged = http.post(
+            "/api/chat", json={"model": "tiny:latest", "messages": 1}, headers=named.headers("some")
+        )
+        assert refused.status_code == tagged.status_code == 400
         named.add("ops", admin=True)
         counted = http.get("/metrics", headers=named.headers("ops")).text
-        assert 'kvloom_requests_total{model="unknown",status="400"} 1.0' in counted
+        for model in ("unknown", "tiny"):
+            assert f'kvloom_requests_total{{model="{model}",status="400"}} 1.0' in counted
         assert forbidden.text.replace("secret", "nothing") == unknown.text
         assert "served: third, tiny" in unknown.text
         assert complete(http, named.headers("some")).status_code == 200

@@ -52,7 +52,7 @@ def served(file: Path, machine: Machine = SERVER) -> Config:
     return load_config(file, {}, {}, machine)
 
 
-def run_fleet(file: Path) -> list[SimulatedUnit]:
+def simulated_units(file: Path) -> list[SimulatedUnit]:
     return planned_units(read_plan(file), profile=PROFILE)
 
 
@@ -72,7 +72,7 @@ def test_it_is_the_same_fleet(tmp_path: Path, make: Callable[[], PlacementPlan],
     write_plan(file, plan)
     assert {unit.tensor_parallel for unit in plan.units} == ranks
     engines = served(file).engines
-    units = [unit.spec for unit in run_fleet(file)]
+    units = [unit.spec for unit in simulated_units(file)]
     assert [told(spec) for spec in engines] == [told(spec) for spec in units]
     assert [spec.abilities for spec in engines] == [spec.abilities for spec in units]
     for planned, spec in zip(plan.units, engines, strict=True):
@@ -124,6 +124,6 @@ def test_cores_of_several_nodes_are_simulated_by_one_profile(tmp_path: Path) -> 
     file, plan = tmp_path / "plan.json", on_cores()
     both = (*plan.units, *(replace(unit, name=f"{unit.name}b", node="b") for unit in plan.units))
     write_plan(file, replace(plan, units=both))
-    assert len(run_fleet(file)) == len(both)
+    assert len(simulated_units(file)) == len(both)
     with pytest.raises(ConfigError, match="measured on 4 cores, and the plan has units of 8"):
         planned_units(replace(plan, units=plan.units * 2), profile=PROFILE)

@@ -111,14 +111,12 @@ class Catalog:
         return found
 
     async def card(self, name: str, may_use: Callable[[str], bool] = _any, tag: str = "") -> ModelCard | None:
-        """Returns the card of a model, which is not read for it. Returns None if `get` would not know it, or
-        if no unit can be asked."""
-        if not may_use(name):
-            return None
-        if name not in self._models:
+        """Returns the card of a model that is known already, or None; `tag` is as in `get`. Units are asked
+        only if no model is known yet."""
+        if name and not self._models:
             with suppress(KvloomError):
                 await self._refresh()
-        found = self._models.get(name)
+        found = self._models.get(name) if may_use(name) else None
         if found is None and tag and name.endswith(tag):
             return await self.card(name.removesuffix(tag), may_use)
         return None if found is None else found.card

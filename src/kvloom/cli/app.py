@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from importlib import metadata
 from io import StringIO
 from pathlib import Path
@@ -20,7 +19,7 @@ from cyclopts import App, CycloptsError, Parameter, Token
 from cyclopts.help import HelpPanel
 from rich.console import Console, ConsoleOptions
 
-from kvloom.types.errors import ConfigError
+from kvloom.types.errors import ConfigError, nearest
 
 FAILED: Final = 1
 INVALID: Final = 2
@@ -205,9 +204,7 @@ def _call(arguments: list[str]) -> int:
     names = [name for name, *_ in COMMANDS]
     for word in arguments[:1]:
         if word not in (*names, *app.help_flags, *app.version_flags):  # cyclopts would import every command
-            near = get_close_matches(word, names, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
-            return _refuse(f"there is no command {word[:40]!r}; {hint}", ())
+            return _refuse(f"there is no command {word[:40]!r}; {nearest(word, names)}", ())
     chain, apps, rest = app.parse_commands(arguments)
     if not rest and apps[-1].default_command is None:
         known = ", ".join(name for name in apps[-1] if not name.startswith("-"))

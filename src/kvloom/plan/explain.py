@@ -50,7 +50,7 @@ class Shortfall:
         if self.bound == "memory":
             what = f"its KV pool of {show_size(self.pool)} is full"
             if self.wanted > self.pool:
-                what += f", {show_size(self.wanted)} would be enough"
+                what += f", {_shown_up(self.wanted)} would be enough"
         enough = f"; {self.meshes} such meshes instead of one would be enough" if self.meshes else ""
         return (
             f"{self.model} on unit-{self.unit}: {show_number(self.answered)} of {show_number(self.rate)} "
@@ -126,7 +126,7 @@ def _too_large(demand: Demand, kinds: Sequence[MeshKind]) -> str:
         f"the largest mesh that it can be split over, {largest}, has {show_size(usable_bytes(largest))}"
     )
     if largest.budget:
-        return f"{line}; a --memory of {show_size(budget_of(needed))} would be enough"
+        return f"{line}; a --memory of {_shown_up(budget_of(needed))} would be enough"
     for gpus in range(1, _LARGEST + 1):
         kind = largest._replace(gpus=gpus)
         needed = fixed_bytes(demand.shape, kind) + request_bytes(demand, kind)
@@ -152,7 +152,7 @@ def check_left(estimator: Estimator, cluster: Sequence[Nodes], placement: BoardP
     if cluster[0].budget:
         enough = "lower rates, or more machines, are right"
         if needed > there:
-            enough = f"a --memory of {show_size(budget_of(needed))} would hold all"
+            enough = f"a --memory of {_shown_up(budget_of(needed))} would hold all"
         raise ConfigError(
             f"no memory is left for {', '.join(dict.fromkeys(names))}: all models need {show_size(needed)} "
             f"for weights and one request each, and in {show_size(there)} weights would be loaded all of the "
@@ -185,3 +185,8 @@ def cost_errors(devices: Collection[str], profile: Profile | None) -> Iterator[s
 def budget_of(size: int) -> int:
     """Returns the least budget of which weights and pool have so many bytes."""
     return size * RESERVE // (RESERVE - 1) + 1
+
+
+def _shown_up(size: int) -> str:
+    """Returns a size that is enough, a thousandth larger, because four digits of it are shown."""
+    return show_size(size + size // 1000)

@@ -44,7 +44,7 @@ class SeenTraffic:
     others: tuple[str, ...]
     """The models of the log for which nobody plans."""
     covered: int
-    """The seconds from the first minute with a request to the last, of the whole log."""
+    """The seconds from the first minute with a request for these models to the last, in the whole log."""
     asked: int
     """The requests of the whole log for these models."""
 

@@ -38,9 +38,9 @@ def overhead(
     return CpuOverhead(role=role, request=request, prompt=prompt, token=token, turn=turn)
 
 
-def fixed(cost: Fixed, between: float = 0.0) -> SimulatedUnit:
+def fixed(cost: Fixed, gap: float = 0.0) -> SimulatedUnit:
     """Returns a unit with one core of the machine's four."""
-    return replace(unit(compute=1), cost=cost, engine_gap=lambda _: between)
+    return replace(unit(compute=1), cost=cost, engine_gap=lambda _: gap)
 
 
 def played(
@@ -118,7 +118,7 @@ def test_a_job_stands_still_while_its_loop_works_where_it_was_measured_to() -> N
 
 def test_a_job_that_its_loop_holds_up_wants_no_core() -> None:
     """A step takes the only core when the loop has sent a token, and not before: so nobody is slowed."""
-    rows = [oversubscribed(over, 1.0 + over) for over in (1, 2)]
+    rows = [oversubscribed(excess, 1.0 + excess) for excess in (1, 2)]
     stalls = [
         BesideLoop(job=measured_job("one", phase, 1), busy=0.01, alone=0.04, seconds=0.05)
         for phase in Phase.MIXED.parts
@@ -136,7 +136,7 @@ def test_a_prompt_takes_loops_longer_by_its_tokens() -> None:
 def test_threads_beyond_the_cores_slow_jobs_as_they_did() -> None:
     """A gateway and a client that have more to do than they can, and a job: three threads on four cores,
     three, two and one."""
-    rows = [oversubscribed(over, 1.0 + over) for over in (1, 2)]
+    rows = [oversubscribed(excess, 1.0 + excess) for excess in (1, 2)]
     found = cpu_costs(*rows, overhead("gateway", turn=0.05), overhead("client", turn=1.0))
     for cores, times in ((4, 1.0), (3, 1.0), (2, 2.0), (1, 3.0)):
         found.cores = cores

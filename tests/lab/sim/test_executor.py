@@ -57,7 +57,9 @@ class Noted:
         return [step for _ in job.samples]
 
 
-def device(content: Noted | None = None, between: Callable[[Work], float] | None = None) -> ModelledExecutor:
+def device(
+    content: Noted | None = None, engine_gap: Callable[[Work], float] | None = None
+) -> ModelledExecutor:
     return ModelledExecutor(
         {"m": CARD},
         {"m": GEOMETRY},
@@ -65,7 +67,7 @@ def device(content: Noted | None = None, between: Callable[[Work], float] | None
         compute=4,
         cost=Simple(),
         content=content,
-        engine_gap=between,
+        engine_gap=engine_gap,
     )
 
 
@@ -147,7 +149,7 @@ async def test_two_come_beside_a_third() -> None:
 
 @virtually
 async def test_overhead_comes_on_top() -> None:
-    executor = device(between=lambda work: 0.25 * work.batch)
+    executor = device(engine_gap=lambda work: 0.25 * work.batch)
     assert await ended(executor.launch(job(tokens=3))) == pytest.approx([3.25, 3.25])
 
 

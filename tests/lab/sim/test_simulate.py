@@ -97,7 +97,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run_fleet(*arguments: str, workload: str = "small.yaml") -> Results:
+def simulated(*arguments: str, workload: str = "small.yaml") -> Results:
     assert main(["simulate", *arguments, "--workload", workload, "--json", "out.json"]) == 0
     return read_results(Path("out.json"))
 
@@ -112,7 +112,7 @@ def check_all(results: Results, workload: str = "small.yaml") -> None:
 
 
 def test_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    results = run_fleet("plan.json", "--html", "out.html", "--slo-scale", "1000", "--slo-scale", "0.5")
+    results = simulated("plan.json", "--html", "out.html", "--slo-scale", "1000", "--slo-scale", "0.5")
     check_all(results)
     assert (results.source, results.title) == ("simulation", "small on plan.json, simulated")
     assert sorted(results.models) == ["a", "b"]
@@ -128,13 +128,13 @@ def test_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_units_of_a_plan_that_have_ranks_answer_and_move_nothing() -> None:
-    check_all(run_fleet("sharded.json"))
+    check_all(simulated("sharded.json"))
 
 
 def test_a_plan_for_cores_is_played_by_what_was_measured() -> None:
-    bare = run_fleet("cores.json", "--profile", "profile.json", workload="measured.yaml")
-    with_overheads = run_fleet("cores.json", "--profile", "with_overheads.json", workload="measured.yaml")
-    beside = run_fleet(
+    bare = simulated("cores.json", "--profile", "profile.json", workload="measured.yaml")
+    with_overheads = simulated("cores.json", "--profile", "with_overheads.json", workload="measured.yaml")
+    beside = simulated(
         "cores.json", "--profile", "with_overheads.json", "--client-here", workload="measured.yaml"
     )
     means = []
@@ -149,7 +149,7 @@ def test_a_plan_for_cores_is_played_by_what_was_measured() -> None:
 def test_what_a_config_says_of_moves_and_replicas_holds_here(capsys: pytest.CaptureFixture[str]) -> None:
     """A second unit comes as soon as the first is not idle, and gets some of what runs there."""
     config = ("elastic.yaml", "--profile", "profile.json")
-    results = run_fleet(*config, workload="long.yaml")
+    results = simulated(*config, workload="long.yaml")
     check_all(results, "long.yaml")
     told = results.fleet_events
     assert told is not None
@@ -158,12 +158,12 @@ def test_what_a_config_says_of_moves_and_replicas_holds_here(capsys: pytest.Capt
     assert 1 < told.units < 2
     shown = f"{told.moved:,} requests moved, {told.stayed:,} could not; {told.units:.2f} units in the mean"
     assert shown in capsys.readouterr().out
-    assert run_fleet(*config, workload="long.yaml") == results
+    assert simulated(*config, workload="long.yaml") == results
 
 
 def test_no_scheduler_runs_where_the_config_says_so_or_where_there_is_one_unit() -> None:
     for config, units in (("still.yaml", 2), ("config.yaml", 1)):
-        results = run_fleet(config, "--profile", "profile.json", workload="long.yaml")
+        results = simulated(config, "--profile", "profile.json", workload="long.yaml")
         check_all(results, "long.yaml")
         told = results.fleet_events
         assert told is not None
@@ -173,7 +173,7 @@ def test_no_scheduler_runs_where_the_config_says_so_or_where_there_is_one_unit()
 def test_a_machine_that_was_measured() -> None:
     """Each request costs 2 ms of a gateway, and 4 ms of a client where that is on the same machine."""
     ways = [("profile.json",), ("with_overheads.json",), ("with_overheads.json", "--client-here")]
-    all_results = [run_fleet("config.yaml", "--profile", *way, workload="measured.yaml") for way in ways]
+    all_results = [simulated("config.yaml", "--profile", *way, workload="measured.yaml") for way in ways]
     means = []
     for results in all_results:
         check_all(results, "measured.yaml")
@@ -187,7 +187,7 @@ def test_a_machine_that_was_measured() -> None:
 def test_a_config_of_several_nodes_is_simulated_on_machines_like_the_one_that_was_measured() -> None:
     """What the one machine does besides jobs is in no node's way."""
     runs = [
-        run_fleet("several.yaml", "--profile", profile, workload="measured.yaml")
+        simulated("several.yaml", "--profile", profile, workload="measured.yaml")
         for profile in ("profile.json", "with_overheads.json")
     ]
     check_all(runs[0], "measured.yaml")
@@ -195,7 +195,7 @@ def test_a_config_of_several_nodes_is_simulated_on_machines_like_the_one_that_wa
 
 
 def test_a_higher_rate_is_over_sooner_and_waits_longer() -> None:
-    slow, fast = (run_fleet("plan.json", "--rate-scale", scale) for scale in ("1", "20"))
+    slow, fast = (simulated("plan.json", "--rate-scale", scale) for scale in ("1", "20"))
     check_all(fast)
     assert fast.seconds < slow.seconds
     assert fast.total.first is not None
@@ -210,7 +210,7 @@ def test_a_higher_rate_is_over_sooner_and_waits_longer() -> None:
 def test_each_policy_answers_all_and_is_another(fleet: list[str], workload: str) -> None:
     ends = set()
     for policy in ("adbs", "fcfs", "round-robin", "partitioned", "vllm-2023"):
-        results = run_fleet(*fleet, "--policy", policy, "--rate-scale", "20", workload=workload)
+        results = simulated(*fleet, "--policy", policy, "--rate-scale", "20", workload=workload)
         check_all(results, workload)
         assert results.total.end is not None
         ends.add(results.total.end.mean)
@@ -223,7 +223,7 @@ def test_a_program_of_ones_own_lies_beside_the_fleet(
     (folder / "own_program.py").write_text(STOPS.replace("signal.raise_signal(signal.SIGINT)", "pass"))
     os.chdir(tmp_path_factory.mktemp("elsewhere"))
     (Path("small.yaml")).write_bytes((folder / "small.yaml").read_bytes())
-    check_all(run_fleet(str(folder / "plan.json"), "--program", "own_program:stops"))
+    check_all(simulated(str(folder / "plan.json"), "--program", "own_program:stops"))
 
 
 def test_the_same_seed_gives_the_same_bytes(folder: Path) -> None:
@@ -243,7 +243,7 @@ def test_the_seed_draws_the_order_of_what_happens_at_one_moment() -> None:
         WorkloadRequest(at=0.0, model="ab"[i % 2], prompt=10 + 150 * i, output=2 + i) for i in range(12)
     ]
     write_workload(Path("at_once.jsonl"), header, at_once)
-    runs = [run_fleet("plan.json", "--seed", seed, workload="at_once.jsonl") for seed in ("1", "1", "2")]
+    runs = [simulated("plan.json", "--seed", seed, workload="at_once.jsonl") for seed in ("1", "1", "2")]
     assert runs[0] == runs[1] != runs[2]
     assert runs[0].total.output_tokens == runs[2].total.output_tokens == sum(ask.output for ask in at_once)
 

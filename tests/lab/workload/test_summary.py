@@ -126,7 +126,7 @@ def test_results_are_read_as_written(tmp_path: Path) -> None:
     for content, said in (
         (text[:400], "no results file"),
         ("[]", "no results file"),
-        (text.replace('"kvloom_results":1', '"kvloom_results":2'), "version 2; this kvloom reads version 1"),
+        (text.replace('"kvloom_results":2', '"kvloom_results":1'), "version 1; this kvloom reads version 2"),
     ):
         (tmp_path / "bad.json").write_text(content)
         with pytest.raises(ConfigError, match=said):

@@ -20,9 +20,9 @@ def measured_job(model: str, phase: Phase, cores: int) -> MeasuredJob:
     )
 
 
-def oversubscribed(over: int, times: float, model: str = "one") -> Oversubscribed:
+def oversubscribed(excess: int, times: float, model: str = "one") -> Oversubscribed:
     what = measured_job(model, Phase.DECODE, 2)
-    return Oversubscribed(job=what, excess=over, alone=0.01, seconds=0.01 * times)
+    return Oversubscribed(job=what, excess=excess, alone=0.01, seconds=0.01 * times)
 
 
 def cpu_costs(*rows: Oversubscribed | BesideLoop | CpuOverhead, cores: int = 4) -> CpuCosts:
@@ -49,9 +49,9 @@ def test_what_was_not_measured_costs_nothing() -> None:
 
 
 def test_slower_between_what_was_measured_and_beyond() -> None:
-    found = cpu_costs(*(oversubscribed(over, times) for over, times in ((1, 2.0), (1, 3.0), (2, 4.0))))
-    for over, times in ((-1, 1.0), (0, 1.0), (0.5, 1.75), (1, 2.5), (1.5, 3.25), (2, 4.0), (4, 7.0)):
-        assert found.slowdown(over) == pytest.approx(times)
+    found = cpu_costs(*(oversubscribed(excess, times) for excess, times in ((1, 2.0), (1, 3.0), (2, 4.0))))
+    for excess, times in ((-1, 1.0), (0, 1.0), (0.5, 1.75), (1, 2.5), (1.5, 3.25), (2, 4.0), (4, 7.0)):
+        assert found.slowdown(excess) == pytest.approx(times)
 
 
 def test_jobs_are_slowed_as_most_jobs_are() -> None:

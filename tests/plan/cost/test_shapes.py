@@ -130,5 +130,5 @@ def test_devices_are_found_in_any_case() -> None:
     assert {"A100-40", "A100-80", "A10", "L40S", "H100", "H200"} == set(DEVICES)
     with pytest.raises(ConfigError, match=r"'B300' is not known; A100-40, .*H200 are"):
         find_device("B300")
-    with pytest.raises(ConfigError, match=r"'gpt-9'; llama-7b, .*checkpoint are right"):
+    with pytest.raises(ConfigError, match=r"'gpt-9'; known are llama-7b, .*checkpoint's folder"):
         find_shape("gpt-9")

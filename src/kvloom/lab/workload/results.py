@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from kvloom.types.errors import ConfigError
 from kvloom.types.numbers import show_count, show_number
 
-VERSION: Final = 1
+VERSION: Final = 2
 CURVE: Final = (*(i / 50 for i in range(50)), 0.99, 0.995, 0.999, 1.0)  # quantiles
 
 

@@ -15,7 +15,8 @@ PULSE: Final = "kvloom.pulse"
 """The logger of the line."""
 PULSE_SECONDS: Final = 10.0
 _TO_COME: Final[tuple[Service, ...]] = ("restarting", "starting", "away")
-"""The states of units whose next answer is that of a new process."""
+"""The states of units whose next answer is taken for that of a new process. If one restarts and still has
+calls, it may be the old one's: then all that this one has counted is in one line."""
 
 
 class Counted(Protocol):
@@ -78,9 +79,9 @@ async def tell_pulse(
     A process that begins after this does counts from 0. One that was there before counts from its first
     answer on."""
     begun, since, more = router.begun, clock.now(), False
+    there = {unit for unit, service in router.services.items() if service not in _TO_COME}
     heard = await _loads(router) or {}
-    last = totals(heard)
-    silent = {unit for unit, service in router.services.items() if service not in _TO_COME} - heard.keys()
+    last, silent = totals(heard), there - heard.keys()
     while True:
         await clock.sleep(seconds)
         now, begun_now, busy = clock.now(), router.begun, router.busy
