@@ -21,7 +21,7 @@ from tests.commands import kvloom
         (("-x",), ["'-x'; known are serve, chat, run, models"]),
         (("unit", "lst"), ["lst", '"list"', "`kvloom unit --help`"]),
         (("unit", "list", "more"), ["more", "`kvloom unit list --help`"]),
-        (("serv",), ["there is no command 'serv'; did you mean 'serve'?"]),
+        (("serv",), ["there is no command 'serv'; did you mean `serve`?"]),
         (("serve", "--prot", "1"), ["--prot", "`kvloom serve --help`"]),
         (("serve", "--port", "x"), ["--port: 'x'; a whole number is right"]),
         (("serve", "--port", "81.5"), ["--port: '81.5'; a whole number is right"]),

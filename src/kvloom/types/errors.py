@@ -9,9 +9,10 @@ from typing import ClassVar, Self
 import msgspec
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """Returns a hint at the known name that is most like `name`, or at all of them if none is like it."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+def nearest(name: str, known: Sequence[str], likeness: float = 0.5) -> str:
+    """Returns a hint at the known name that is most like `name`, or at all of them if none is like it: from
+    `likeness` on, of 1."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=likeness)
     return f"did you mean `{close[0]}`?" if close else f"known are {', '.join(known)}"
 
 

@@ -161,7 +161,7 @@ def find_shape(name: str) -> ModelShape:
     """Returns a well-known model's shape, by its name in any case. Raises ConfigError."""
     found = SHAPES.get(name.lower())
     if found is None:
-        hint = nearest(name.lower(), [*SHAPES])
+        hint = nearest(name.lower(), [*SHAPES], likeness=0.8)
         raise ConfigError(f"no shape is known of {name[:60]!r}; {hint} (or `path`, a checkpoint's folder)")
     return found
 
