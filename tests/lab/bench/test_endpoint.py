@@ -158,7 +158,7 @@ def test_nobody_is_there() -> None:
     async def ask() -> RequestResult:
         async with Endpoint("http://127.0.0.1:9", None, 5.0, ASKING, WallClock()) as endpoint:
             with pytest.raises(
-                ServerError, match=r"127\.0\.0\.1:9: cannot be reached: Connection refused; --url"
+                ServerError, match=r"127\.0\.0\.1:9: cannot be reached: Connection refused; .*--url"
             ):
                 await endpoint.served()
             return await endpoint.ask(ASK, endpoint.body(0, ASK), 0.0)
