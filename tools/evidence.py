@@ -93,7 +93,8 @@ def differences(experiment: Experiment, then: Report, now: Report) -> list[str]:
     """Returns how two small runs of an experiment differ, a line each. Of an experiment that shows times of
     the machine that plays it, only titles and heads of grids are compared."""
     if experiment.timed:
-        return [f"{old}  →  {new}" for old, new in [(_headings(then), _headings(now))] if old != new]
+        old, new = _headings(then), _headings(now)
+        return [] if old == new else [f"{old}  →  {new}"]
     return changed(then, now)
 
 

@@ -18,7 +18,7 @@ from kvloom.cli.app import DEFAULT_URL, CommandFailed, Url, interruptible, print
 from kvloom.cli.gateway import AdminClient, GatewayError
 from kvloom.config.fields import parse_program
 from kvloom.types.errors import ConfigError
-from kvloom.types.numbers import show_size
+from kvloom.types.numbers import show_count, show_size
 from kvloom.types.service import LONGEST_DRAIN, Admit, Drain, NodeState, ProgramState, RestartStep, UnitState
 from kvloom.types.spec import ProgramSpec
 
@@ -222,7 +222,7 @@ def print_units(states: Sequence[UnitState]) -> None:
         (
             state.name,
             state.state,
-            f"{state.calls} call{'' if state.calls == 1 else 's'}",
+            show_count(state.calls, "call"),
             ", ".join(state.models) + (f" ({state.problem})" if state.problem else ""),
         )
         for state in states

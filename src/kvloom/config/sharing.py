@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvloom.config.fields import Auto
 from kvloom.config.machine import Machine
 from kvloom.config.units import CPU, CUDA, ConfiguredEngine, Device
-from kvloom.types.numbers import show_size
+from kvloom.types.numbers import show_count, show_size
 from kvloom.types.spec import gpu_index
 
 
@@ -52,7 +52,7 @@ def check_ranks(engines: Sequence[ConfiguredEngine], cores: Sequence[int]) -> No
         ranks, key = engine.unit.tensor_parallel, f"{engine.key}.tensor_parallel"
         if ranks > own:
             raise ValueError(
-                f"{key}: {ranks} ranks, but {engine.name} has {own} core{'' if own == 1 else 's'}; "
+                f"{key}: {ranks} ranks, but {engine.name} has {show_count(own, 'core')}; "
                 f"{f'1 to {own}' if own > 1 else '1'} is right"
             )
 

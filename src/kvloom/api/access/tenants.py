@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvloom.api.errors import NeverFits, RateLimited, error_response
 from kvloom.api.metrics import KeyCounts
 from kvloom.config.keys import NamedKey
+from kvloom.types.numbers import show_count
 
 WINDOW: Final = 60.0  # seconds in which a bucket empties
 _NOTHING: Final = 1e-6  # what sums of floats may be off
@@ -60,7 +61,7 @@ class Tenant:
         if key.concurrency is not None and self._running >= key.concurrency:
             running, most = self._running, key.concurrency
             said = (
-                f"{key.name} has {running} request{'' if running == 1 else 's'} under way; "
+                f"{key.name} has {show_count(running, 'request')} under way; "
                 f"{most} at once {'is' if most == 1 else 'are'} right"
             )
             raise self._refusal("concurrency", said, 1.0)

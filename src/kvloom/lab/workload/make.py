@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from kvloom.config.config import Config
 from kvloom.config.fields import explain
@@ -64,7 +64,7 @@ def read_spec(path: Path, **changes: Any) -> WorkloadSpec:
 
 def is_spec(settings: Mapping[str, Any]) -> bool:
     """Returns whether the settings of a file are those of a workload, and of no config."""
-    return settings.keys() <= WorkloadSpec.model_fields.keys() and not _is_config(settings)
+    return _has_keys_of(WorkloadSpec, settings) and not _has_keys_of(Config, settings)
 
 
 def _other_kind(path: Path, settings: Mapping[str, Any]) -> str | None:
@@ -73,12 +73,13 @@ def _other_kind(path: Path, settings: Mapping[str, Any]) -> str | None:
         return "plan"
     if settings.keys() == {"nodes", "models"}:
         return "cluster's file"
-    own = settings.keys() <= WorkloadSpec.model_fields.keys()
-    return "config" if _is_config(settings) and not own else None
+    is_config = _has_keys_of(Config, settings) and not _has_keys_of(WorkloadSpec, settings)
+    return "config" if is_config else None
 
 
-def _is_config(settings: Mapping[str, Any]) -> bool:
-    return settings.keys() <= Config.model_fields.keys()
+def _has_keys_of(kind: type[BaseModel], settings: Mapping[str, Any]) -> bool:
+    """Returns whether a file of that kind may have all of these keys."""
+    return settings.keys() <= kind.model_fields.keys()
 
 
 def _requests(path: Path, spec: WorkloadSpec) -> Iterator[WorkloadRequest]:
